@@ -1,0 +1,1 @@
+"""How a model is cut and run, as plain data. Imports no torch."""

@@ -1,0 +1,39 @@
+"""Bytes of a model's parts, as plain arithmetic. Imports no torch."""
+
+from tandem.layout.shapes import ModelShapes, parameter_count, parameters
+from tandem.layout.sharding import shard_slices
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank: int = 0) -> int:
+    """Bytes of the parameters that one tensor-parallel rank holds."""
+    if tensor_parallel == 1:
+        return parameter_count(shapes) * DTYPE_BYTES[dtype]
+    total = 0
+    for name, shape in parameters(shapes):
+        count = 1
+        for part in shard_slices(name, shape, rank, tensor_parallel):
+            count *= part.stop - part.start
+        total += count
+    return total * DTYPE_BYTES[dtype]
+
+
+def kv_bytes_per_token(shapes: ModelShapes, dtype: str) -> int:
+    """Bytes of keys and values that one token takes in the cache, over all layers."""
+    return 2 * shapes.num_layers * shapes.key_value_size * DTYPE_BYTES[dtype]
+
+
+def optimizer_bytes(shapes: ModelShapes) -> int:
+    """Bytes of AdamW's two fp32 moments."""
+    return 2 * 4 * parameter_count(shapes)
+
+
+def activation_bytes_per_token(shapes: ModelShapes) -> int:
+    """Bytes that the trainer's forward saves for one token's backward, in fp32, without checkpointing.
+
+    Per layer: the residual stream twice, the two normed inputs, the projection q|k|v before and after rotation, the
+    attention's output and log-sum-exp, gate|up and their product. Once: the final residual and its norm.
+    """
+    layer = 4 * shapes.hidden_size + 2 * shapes.qkv_size + shapes.query_size + shapes.num_heads + 3 * shapes.intermediate_size
+    return 4 * (layer * shapes.num_layers + 2 * shapes.hidden_size)

@@ -1,0 +1,138 @@
+"""The shapes of a decoder, as plain data. Imports no torch.
+
+``ModelShapes`` is the one description of a network that every room reads: the model builds itself from it, the sharding
+plan cuts it, the estimates count it and the Hugging Face room translates it to and from ``config.json``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Architecture = Literal["llama", "qwen2", "qwen3"]
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched. ``kind`` and the fields follow Hugging Face's ``rope_scaling``.
+
+    ``default``: nothing. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
+    ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
+    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given).
+    """
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """A decoder-only transformer. All counts in elements; ``sliding_window`` in tokens (``None``: full attention).
+
+    ``layer_windows[i]`` is layer i's window (``None``: full), derived from the checkpoint's own rules.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    tie_embeddings: bool
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of ``layer`` in tokens, ``None`` for full attention."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.query_size + 2 * self.key_value_size
+
+
+class Parameter(NamedTuple):
+    """A parameter by its Hugging Face name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
+    """Every parameter of the Hugging Face form, in the order in which checkpoints list them."""
+    hidden, inner = shapes.hidden_size, shapes.intermediate_size
+    yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
+    for layer in range(shapes.num_layers):
+        at = f"model.layers.{layer}."
+        for name, rows, biased in (
+            ("q_proj", shapes.query_size, shapes.attention_bias),
+            ("k_proj", shapes.key_value_size, shapes.attention_bias),
+            ("v_proj", shapes.key_value_size, shapes.attention_bias),
+        ):
+            yield Parameter(f"{at}self_attn.{name}.weight", (rows, hidden))
+            if biased:
+                yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
+        yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.query_size))
+        if shapes.output_bias:
+            yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
+        if shapes.qk_norm:
+            yield Parameter(f"{at}self_attn.q_norm.weight", (shapes.head_dim,))
+            yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
+        for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+            yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
+            if shapes.mlp_bias:
+                yield Parameter(f"{at}mlp.{name}.bias", (rows,))
+        yield Parameter(f"{at}input_layernorm.weight", (hidden,))
+        yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
+    yield Parameter("model.norm.weight", (hidden,))
+    if not shapes.tie_embeddings:
+        yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
+
+
+def parameter_count(shapes: ModelShapes) -> int:
+    """How many numbers the model holds; tied embeddings count once."""
+    return sum(p.numel for p in parameters(shapes))

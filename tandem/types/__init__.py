@@ -1,0 +1,23 @@
+"""The named values that cross rooms. Imports nothing but the standard library."""
+
+from tandem.types.batch import Batch, TrainSequence
+from tandem.types.errors import RunError, UserError
+from tandem.types.prompt import Prompt
+from tandem.types.sample import FinishReason, Sample, WeightVersion
+from tandem.types.score import Score, ScoreState
+from tandem.types.weights import TensorEntry, WeightManifest
+
+__all__ = [
+    "Batch",
+    "FinishReason",
+    "Prompt",
+    "RunError",
+    "Sample",
+    "Score",
+    "ScoreState",
+    "TensorEntry",
+    "TrainSequence",
+    "UserError",
+    "WeightManifest",
+    "WeightVersion",
+]

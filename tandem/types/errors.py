@@ -1,0 +1,17 @@
+"""Errors that cross rooms."""
+
+
+class UserError(Exception):
+    """Something the user can mend.
+
+    The message is one line that names the thing, the value and the fix. The command line prints it as it is and exits
+    with ``exit_code``: 2 for a usage or configuration error, 1 for a run that failed.
+    """
+
+    exit_code = 2
+
+
+class RunError(UserError):
+    """A run that cannot go on. One line, exit code 1."""
+
+    exit_code = 1
