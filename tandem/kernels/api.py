@@ -1,0 +1,143 @@
+"""What a set of kernels does: the arithmetic of a decoder, and nothing else.
+
+Two sets exist: ``tandem.kernels.reference`` (plain torch, any dtype and device) and ``tandem.kernels.cpu`` (C++, fp32).
+Shapes: T tokens of a flat batch, S sequences, H hidden, D head size, Hq and Hkv query and key-value heads, N blocks.
+
+The law of this room: the bits of a result for one token depend on that token, its absolute position and the tokens before
+it in its own sequence, never on how many rows stand beside it, on chunking, on the block table or on the thread count.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 16
+"""Tokens in a block of the KV cache; the attention kernels sum in tiles of this many absolute positions."""
+
+
+class PackedWeight(NamedTuple):
+    """A linear weight in the layout its kernel wants. ``data`` belongs to the kernel set; ``rows`` x ``columns`` is the
+    shape [N, K] of the plain weight."""
+
+    data: Tensor
+    rows: int
+    columns: int
+
+
+class KVLayer(NamedTuple):
+    """One layer's cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register
+    holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class TokenLogprobs(NamedTuple):
+    """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the asked temperature; the same tensor where that
+    is 1) and the ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
+
+    raw: Tensor
+    scaled: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Where the tokens of an engine's flat batch stand.
+
+    ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are the
+    last of its ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: where each new
+    token's key and value go, ``block * BLOCK_TOKENS + offset``.
+    """
+
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    slots: Tensor
+
+
+class Kernels(Protocol):
+    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``rope_to_cache``,
+    ``paged_attention`` and ``add_rms_norm_`` are differentiable in their floating tensors."""
+
+    name: str
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x[T, K] @ weight[N, K].T + bias[N]`` -> [T, N]. Same bits as ``linear_packed`` of the same weight."""
+        ...
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """``weight[N, K]`` copied into the kernel's own layout."""
+        ...
+
+    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        """As ``linear``, for weights that are used many times between changes. No gradient."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``(rms_norm(x + residual), x + residual)``, both [T, H]."""
+        ...
+
+    def rope(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split ``qkv[T, (Hq + 2 Hkv) D]`` into ``q[T, Hq, D]``, ``k[T, Hkv, D]``, ``v[T, Hkv, D]``, norm q and k per head
+        where norms are given, and rotate them (Su et al., 2021; halves, as Llama does).
+
+        ``heads`` is (Hq, Hkv, D). ``cos_sin[P, D]`` fp32 holds cos in the first half of a row and sin in the second, and
+        is indexed by absolute position.
+        """
+        ...
+
+    def rope_to_cache(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
+    ) -> Tensor:
+        """As ``rope``, but k and v go straight to their slots of the cache; returns ``q[T, Hq, D]``. No gradient."""
+        ...
+
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention inside each of the sequences that ``cu_seqlens[S + 1]`` int32 marks; positions start at 0 in
+        each. A query at position p sees keys ``max(0, p - window + 1) .. p``. -> [T, Hq, D]. Same bits as
+        ``paged_attention``."""
+        ...
+
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention of an engine's new tokens over the cache. -> [T, Hq, D]. No gradient."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate_up[:, :F]) * gate_up[:, F:]``: [T, 2 F] -> [T, F] (Shazeer, 2020)."""
+        ...
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+        """Log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``. Never holds
+        [T, V] for all T at once. ``raw`` has the bits of ``logits_logprobs``."""
+        ...
+
+    def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """``log_softmax(logits[T, V])[t, targets[t]]`` -> [T]. No gradient."""
+        ...
+
+
+def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
+    """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``."""
+    blocks, heads, size = shapes
+    return [
+        KVLayer(
+            torch.zeros(blocks, heads, size, BLOCK_TOKENS, dtype=dtype, device=device),
+            torch.zeros(blocks, heads, BLOCK_TOKENS, size, dtype=dtype, device=device),
+        )
+        for _ in range(layers)
+    ]
