@@ -1,0 +1,59 @@
+# Two commands on a fresh machine: `make run` and `make test`. Everything they install goes to .venv.
+#
+#   make run                              set up, then train recipes/sort.yaml in a pod
+#   make run RECIPE=recipes/arithmetic.yaml ARGS="--run.seed=1"
+#   make test                             set up, then the tests (under 15 minutes on two cores)
+#   make test-full                        the slower proofs, the oldest first; records what it proved
+#   make lint                             style, types and the order of the house
+#   make bench                            every benchmark beside its peer (the peer gets .venv-peer)
+#
+# PIP_ARGS reaches every pip install: on Linux, `PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu
+# --extra-index-url https://pypi.org/simple"` takes the CPU build of torch instead of the much larger CUDA one.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+RECIPE ?= recipes/sort.yaml
+ARGS ?=
+PIP_ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.PHONY: run test test-full lint bench clean
+.DELETE_ON_ERROR:
+
+run: .venv/.run
+	$(BIN)/tandem train $(RECIPE) $(ARGS)
+
+test: .venv/.test lint
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: .venv/.test
+	$(BIN)/python tests/full_proofs.py --record $(ARGS)
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.test .venv-peer/.installed
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; install one or name it: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/.run: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) -e .
+	@touch $@
+
+.venv/.test: .venv/.run
+	$(PIP) -e ".[test,lint,chat,reasoning-gym]"
+	@touch $@
+
+.venv-peer/.installed: benchmarks/peer-requirements.txt
+	$(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r benchmarks/peer-requirements.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-peer .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

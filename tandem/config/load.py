@@ -1,0 +1,202 @@
+"""From a recipe file and ``--key.sub=value`` overrides to a frozen, typed, checked configuration.
+
+Every mistake is one ``UserError`` that names the key, the value and the fix; unknown keys come with the nearest right one.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import yaml
+
+from tandem.types.errors import UserError
+
+Section = TypeVar("Section")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error, not a silent overwrite."""
+
+
+def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise UserError(f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key '{key}' stands twice; keep one")
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in the YAML file ``path``. Raises ``UserError`` with file and line for anything else."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"recipe '{path}' does not exist; name a YAML file, for example recipes/sort.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe '{path}' cannot be read: {error}") from None
+    loader = _UniqueKeyLoader(text)
+    loader.name = str(path)
+    try:
+        data = loader.get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    finally:
+        loader.dispose()
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: a recipe is a mapping of sections, this is {_describe(data)}")
+    return data
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """``data`` with each ``key.sub=value`` (leading dashes allowed, value in YAML) set. Returns a new mapping."""
+    result = _deep_copy(data)
+    for override in overrides:
+        name, equals, text = override.lstrip("-").partition("=")
+        if not equals or not name:
+            raise UserError(f"override '{override}' is not of the form --key.sub=value")
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            value = text
+        target = result
+        *parents, last = name.split(".")
+        for parent in parents:
+            child = target.setdefault(parent, {})
+            if not isinstance(child, dict):
+                raise UserError(f"override '{override}': '{parent}' is {_describe(child)}, not a section")
+            target = child
+        target[last] = value
+    return result
+
+
+def build(section: type[Section], data: Mapping[str, Any], where: str = "") -> Section:
+    """``data`` as the dataclass ``section``: types checked, unknown keys refused, nested sections built, ``check()`` called
+    where a section has one. ``where`` is the dotted path for messages."""
+    hints = typing.get_type_hints(section)
+    fields = {f.name: f for f in dataclasses.fields(section) if f.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+            hint = f"did you mean '{_join(where, near[0])}'?" if near else f"known here: {', '.join(sorted(fields))}"
+            raise UserError(f"unknown key '{_join(where, str(key))}'; {hint}")
+    values = {key: _convert(hints[key], value, _join(where, key)) for key, value in data.items()}
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UserError(f"key '{_join(where, name)}' is missing; it has no default")
+    built = section(**values)
+    check = getattr(built, "check", None)
+    if check is not None:
+        check()
+    return built
+
+
+def to_mapping(section: Any) -> Any:
+    """A configuration as plain data, as it is saved with a run; ``build`` reads it back."""
+    if dataclasses.is_dataclass(section) and not isinstance(section, type):
+        return {f.name: to_mapping(getattr(section, f.name)) for f in dataclasses.fields(section) if f.init}
+    if isinstance(section, Mapping):
+        return {key: to_mapping(value) for key, value in section.items()}
+    if isinstance(section, list | tuple):
+        return [to_mapping(value) for value in section]
+    return section
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is Literal:
+        if value not in arguments:
+            near = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1, cutoff=0.5)
+            hint_text = f"did you mean '{near[0]}'?" if near else ""
+            choices = ", ".join(str(a) for a in arguments)
+            raise UserError(f"'{where}' is {value!r}; it must be one of {choices}. {hint_text}".rstrip())
+        return value
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise UserError(f"'{where}' is {_describe(value)}; it must be a list")
+        if origin is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis):
+            if len(value) != len(arguments):
+                raise UserError(f"'{where}' has {len(value)} entries; it must have {len(arguments)}")
+            return tuple(_convert(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(arguments, value, strict=True)))
+        return origin(_convert(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise UserError(f"'{where}' is {_describe(value)}; it must be a mapping")
+        return {str(k): _convert(arguments[1], v, _join(where, str(k))) for k, v in value.items()}
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            return value
+        if not isinstance(value, Mapping):
+            raise UserError(f"'{where}' is {_describe(value)}; it must be a section of key: value lines")
+        return build(hint, value, where)  # type: ignore[arg-type]
+    return _convert_plain(hint, value, where)
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    errors = []
+    for argument in (a for a in arguments if a is not type(None)):
+        try:
+            return _convert(argument, value, where)
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _convert_plain(hint: Any, value: Any, where: str) -> Any:
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:  # YAML 1.1 reads 1e-3 as a string
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if math.isnan(number):
+            raise UserError(f"'{where}' is {value!r}; it must be a number")
+        return number
+    if hint is str and isinstance(value, str):
+        return value
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    raise UserError(f"'{where}' is {_describe(value)}; it must be {names.get(hint, hint)}")
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    return repr(value)
+
+
+def _deep_copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _deep_copy(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_deep_copy(v) for v in value]
+    return value
