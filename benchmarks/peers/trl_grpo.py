@@ -1,0 +1,119 @@
+"""The peer of the GRPO benchmarks: TRL's GRPOTrainer on the same model, prompts, reward and settings.
+
+Runs in the peer's own environment and is driven line by line over standard input, so that its steps can be interleaved
+with ours in one run: ``step`` takes one optimizer step, ``save FOLDER`` writes the model, ``quit`` ends. Every answer is one
+line of JSON. Usage: ``trl_grpo.py MODEL PROMPTS.jsonl SETTINGS.json``.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # whatever the libraries print goes to standard error
+
+with open(sys.argv[3], encoding="utf-8") as file:
+    SETTINGS: dict[str, Any] = json.load(file)
+
+import torch  # noqa: E402
+
+torch.set_num_threads(SETTINGS["threads"])
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+
+def answer(**values: Any) -> None:
+    ANSWERS.write(json.dumps(values) + "\n")
+
+
+def correct(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
+    """1.0 where the completion is the answer, as our answer matcher judges it."""
+    return [float(completion.strip() == truth.strip()) for completion, truth in zip(completions, ground_truth, strict=True)]
+
+
+class Driven(TrainerCallback):
+    """Waits for a line before every step and reports what the step took."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self.started = (0.0, 0.0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        while True:
+            words = sys.stdin.readline().split()
+            if not words or words[0] == "quit":
+                os._exit(0)
+            if words[0] == "save":
+                self.model.save_pretrained(words[1])
+                self.tokenizer.save_pretrained(words[1])
+                answer(saved=words[1])
+                continue
+            self.started = (time.perf_counter(), time.process_time())
+            return
+
+
+def main() -> None:
+    model_folder, prompts_file = sys.argv[1:3]
+    with open(prompts_file, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.padding_side = "left"
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    group, prompts = SETTINGS["group_size"], SETTINGS["prompts_per_step"]
+    driven = Driven()
+    driven.model, driven.tokenizer = model, tokenizer
+    # The dataset has one row a prompt, in our order; TRL repeats each for its group.
+    config = GRPOConfig(
+        output_dir=SETTINGS["output"],
+        use_cpu=True,
+        bf16=False,
+        seed=SETTINGS["seed"],
+        max_steps=len(rows) // prompts,
+        per_device_train_batch_size=prompts * group,
+        gradient_accumulation_steps=1,
+        num_generations=group,
+        max_completion_length=SETTINGS["max_tokens"],
+        temperature=SETTINGS["temperature"],
+        learning_rate=SETTINGS["learning_rate"],
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=SETTINGS["warmup_steps"],
+        adam_beta1=SETTINGS["beta1"],
+        adam_beta2=SETTINGS["beta2"],
+        weight_decay=SETTINGS["weight_decay"],
+        max_grad_norm=SETTINGS["max_grad_norm"],
+        beta=SETTINGS["kl_coefficient"],
+        loss_type="bnpo",  # TRL's name for a token mean over the batch
+        scale_rewards="group",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        dataloader_num_workers=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=correct, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+        callbacks=[driven],
+    )
+
+    class Report(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "reward" in logs:
+                wall, cpu = driven.started
+                answer(
+                    step=state.global_step, wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu,
+                    reward=float(logs["reward"]), mean_length=float(logs.get("completions/mean_length", 0.0)),
+                )
+
+    trainer.add_callback(Report())
+    answer(ready=True)
+    trainer.train()
+
+
+main()

@@ -1,0 +1,55 @@
+"""Section ``model``: a Hugging Face folder, or the shape of a small model that the run makes itself."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class NewModelConfig:
+    """A model with random weights and a character tokenizer, made from the recipe: nothing is downloaded.
+
+    ``characters``: the vocabulary besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the
+    line break.
+    """
+
+    architecture: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    hidden_size: int = 128
+    num_layers: int = 5
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 512
+    max_positions: int = 256
+    tie_embeddings: bool = True
+    rope_theta: float = 10000.0
+    characters: str = "ascii"
+
+    def check(self) -> None:
+        if self.num_heads % max(self.num_kv_heads, 1):
+            raise UserError(
+                f"'model.create.num_heads' is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
+            if getattr(self, name) < 1:
+                raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
+        if self.head_dim % 2:
+            raise UserError(f"'model.create.head_dim' is {self.head_dim}; rotary embedding needs an even number")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Exactly one of ``path`` (a local Hugging Face folder) and ``create``. ``max_length``: prompt and completion
+    together, in tokens; 0 takes the model's own context."""
+
+    path: str | None = None
+    create: NewModelConfig | None = None
+    max_length: int = 0
+
+    def check(self) -> None:
+        if (self.path is None) == (self.create is None):
+            given = "both are given" if self.path is not None else "neither is given"
+            raise UserError(f"section 'model' needs either 'path' or 'create'; {given}")
+        if self.max_length < 0:
+            raise UserError(f"'model.max_length' is {self.max_length}; it must be 0 (the model's own context) or more")

@@ -1,0 +1,70 @@
+"""A recipe: every section of a run in one frozen value, and the combinations that cannot work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.evaluation import EvaluationConfig
+from tandem.config.load import apply_overrides, build, read_yaml
+from tandem.config.machine import MachineConfig
+from tandem.config.model import ModelConfig
+from tandem.config.rewards import RewardsConfig
+from tandem.config.rollout import RolloutConfig
+from tandem.config.run import RunConfig
+from tandem.config.task import TaskConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.config.warm_up import WarmUpConfig
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What ``tandem train`` is told. A room receives its own section and no other."""
+
+    model: ModelConfig
+    task: TaskConfig
+    run: RunConfig = field(default_factory=RunConfig)
+    warm_up: WarmUpConfig | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def check(self) -> None:
+        """Refuse combinations of sections that cannot work; each section has refused its own mistakes already."""
+        create = self.model.create
+        longest = self.model.max_length or (create.max_positions if create else 0)
+        if longest and self.rollout.max_tokens >= longest:
+            raise UserError(
+                f"'rollout.max_tokens' is {self.rollout.max_tokens}, which leaves no room for a prompt in a context of {longest} "
+                "tokens; lower it or raise model.max_length"
+            )
+        if create and self.model.max_length > create.max_positions:
+            raise UserError(
+                f"'model.max_length' is {self.model.max_length}, more than model.create.max_positions ({create.max_positions})"
+            )
+        filtered = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
+        if filtered and self.algorithm.truncated_importance_cap is None:
+            raise UserError(
+                "rollout.top_p, top_k and min_p draw from another distribution than the trainer's; set "
+                "algorithm.truncated_importance_cap (2.0 is usual) or turn them off"
+            )
+        if self.algorithm.group_size > self.rollout.max_sequences:
+            raise UserError(
+                f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "
+                f"({self.rollout.max_sequences}); a group runs at once"
+            )
+        if create and self.warm_up is None:
+            raise UserError("a model made from the recipe knows nothing yet; add a section 'warm_up' (an empty one takes the defaults)")
+        if self.trainer.dtype != "float32":
+            raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; a pod on CPU trains in float32")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the file ``path`` with ``--key.sub=value`` overrides. Raises ``UserError``."""
+    return build(Recipe, apply_overrides(read_yaml(path), overrides))

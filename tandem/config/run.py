@@ -1,0 +1,26 @@
+"""Section ``run``: what this run is called, where it lives and how long it may go on."""
+
+import re
+from dataclasses import dataclass
+
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """``name``: the folder under ``directory``; empty takes the recipe's name and, where that exists, the next free
+    ``NAME-2``, ``NAME-3``. ``seed``: every random number of the run follows from it. ``max_steps``: optimizer steps after
+    the warm-up at most."""
+
+    name: str = ""
+    directory: str = "runs"
+    seed: int = 0
+    max_steps: int = 200
+
+    def check(self) -> None:
+        if self.name and not re.fullmatch(r"[\w][\w.+-]*", self.name):
+            raise UserError(f"'run.name' is '{self.name}'; use letters, digits, '.', '_', '+' and '-', not starting with a sign")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"'run.seed' is {self.seed}; it must be between 0 and 2^63 - 1")
+        if self.max_steps < 1:
+            raise UserError(f"'run.max_steps' is {self.max_steps}; it must be at least 1")

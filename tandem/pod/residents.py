@@ -1,0 +1,72 @@
+"""VRAM management: which models of a pod stand in memory during which phase.
+
+``plan`` decides before anything starts whether the engine may stay beside the trainer; the trainer's worker asks
+``release`` when it goes offline, so that the memory of its gradients really goes back to the machine.
+"""
+
+import ctypes
+import gc
+import logging
+
+from tandem.config.recipe import Recipe
+from tandem.estimate.memory import PodMemory, between_steps, predict
+from tandem.layout.shapes import ModelShapes
+from tandem.types import RunError
+
+logger = logging.getLogger(__name__)
+
+
+def available_bytes(limit_gib: float) -> int:
+    """What the pod may take: ``limit_gib``, or 80 % of the memory that is free now (and of the cgroup's limit)."""
+    if limit_gib:
+        return int(limit_gib * 2**30)
+    with open("/proc/meminfo", encoding="ascii") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            free = min(free, int(text))
+    return int(0.8 * free)
+
+
+def kv_cache_tokens(recipe: Recipe, max_length: int) -> int:
+    """Tokens of KV cache: what the recipe says, or what the sequences that run at once can use at most."""
+    if recipe.rollout.kv_cache_tokens:
+        return recipe.rollout.kv_cache_tokens
+    wanted = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+    return min(recipe.rollout.max_sequences, max(wanted, 1)) * (max_length + 16)
+
+
+def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemory, str]:
+    """The predicted bytes of every phase and ``keep`` or ``terminate``. Raises ``RunError`` where not even taking turns
+    fits."""
+    sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+    memory = predict(
+        shapes,
+        dtype=recipe.trainer.dtype,
+        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        batch_tokens=sequences * max_length,
+        kv_cache_tokens=kv_cache_tokens(recipe, max_length),
+        reference=recipe.algorithm.kl_coefficient > 0,
+    )
+    available = available_bytes(recipe.machine.memory_gib)
+    if memory.in_turn > available:
+        raise RunError(
+            f"this run needs {memory.in_turn / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
+            "lower rollout.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
+        )
+    chosen = recipe.rollout.between_steps
+    return memory, between_steps(memory, available) if chosen == "auto" else chosen
+
+
+def release() -> None:
+    """Give freed memory back to the machine: Python's garbage first, then the C library's free lists."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        logger.debug("no malloc_trim on this C library; freed memory stays with the process")
