@@ -1,0 +1,159 @@
+"""Live progress of a run: a panel in a terminal, plain lines anywhere else."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from tandem.jobs.listener import Listener
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as a person reads it: 41 s, 3 min 05 s, 2 h 10 min."""
+    whole = int(seconds + 0.5)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class _State:
+    """What both displays know of the run."""
+
+    def __init__(self) -> None:
+        self.run_directory = ""
+        self.max_steps = 0
+        self.target = 0.0
+        self.phase, self.step = "starting", 0
+        self.reward = self.tokens_per_s = float("nan")
+        self.accuracy: float | None = None
+        self.first_row_at: float | None = None
+        self.rows = 0
+        self.began = time.monotonic()
+
+    def time_left(self) -> str:
+        """From the steps so far, as if all ``max_steps`` were needed; the target may end the run earlier."""
+        if self.first_row_at is None or self.rows < 2:
+            return "-"
+        per_step = (time.monotonic() - self.first_row_at) / (self.rows - 1)
+        return "at most " + duration(per_step * max(self.max_steps - self.step - 1, 0))
+
+    def take_row(self, row: Mapping[str, float | int | str]) -> None:
+        self.step = int(row["step"])
+        self.reward = float(row.get("reward/mean", float("nan")))
+        self.tokens_per_s = float(row.get("perf/tokens_per_s", float("nan")))
+        self.rows += 1
+        self.first_row_at = self.first_row_at or time.monotonic()
+
+
+class PlainDisplay(Listener):
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+        self.state = _State()
+        self.last_progress = 0.0
+
+    def _line(self, text: str) -> None:
+        print(f"[{duration(time.monotonic() - self.state.began)}] {text}", file=self.stream, flush=True)
+
+    def started(self, run_directory: str, max_steps: int, target: float) -> None:
+        self.state.max_steps, self.state.target = max_steps, target
+        self._line(f"run {run_directory}: at most {max_steps} steps, until held-out accuracy {target:.2f}")
+
+    def phase(self, name: str, step: int) -> None:
+        if name != self.state.phase and name in ("create_model", "warm_up", "final_evaluation"):
+            self._line(name.replace("_", " "))
+        self.state.phase = name
+
+    def progress(self, name: str, done: float, total: float, text: str = "") -> None:
+        if time.monotonic() - self.last_progress > 5:
+            self.last_progress = time.monotonic()
+            self._line(f"{name.replace('_', ' ')} {done:.0f}/{total:.0f} {text}".rstrip())
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        self.state.take_row(row)
+        state = self.state
+        self._line(
+            f"step {state.step}: reward {state.reward:.3f}, {state.tokens_per_s:.0f} tokens/s, "
+            f"step time {float(row.get('timing_s/step', 0.0)):.2f} s, time left {state.time_left()}"
+        )
+
+    def evaluated(self, step: int, accuracy: float, count: int, kind: str) -> None:
+        self.state.accuracy = accuracy
+        self._line(f"step {step}: {kind} accuracy {accuracy:.3f} on {count} held-out prompts")
+
+    def message(self, text: str) -> None:
+        self._line(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+
+class TerminalDisplay(Listener):
+    """A panel that is redrawn four times a second; messages and evaluations scroll above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.state = _State()
+        self.bars = Progress(
+            TextColumn("{task.description:<16}"), BarColumn(bar_width=36), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
+        )
+        self.steps = self.bars.add_task("optimizer steps", total=None, note="")
+        self.inner = self.bars.add_task("", total=None, note="", visible=False)
+        self.live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+
+    def _render(self) -> Panel:
+        state, facts = self.state, Table.grid(padding=(0, 2))
+        accuracy = "-" if state.accuracy is None else f"{state.accuracy:.3f} of {state.target:.2f}"
+        facts.add_row("phase", Text(state.phase.replace("_", " "), style="bold"), "accuracy", accuracy)
+        facts.add_row("reward", f"{state.reward:.3f}", "tokens/s", f"{state.tokens_per_s:.0f}")
+        facts.add_row("elapsed", duration(time.monotonic() - state.began), "time left", state.time_left())
+        return Panel(Group(facts, self.bars), title=f"tandem train  {state.run_directory}", border_style="cyan")
+
+    def started(self, run_directory: str, max_steps: int, target: float) -> None:
+        self.state.run_directory, self.state.max_steps, self.state.target = run_directory, max_steps, target
+        self.bars.update(self.steps, total=max_steps)
+
+    def phase(self, name: str, step: int) -> None:
+        self.state.phase = name
+        self.bars.update(self.inner, visible=False)
+
+    def progress(self, name: str, done: float, total: float, text: str = "") -> None:
+        self.bars.update(self.inner, description=name.replace("_", " "), completed=done, total=total, note=text, visible=True)
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        self.state.take_row(row)
+        self.bars.update(self.steps, completed=self.state.step + 1)
+
+    def evaluated(self, step: int, accuracy: float, count: int, kind: str) -> None:
+        self.state.accuracy = accuracy
+        self.console.print(f"step {step}: {kind} accuracy [bold]{accuracy:.3f}[/bold] on {count} held-out prompts")
+
+    def message(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def __enter__(self) -> Self:
+        self.live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.live.stop()
+
+
+def display() -> PlainDisplay | TerminalDisplay:
+    """The display that standard output calls for."""
+    console = Console()
+    return TerminalDisplay(console) if console.is_terminal else PlainDisplay()

@@ -1,0 +1,78 @@
+"""The ``tandem`` command: finds the subcommand and turns every known error into one line and an exit code."""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from tandem.types import UserError
+
+COMMANDS = {
+    "train": "train a model from a recipe: warm-up, GRPO in a pod, evaluation, report",
+    "resume": "go on with a run that was interrupted",
+    "generate": "complete prompts with a model",
+    "evaluate": "measure a model on a task's held-out prompts",
+    "report": "write a run's report.html again",
+    "doctor": "say what this machine has and what Tandem will use of it",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message}; see '{self.prog} --help'")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its arguments; each module of ``tandem.cli`` adds its own."""
+    main_parser = Parser(
+        prog="tandem",
+        description="Reinforcement-learning post-training of language models.",
+        epilog="example: tandem train recipes/sort.yaml --run.seed=1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, help_text in COMMANDS.items():
+        module = importlib.import_module(f"tandem.cli.{name}")
+        command = commands.add_parser(
+            name, help=help_text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.arguments(command)
+    return main_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done; 1: the run failed; 2: usage error; 130: interrupted."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        main_parser = parser()
+        options, extra = main_parser.parse_known_args(given)
+        if options.command is None:
+            main_parser.print_help()
+            return 2
+        overrides = [text for text in extra if text.startswith("--") and "=" in text and "." in text.split("=")[0]]
+        unknown = [text for text in extra if text not in overrides]
+        if unknown or (overrides and not getattr(options, "takes_overrides", False)):
+            raise UserError(f"unknown argument '{(unknown or overrides)[0]}'; see 'tandem {options.command} --help'")
+        options.overrides = overrides
+        return int(importlib.import_module(f"tandem.cli.{options.command}").run(options))
+    except UserError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("tandem: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Go on with a run that was interrupted or killed, from its newest committed checkpoint.
+
+Samples and scores that the run had already written down are used again, not drawn or computed a second time. In
+deterministic mode the resumed run equals the undisturbed one bit for bit; a machine with other threads, instruction set or
+torch build is refused.
+
+example:
+  tandem resume runs/sort
+"""
+
+import argparse
+
+from tandem.cli.display import display
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.jobs.start import resume
+
+    with display() as listener:
+        result = resume(options.run_directory, inline=options.inline, listener=listener)
+    print(result.summary())
+    return 0

@@ -1,0 +1,42 @@
+"""Train a model from a recipe.
+
+The run's files are runs/NAME/{config.yaml, journal.sqlite, metrics.jsonl, checkpoints/, logs/, report.html, model/}.
+Any key of the recipe can be set on the command line: --section.key=value.
+
+examples:
+  tandem train recipes/sort.yaml
+  tandem train recipes/sort.yaml --run.seed=1 --run.name=second
+  tandem train recipes/sort.yaml --rollout.between_steps=terminate
+  tandem train recipes/sort.yaml --dry-run        check the recipe and print the memory plan
+  tandem train recipes/sort.yaml --inline         one process, for a debugger
+"""
+
+import argparse
+
+from tandem.cli.display import display
+from tandem.config.recipe import load_config
+from tandem.runtime.faults import FaultPlan
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a YAML file; see recipes/")
+    parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.jobs.start import dry_run, train
+
+    recipe = load_config(options.recipe, options.overrides)
+    if options.dry_run:
+        print(dry_run(recipe, options.recipe))
+        return 0
+    with display() as listener:
+        result = train(
+            recipe, recipe_path=options.recipe, inline=options.inline, listener=listener,
+            faults=FaultPlan.parse(options.fault) if options.fault else None,
+        )
+    print(result.summary())
+    return 0

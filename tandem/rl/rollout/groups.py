@@ -1,0 +1,30 @@
+"""From the engine's outputs to samples in groups."""
+
+from collections.abc import Sequence
+
+from tandem.engine.outputs import RequestOutput
+from tandem.rl.rollout.dispatch import sample_id
+from tandem.types import FinishReason, Prompt, Sample
+
+
+def samples_of(step: int, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> list[Sample]:
+    """One ``Sample`` for every completion, group after group in the order of ``prompts``; ``outputs[i]`` answers
+    ``prompts[i]``."""
+    samples = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for index, completion in enumerate(output.outputs):
+            samples.append(
+                Sample(
+                    id=sample_id(step, prompt.id, index),
+                    prompt_id=prompt.id,
+                    index=index,
+                    prompt_token_ids=prompt.token_ids,
+                    token_ids=tuple(completion.token_ids),
+                    logprobs=tuple(completion.raw_logprobs),
+                    sampling_logprobs=tuple(completion.sampling_logprobs),
+                    weight_versions=tuple(completion.weight_versions),
+                    finish_reason=FinishReason(completion.finish_reason),
+                    text=completion.text,
+                )
+            )
+    return samples
