@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from tandem.jobs.listener import Listener
+from tandem.runtime.listener import Listener
 
 
 def duration(seconds: float) -> str:

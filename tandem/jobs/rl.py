@@ -1,0 +1,27 @@
+"""Reinforcement learning in a pod: rollout, inference, train, as the figure draws it."""
+
+from tandem.jobs.run import Run
+from tandem.pod.failures import SidecarDied
+from tandem.pod.pod import Pod
+
+
+def reinforce(pod: Pod, run: Run) -> int:
+    """Train until the target holds or ``run.max_steps`` are done; returns the number of optimizer steps taken.
+
+    Any line may be asked for again after a fault: what the journal holds of a step is used, never computed a second time.
+    """
+    step, last = run.first_step, run.recipe.run.max_steps
+    while True:
+        try:
+            if run.target_holds(pod, step) or step == last:
+                run.final_evaluation(pod, step)
+                return step
+            samples = run.samples(pod, step)
+            scores = run.scores(pod, step, samples)
+            metrics = pod.train(step, samples, scores)
+            run.write_row(pod, step, samples, scores, metrics)
+            step += 1
+            if step % run.recipe.checkpoint.every_steps == 0:
+                pod.checkpoint(step)
+        except SidecarDied as death:
+            pod.recover(death, step)

@@ -1,0 +1,132 @@
+"""One run: its directory, its prompts, its judge and its rows. The job's loop asks it for everything but the pod's work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from tandem.config.recipe import Recipe
+from tandem.data.prompts import PromptSource
+from tandem.estimate.memory import PodMemory
+from tandem.evaluation.tasks import EvaluationResult, evaluate
+from tandem.pod.pod import Pod
+from tandem.pod.states import RolloutState
+from tandem.rl.rewards.pool import RewardPool, check_fault_share
+from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
+from tandem.rl.step_metrics import sample_metrics, staleness
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.runtime.metrics import MetricsFile
+from tandem.types import Prompt, Sample, Score
+
+
+@dataclass
+class Run:
+    """What a job needs besides the pod. ``first_step``: where it starts (0, or the checkpoint that it resumes from)."""
+
+    recipe: Recipe
+    directory: Path
+    journal: Journal
+    metrics: MetricsFile
+    prompts: PromptSource
+    rewards: RewardPool
+    listener: Listener
+    memory: PodMemory
+    first_step: int = 0
+    step_began: float = field(default_factory=perf_counter)
+
+    # -- samples and scores: what the journal holds is used, never computed a second time ------------------------------
+
+    def samples(self, pod: Pod, step: int) -> list[Sample]:
+        """The samples of ``step``: the journal's, or drawn now and written down before anything else happens."""
+        found = self.journal.samples(step)
+        if found is not None:
+            return found
+        settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
+        drawn = pod.roll_out(step, self.prompts.for_step(step), settings)
+        self.journal.commit_samples(step, drawn)
+        return drawn
+
+    def scores(self, pod: Pod, step: int, samples: Sequence[Sample]) -> list[Score]:
+        """The scores of ``samples``: the journal's, or judged now, while the frozen models make their passes."""
+        found = self.journal.scores(step)
+        if found is not None:
+            return found
+        began = perf_counter()
+        judging = self.rewards.submit(samples, self.prompts.for_step(step))
+        if self.recipe.algorithm.kl_coefficient > 0:
+            pod.infer(step, samples)
+        judged = judging.result()
+        pod.timings["reward"] = pod.timings.get("reward", 0.0) + perf_counter() - began
+        faults = [score for score in judged if score.value is None]
+        if faults:
+            self.journal.record_event(
+                "reward_fault", {"step": step, "count": len(faults), "first": faults[0].sample_id, "reason": faults[0].reason}
+            )
+            self.listener.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
+        check_fault_share(judged, self.recipe.rewards)
+        self.journal.commit_scores(step, judged)
+        return judged
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def target_holds(self, pod: Pod, step: int) -> bool:
+        """Evaluate where ``step`` is due; whether the last ``consecutive`` sampled evaluations all reached the target."""
+        settings = self.recipe.evaluation
+        if step % settings.every_steps:
+            return False
+        if self.journal.evaluation(step, "sampled") is None:
+            self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts))
+        recent = [self.journal.evaluation(step - k * settings.every_steps, "sampled") for k in range(settings.consecutive)]
+        return all(result is not None and result["accuracy"] >= settings.target_accuracy for result in recent)
+
+    def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:
+        """The final figure on prompts with a fresh seed, sampled and greedy; the sampled one is returned."""
+        prompts = self.prompts.fresh(self.recipe.evaluation.final_prompts)
+        for kind in ("final_greedy", "final"):
+            if self.journal.evaluation(step, kind) is None:
+                self.evaluate(pod, step, kind, prompts)
+        result = self.journal.evaluation(step, "final")
+        assert result is not None
+        return result
+
+    def evaluate(self, pod: Pod, step: int, kind: str, prompts: Sequence[Prompt]) -> EvaluationResult:
+        """One completion for each of ``prompts``, judged; journalled as ``kind``."""
+        greedy = kind.endswith("greedy")
+
+        def generate(chosen: Sequence[Prompt]) -> list[Sample]:
+            settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=greedy, purpose=kind)
+            return pod.roll_out(step, chosen, settings, RolloutState.EVALUATE)
+
+        result = evaluate(generate, prompts, self.rewards.score)
+        self.journal.commit_evaluation(step, kind, result.to_json())
+        self.listener.evaluated(step, result.accuracy, result.count, kind)
+        return result
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def write_row(self, pod: Pod, step: int, samples: Sequence[Sample], scores: Sequence[Score], trained: dict[str, float]) -> None:
+        """The row of ``step`` in ``metrics.jsonl``, once."""
+        now = perf_counter()
+        seconds, self.step_began = now - self.step_began, now
+        row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
+        row.update(sample_metrics(samples, scores))
+        row.update(trained)
+        held_out = self.journal.evaluation(step, "sampled")
+        if held_out is not None:
+            row["evaluation/accuracy"] = held_out["accuracy"]
+        timings = pod.take_timings()
+        new_tokens = sum(len(sample.token_ids) for sample in samples)
+        row.update({f"timing_s/{name}": value for name, value in sorted(timings.items())})
+        row["timing_s/step"] = seconds
+        row["perf/time_per_step"] = seconds
+        row["perf/tokens_per_s"] = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples) / seconds
+        if timings.get("rollout"):
+            row["perf/rollout_tokens_per_s"] = new_tokens / timings["rollout"]
+        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout}
+        for phase, measured in sorted(pod.memory.items()):
+            row[f"memory/{phase}/measured"] = measured
+            row[f"memory/{phase}/predicted"] = float(predicted[phase])
+        self.metrics.append(row)
+        self.listener.row(row)

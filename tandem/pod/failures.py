@@ -1,0 +1,16 @@
+"""How a sidecar fails, as the pod sees it."""
+
+from typing import Literal
+
+Role = Literal["trainer", "rollout"]
+
+
+class SidecarDied(Exception):
+    """A sidecar's shim or worker ended, or gave no sign of life for too long. The pod can replace it.
+
+    ``role`` names the sidecar, ``part`` what is gone (``shim`` or ``worker``), ``reason`` one line for the log.
+    """
+
+    def __init__(self, role: Role, part: Literal["shim", "worker"], reason: str) -> None:
+        super().__init__(f"{role} {part} died: {reason}")
+        self.role, self.part, self.reason = role, part, reason

@@ -1,0 +1,227 @@
+"""The hybrid deployment: two sidecars that take turns, the weights between them, and what happens when one dies.
+
+The pod knows the figure's states and the journal, no algorithm and no task. Every transition is checked, timed, journalled
+and announced; a sidecar that dies is replaced and brought back to the step at which the run stands.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any
+
+from tandem.pod.failures import SidecarDied
+from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
+from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.types import Prompt, RunError, Sample, Score, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Pod:
+    """Two sidecars and where they stand.
+
+    ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
+    of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
+    is there. ``timings``: seconds of each phase since ``take_timings``.
+    """
+
+    trainer: TrainerSidecar
+    rollout: RolloutSidecar
+    journal: Journal
+    listener: Listener
+    between_steps: str
+    max_recoveries: int
+    incarnation: int = 0
+    trainer_state: TrainerState = TrainerState.DOWN
+    rollout_state: RolloutState = RolloutState.DOWN
+    trainer_step: int | None = None
+    engine_step: int | None = None
+    online: bool = False
+    recoveries: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+
+    # -- starting and stopping ---------------------------------------------------------------------------------------
+
+    def start_trainer(self, step: int | None = None) -> int:
+        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step it stands at."""
+        with self._trainer_does(TrainerState.START, step or 0):
+            self.trainer.channel.start()
+            self.incarnation += 1
+            self.trainer_step = self.trainer.load(step)
+            self.online = True
+        return self.trainer_step
+
+    def start_engine(self, step: int) -> None:
+        """Bring up the rollout sidecar with dummy weights."""
+        with self._rollout_does(RolloutState.START_ENGINE, step):
+            self.rollout.channel.start()
+            self.rollout.start_engine()
+            self.engine_step = None
+
+    def close(self) -> None:
+        """End both sidecars and everything they own."""
+        self.rollout.channel.close()
+        self.trainer.channel.close()
+
+    # -- the cycle ---------------------------------------------------------------------------------------------------
+
+    def serve_weights(self, step: int) -> None:
+        """The engine holds the weights after ``step`` optimizer steps and the trainer is out of its way:
+        offload -> convert -> register -> update weight."""
+        if self.engine_step == step:
+            return
+        assert self.trainer_step == step, (self.trainer_step, step)
+        with self._trainer_does(TrainerState.OFFLOAD, step):
+            self.trainer.offload()
+            self.online = False
+        with self._trainer_does(TrainerState.CONVERT, step):
+            self.trainer.convert()
+        version = WeightVersion(self.incarnation, step)
+        with self._trainer_does(TrainerState.REGISTER, step):
+            self.trainer.register(version)
+        if self.rollout_state in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE):
+            self.start_engine(step)
+        with self._trainer_does(TrainerState.UPDATE_WEIGHT, step), self._rollout_does(RolloutState.UPDATE_WEIGHT, step):
+            self.rollout.update_weight(version)
+            self.engine_step = step
+        self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
+
+    def roll_out(
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT
+    ) -> list[Sample]:
+        """Samples of ``prompts`` under the weights after ``step`` steps."""
+        self.serve_weights(step)
+        with self._rollout_does(state, step):
+            report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "sequences")  # noqa: E731
+            samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
+        self._measure("rollout", self.rollout.memory())
+        return samples
+
+    def hand_over(self, step: int) -> None:
+        """The trainer's turn: keep or terminate the engine, then bring the trainer back."""
+        if self.online:
+            return
+        if self.between_steps == "terminate":
+            with self._rollout_does(RolloutState.TERMINATE_ENGINE, step):
+                self.rollout.terminate_engine()
+                self.engine_step = None
+        elif self.rollout_state is not RolloutState.KEEP_ENGINE:
+            self._rollout_enters(RolloutState.KEEP_ENGINE, step)
+        with self._trainer_does(TrainerState.ONLOAD, step):
+            self.trainer.onload()
+            self.online = True
+
+    def infer(self, step: int, samples: Sequence[Sample]) -> None:
+        """The frozen models' passes over ``samples``; their results stay with the trainer's worker."""
+        self.hand_over(step)
+        with self._trainer_does(TrainerState.INFERENCE, step):
+            self.trainer.inference(step, samples)
+
+    def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+        self.hand_over(step)
+        with self._trainer_does(TrainerState.TRAIN, step):
+            report = lambda progress: self.listener.progress("train", progress["done"], progress["total"], "micro-batches")  # noqa: E731
+            metrics = self.trainer.train(step, samples, scores, on_progress=report)
+            self.trainer_step = step + 1
+        self._measure("train", self.trainer.memory())
+        return metrics
+
+    def checkpoint(self, step: int) -> None:
+        """Commit the state after ``step`` optimizer steps: the truth from which a resume starts."""
+        with self._trainer_does(TrainerState.CHECKPOINT, step):
+            digest = self.trainer.save(step)["digest"]
+        self.journal.commit_checkpoint(step, digest)
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+
+    def recover(self, death: SidecarDied, step: int) -> None:
+        """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_recoveries``."""
+        began = monotonic()
+        while True:
+            self.recoveries += 1
+            if self.recoveries > self.max_recoveries:
+                raise RunError(f"{death}; that is more than machine.max_recoveries ({self.max_recoveries}): see the run's logs")
+            logger.warning("%s; replacing it", death)
+            self.listener.message(f"{death}; replacing it")
+            try:
+                self._replace(death, step)
+                break
+            except SidecarDied as again:
+                death = again
+        seconds = monotonic() - began
+        self.journal.record_event(
+            "recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step, "seconds": round(seconds, 3)}
+        )
+
+    def _replace(self, death: SidecarDied, step: int) -> None:
+        if death.role == "rollout":
+            self.rollout.channel.discard()
+            self._rollout_enters(RolloutState.DOWN, step)
+            self.engine_step = None
+            if self.trainer_state is TrainerState.UPDATE_WEIGHT:
+                self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
+            if self.trainer_state is TrainerState.WAIT_ROLLOUT:
+                # The weights still stand in the trainer's segments, but bringing the trainer back and publishing once more
+                # keeps one way through the cycle.
+                with self._trainer_does(TrainerState.ONLOAD, step):
+                    self.trainer.onload()
+                    self.online = True
+            return
+        self.trainer.channel.discard()
+        self._trainer_enters(TrainerState.DOWN, step)
+        self.online, self.engine_step, self.trainer_step = False, None, None
+        if self.rollout_state not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE):
+            self._rollout_enters(RolloutState.DOWN, step)
+            self.rollout.channel.discard()
+        at = self.start_trainer()
+        for replayed in range(at, step):
+            samples, scores = self.journal.samples(replayed), self.journal.scores(replayed)
+            assert samples is not None and scores is not None, f"step {replayed} was trained on but is not in the journal"
+            self.train(replayed, samples, scores)
+
+    # -- transitions -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _trainer_does(self, state: TrainerState, step: int) -> Iterator[None]:
+        check_trainer(self.trainer_state, state)
+        self.trainer_state = state
+        with self._timed("trainer", state, step):
+            yield
+
+    @contextmanager
+    def _rollout_does(self, state: RolloutState, step: int) -> Iterator[None]:
+        check_rollout(self.rollout_state, state)
+        self.rollout_state = state
+        with self._timed("rollout", state, step):
+            yield
+
+    @contextmanager
+    def _timed(self, sidecar: str, state: str, step: int) -> Iterator[None]:
+        self.listener.phase(state, step)
+        began = perf_counter()
+        with self.journal.transition(step, sidecar, state):
+            yield
+        self.timings[state] = self.timings.get(state, 0.0) + perf_counter() - began
+
+    def _trainer_enters(self, state: TrainerState, step: int) -> None:
+        with self._trainer_does(state, step):
+            pass
+
+    def _rollout_enters(self, state: RolloutState, step: int) -> None:
+        with self._rollout_does(state, step):
+            pass
+
+    def take_timings(self) -> dict[str, float]:
+        """Seconds of each phase since the last call."""
+        taken, self.timings = self.timings, {}
+        return taken
+
+    def _measure(self, phase: str, measured: dict[str, int]) -> None:
+        self.memory[phase] = float(measured.get("rss_bytes", 0))

@@ -1,0 +1,58 @@
+"""The row of ``metrics.jsonl`` that a step's samples and scores give, under the field's names."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tandem.types import FinishReason, Sample, Score
+
+
+def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
+    """Rewards over the samples that have one, lengths over all. All sums are exact (``math.fsum``), so a row does not
+    depend on the order in which scores arrived."""
+    values = [score.value for score in scores if score.value is not None]
+    row = {
+        "reward/mean": _mean(values),
+        "reward/std": _deviation(values),
+        "reward/frac_zero_std": _share_without_spread(samples, scores),
+        "reward/fault_share": 1.0 - len(values) / max(len(scores), 1),
+    }
+    components: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        if score.value is not None:
+            for name, value in score.components.items():
+                components[name].append(value)
+    row.update({f"reward/{name}": _mean(found) for name, found in sorted(components.items())})
+    judged = [float(score.correct) for score in scores if score.correct is not None and score.value is not None]
+    if judged:
+        row["accuracy"] = _mean(judged)
+    lengths = [float(len(sample.token_ids)) for sample in samples]
+    row["response_length/mean"] = _mean(lengths)
+    row["response_length/max"] = max(lengths, default=0.0)
+    row["response_length/clip_ratio"] = _mean([float(s.finish_reason is FinishReason.LENGTH) for s in samples])
+    return row
+
+
+def staleness(samples: Sequence[Sample], step: int) -> float:
+    """Mean age in optimizer steps of the weights that drew the tokens."""
+    ages = [float(step - version.step) for sample in samples for version in sample.weight_versions]
+    return _mean(ages)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _share_without_spread(samples: Sequence[Sample], scores: Sequence[Score]) -> float:
+    groups: dict[str, set[float]] = defaultdict(set)
+    for sample, score in zip(samples, scores, strict=True):
+        if score.value is not None:
+            groups[sample.prompt_id].add(score.value)
+    return _mean([float(len(found) == 1) for found in groups.values()])
