@@ -4,7 +4,16 @@ from typing import Literal
 
 import torch
 
-from tandem.kernels.api import BLOCK_TOKENS, Kernels, KVLayer, PackedWeight, PagedBatch, TokenLogprobs, empty_cache
+from tandem.kernels.api import (
+    BLOCK_TOKENS,
+    Kernels,
+    KVLayer,
+    PackedWeight,
+    PagedBatch,
+    SampledRows,
+    TokenLogprobs,
+    empty_cache,
+)
 
 KernelChoice = Literal["auto", "cpu", "reference"]
 
@@ -15,6 +24,7 @@ __all__ = [
     "Kernels",
     "PackedWeight",
     "PagedBatch",
+    "SampledRows",
     "TokenLogprobs",
     "empty_cache",
     "select",

@@ -43,6 +43,15 @@ class TokenLogprobs(NamedTuple):
     entropy: Tensor
 
 
+class SampledRows(NamedTuple):
+    """One drawn token a row: ``tokens[R]`` int64, their ``raw[R]`` log-probability (temperature 1, nothing filtered; the bits
+    of ``logits_logprobs``) and their ``sampling[R]`` log-probability in the distribution that they were drawn from."""
+
+    tokens: Tensor
+    raw: Tensor
+    sampling: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """Where the tokens of an engine's flat batch stand.
@@ -60,7 +69,7 @@ class PagedBatch:
 
 class Kernels(Protocol):
     """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``rope_to_cache``,
-    ``paged_attention`` and ``add_rms_norm_`` are differentiable in their floating tensors."""
+    ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are differentiable in their floating tensors."""
 
     name: str
 
@@ -128,6 +137,17 @@ class Kernels(Protocol):
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         """``log_softmax(logits[T, V])[t, targets[t]]`` -> [T]. No gradient."""
+        ...
+
+    def sample_rows(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> SampledRows:
+        """Draw one token from each row of ``logits[R, V]`` (biases and penalties already applied).
+
+        Per row: ``temperature[R]`` fp32 (0: greedy, the lowest id among equals, ``sampling`` 0), ``top_k[R]`` int64 (0: off),
+        ``top_p[R]`` fp32 (1: off), ``min_p[R]`` fp32 (0: off), ``uniform[R]`` float64 in [0, 1). The meaning is vLLM's:
+        temperature first, then min-p, top-k and top-p, each on what the one before left; among equal logits the lowest ids
+        stay. The token is the first, in id order, whose cumulative probability exceeds ``uniform``. No gradient."""
         ...
 
 
