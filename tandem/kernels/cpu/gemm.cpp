@@ -92,7 +92,7 @@ static inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
 
 static int threads_for(double work) {
     // A parallel region costs some microseconds; below about 100 of them of work it does not pay.
-    return work < 4e6 ? 1 : omp_get_max_threads();
+    return work < 2e6 ? 1 : omp_get_max_threads();
 }
 
 extern "C" {
