@@ -1,0 +1,99 @@
+import json
+
+import pytest
+import transformers
+
+from tandem.layout.bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.layout.shapes import ModelShapes, parameter_count, parameters
+from tandem.layout.sharding import rule_for, shard_slices, stage_of
+
+
+def shapes(**changes: object) -> ModelShapes:
+    values: dict[str, object] = dict(
+        architecture="qwen3", vocab_size=99, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
+        intermediate_size=64, max_positions=64, tie_embeddings=True, qk_norm=True,
+    )
+    return ModelShapes(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def hugging_face(model_shapes: ModelShapes) -> transformers.PreTrainedModel:
+    config = {
+        "qwen3": transformers.Qwen3Config, "qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig
+    }[model_shapes.architecture](
+        vocab_size=model_shapes.vocab_size, hidden_size=model_shapes.hidden_size, num_hidden_layers=model_shapes.num_layers,
+        num_attention_heads=model_shapes.num_heads, num_key_value_heads=model_shapes.num_kv_heads,
+        head_dim=model_shapes.head_dim, intermediate_size=model_shapes.intermediate_size,
+        tie_word_embeddings=model_shapes.tie_embeddings,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "model_shapes",
+    [
+        shapes(),
+        shapes(tie_embeddings=False),
+        shapes(architecture="qwen2", qk_norm=False, attention_bias=True, head_dim=8),
+        shapes(architecture="llama", qk_norm=False, num_kv_heads=4),
+    ],
+    ids=["qwen3 tied", "qwen3 untied", "qwen2", "llama"],
+)
+def test_names_and_shapes_of_all_parameters_are_those_of_transformers(model_shapes: ModelShapes) -> None:
+    theirs = {name: tuple(tensor.shape) for name, tensor in hugging_face(model_shapes).named_parameters()}
+    assert dict(parameters(model_shapes)) == theirs
+    assert parameter_count(model_shapes) == sum(p.numel() for p in hugging_face(model_shapes).parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_shards_of_every_parameter_cover_it_exactly_once(size: int) -> None:
+    for name, shape in parameters(shapes()):
+        pieces = [shard_slices(name, shape, rank, size) for rank in range(size)]
+        axis = rule_for(name).axis
+        if axis is None or size == 1:
+            assert all(piece == pieces[0] for piece in pieces)
+            continue
+        covered = [i for piece in pieces for i in range(piece[axis].start, piece[axis].stop)]
+        assert covered == list(range(shape[axis]))
+
+
+def test_a_size_that_does_not_divide_is_refused_and_a_vocabulary_leaves_the_last_rank_less() -> None:
+    with pytest.raises(ValueError, match="does not divide by 3"):
+        shard_slices("model.layers.0.self_attn.o_proj.weight", (32, 64), 0, 3)
+    parts = [shard_slices("lm_head.weight", (99, 32), rank, 2)[0] for rank in range(2)]
+    assert [p.stop - p.start for p in parts] == [50, 49]
+
+
+def test_an_unknown_parameter_has_no_rule() -> None:
+    with pytest.raises(KeyError, match=r"model\.extra"):
+        rule_for("model.extra")
+
+
+def test_pipeline_stages_hold_contiguous_runs_and_every_layer() -> None:
+    stages = [stage_of(f"model.layers.{layer}.mlp.up_proj.weight", 10, 4) for layer in range(10)]
+    assert stages == sorted(stages) and set(stages) == {0, 1, 2, 3}
+    assert stage_of("model.embed_tokens.weight", 10, 4) == 0 and stage_of("lm_head.weight", 10, 4) == 3
+
+
+def test_bytes_of_a_published_model_match_its_checkpoint() -> None:
+    # Qwen3-0.6B: 596,049,920 parameters with tied embeddings (its model card: 0.6B, 0.44B without embedding).
+    qwen = ModelShapes(
+        architecture="qwen3", vocab_size=151936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
+        intermediate_size=3072, max_positions=40960, tie_embeddings=True, qk_norm=True,
+    )
+    assert parameter_count(qwen) == 596_049_920
+    assert weight_bytes(qwen, "bfloat16") == 2 * 596_049_920
+    assert weight_bytes(qwen, "bfloat16", 2, 0) + weight_bytes(qwen, "bfloat16", 2, 1) > weight_bytes(qwen, "bfloat16")
+    assert kv_bytes_per_token(qwen, "bfloat16") == 2 * 28 * 8 * 128 * 2
+    assert optimizer_bytes(qwen) == 8 * 596_049_920
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", 0), ("num_kv_heads", 3), ("head_dim", 5), ("layer_windows", (1,))])
+def test_impossible_shapes_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        shapes(**{field: value})
+
+
+def test_shapes_are_plain_data() -> None:
+    import dataclasses
+
+    assert json.loads(json.dumps(dataclasses.asdict(shapes())))["hidden_size"] == 32
