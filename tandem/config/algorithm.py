@@ -1,0 +1,88 @@
+"""Section ``algorithm``: which policy-gradient algorithm, and the choices that the field's systems differ in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.types.errors import UserError
+
+Advantage = Literal["grpo", "dr_grpo", "rloo"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+"]
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmConfig:
+    """GRPO and its relatives.
+
+    ``name``: the algorithm.
+    ``group_size``: completions of each prompt.
+    ``advantage``: ``grpo`` (reward - group mean) / (group std + ``advantage_epsilon``), ``dr_grpo`` without the std,
+    ``rloo`` against the mean of the other samples.
+    ``clip_low``, ``clip_high``: the ratio pi / pi_old is clipped to [1 - clip_low, 1 + clip_high].
+    ``dual_clip``: bound on the ratio where the advantage is negative (3.0 is usual); empty turns it off.
+    ``aggregation``: from losses of tokens to the loss of the global batch; ``seq-mean-token-sum-norm`` divides by
+    ``length_constant`` (0 takes ``rollout.max_tokens``).
+    ``kl_coefficient``: weight of the KL to the reference model in the loss; 0 needs no reference model.
+    ``kl_estimator``: k1, k2, k3 (Schulman, 2020), or ``k3+``: the value of k3 with the gradient of k2.
+    ``truncated_importance_cap``: weight each token by min(pi_old / mu, cap), mu being the distribution that it was
+    drawn from (2.0 is usual); empty turns it off.
+    ``truncated_importance_level``: that weight of each token, or one for the whole sequence.
+    ``importance_level``: the ratio pi / pi_old of each token, or GSPO's length-normalised one of the sequence.
+    ``old_logprobs``: pi_old as the rollout reported it, or computed by the trainer before the first update.
+    ``minibatches``: optimizer updates that one batch is split into. ``epochs``: passes over the batch.
+    ``mask_truncated``: completions cut at the token limit count in their group's statistics but not in the loss.
+    """
+
+    name: Literal["grpo", "ppo", "dpo"] = "grpo"
+    group_size: int = 8
+    advantage: Advantage = "grpo"
+    advantage_epsilon: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Aggregation = "token-mean"
+    length_constant: int = 0
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    truncated_importance_cap: float | None = None
+    truncated_importance_level: Level = "token"
+    importance_level: Level = "token"
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    minibatches: int = 1
+    epochs: int = 1
+    mask_truncated: bool = False
+
+    def check(self) -> None:
+        """Raise ``UserError`` for a value that cannot train."""
+        if self.name != "grpo":
+            raise UserError(f"'algorithm.name' is '{self.name}', which this version does not train yet; use grpo")
+        if self.group_size < 2:
+            raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
+        if not 0 <= self.advantage_epsilon < float("inf"):
+            raise UserError(
+                f"'algorithm.advantage_epsilon' is {self.advantage_epsilon}; it must be 0 or more, and finite"
+            )
+        if not 0 < self.clip_low <= 1:
+            raise UserError(f"'algorithm.clip_low' is {self.clip_low}; it must be above 0 and at most 1")
+        if not self.clip_high > 0:
+            raise UserError(f"'algorithm.clip_high' is {self.clip_high}; it must be above 0")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise UserError(
+                f"'algorithm.dual_clip' is {self.dual_clip}; "
+                f"it must be above 1 + clip_high ({1 + self.clip_high:g}), or empty"
+            )
+        if not 0 <= self.kl_coefficient < float("inf"):
+            raise UserError(
+                f"'algorithm.kl_coefficient' is {self.kl_coefficient}; it must be 0 (no KL) or more, and finite"
+            )
+        if self.truncated_importance_cap is not None and not self.truncated_importance_cap >= 1:
+            raise UserError(
+                f"'algorithm.truncated_importance_cap' is {self.truncated_importance_cap}; "
+                "it must be at least 1, or empty"
+            )
+        for name in ("minibatches", "epochs"):
+            if getattr(self, name) < 1:
+                raise UserError(f"'algorithm.{name}' is {getattr(self, name)}; it must be at least 1")
+        if self.length_constant < 0:
+            raise UserError(f"'algorithm.length_constant' is {self.length_constant}; it must be 0 (automatic) or more")

@@ -1,0 +1,48 @@
+"""Section ``warm_up``: supervised fine-tuning on demonstrations before reinforcement learning begins."""
+
+from dataclasses import dataclass
+
+from tandem.config.trainer import Schedule
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpConfig:
+    """The rest of the optimizer's settings stand in section ``trainer``.
+
+    ``steps``: optimizer steps. ``batch_size``: demonstrations in each.
+    ``learning_rate``, ``warmup_steps``, ``schedule``: as in ``trainer``; a schedule that falls ends at ``steps``.
+    ``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn.
+    ``seed``: of the demonstrations and their order, besides the run's own.
+    ``max_accuracy``: held-out sampled accuracy above which the warm start is refused: a run that begins near its target
+    shows nothing. ``check_prompts``: held-out prompts that it is measured on.
+    """
+
+    steps: int = 225
+    batch_size: int = 48
+    learning_rate: float = 2e-3
+    warmup_steps: int = 10
+    schedule: Schedule = "constant"
+    corrupted_share: float = 0.5
+    seed: int = 0
+    max_accuracy: float = 0.55
+    check_prompts: int = 256
+
+    def check(self) -> None:
+        """Raise ``UserError`` for a value that cannot train."""
+        for name in ("steps", "batch_size", "check_prompts"):
+            if getattr(self, name) < 1:
+                raise UserError(f"'warm_up.{name}' is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.learning_rate < float("inf"):
+            raise UserError(f"'warm_up.learning_rate' is {self.learning_rate}; it must be above 0 and finite")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise UserError(
+                f"'warm_up.warmup_steps' is {self.warmup_steps}; "
+                f"it must be at least 0 and below warm_up.steps ({self.steps})"
+            )
+        if not 0 <= self.corrupted_share < 1:
+            raise UserError(f"'warm_up.corrupted_share' is {self.corrupted_share}; it must be at least 0 and below 1")
+        if not 0 < self.max_accuracy <= 1:
+            raise UserError(f"'warm_up.max_accuracy' is {self.max_accuracy}; it must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"'warm_up.seed' is {self.seed}; it must be between 0 and 2^63 - 1")

@@ -1,0 +1,53 @@
+"""From losses of tokens to one number: the field's four aggregations, by the names that verl gives them.
+
+Each is a sum over rows of ``weight * value`` with weights from *global* counts alone. The shares of micro-batches, and
+of ranks, therefore add up to the loss of the global batch, however it was cut."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.config.algorithm import Aggregation
+from tandem.types import TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalCounts:
+    """Of everything that one optimizer step is taken on: ``tokens`` (sum of the loss mask), ``sequences`` that have a
+    counted token, and ``length_constant`` (tokens) for ``seq-mean-token-sum-norm``."""
+
+    tokens: float
+    sequences: int
+    length_constant: int = 1
+
+
+def row_weights(
+    aggregation: Aggregation, mask: Tensor, sequence_of_row: Tensor, sequence_mask_sums: Tensor, counts: GlobalCounts
+) -> Tensor:
+    """The weight of each row [R] in the loss, float64.
+
+    ``mask[R]`` is the loss mask, ``sequence_mask_sums[S]`` its sum over each whole sequence. With N sequences and M
+    tokens in the global batch: ``token-mean`` mask / M (Yu et al., 2025, equation 8); ``seq-mean-token-sum`` mask / N;
+    ``seq-mean-token-mean`` mask / (N length) (Shao et al., 2024, equation 3); ``seq-mean-token-sum-norm`` mask / (N C)
+    with the constant C (Liu et al., 2025, section 3.2)."""
+    mask = mask.double()
+    if aggregation == "token-mean":
+        return mask / counts.tokens
+    if aggregation == "seq-mean-token-sum":
+        return mask / counts.sequences
+    if aggregation == "seq-mean-token-mean":
+        return mask / (counts.sequences * sequence_mask_sums.double()[sequence_of_row])
+    return mask / (counts.sequences * counts.length_constant)
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """``sum(weights[R] * values[R])`` in float64; the gradient goes back in the dtype of ``values``."""
+    return (values.double() * weights).sum()
+
+
+def counts_of(sequences: Sequence[TrainSequence], length_constant: int = 1) -> GlobalCounts:
+    """The counts of all that one optimizer step is taken on."""
+    masks = [sum(sequence.loss_mask) for sequence in sequences]
+    return GlobalCounts(math.fsum(masks), sum(mask > 0 for mask in masks), length_constant)

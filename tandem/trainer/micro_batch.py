@@ -1,0 +1,127 @@
+"""From sequences to the flat tensors of one forward and backward. Nothing is padded.
+
+What cannot change the loss is not computed: a sequence without a counted token is left out, tokens after the last one
+that predicts a counted token are cut, and only rows that count go through the head."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.types import TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """T tokens of S sequences, R of which predict a counted token.
+
+    ``tokens[T]``, ``positions[T]`` int64; ``cu_seqlens[S + 1]`` int32 and ``max_seqlen`` mark the sequences.
+    ``rows[R]`` int64, ascending: which of the T hidden states predict; ``targets[R]`` int64: what they predict.
+    ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no
+    KL) and ``old_logprobs`` (``None``: the rollout's) have R entries in the model's dtype. ``sequence_of_row[R]``
+    int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask. ``ids``: of the S sequences."""
+
+    ids: tuple[str, ...]
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    rows: Tensor
+    targets: Tensor
+    mask: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    sampling_logprobs: Tensor
+    reference_logprobs: Tensor | None
+    old_logprobs: Tensor | None
+    sequence_of_row: Tensor
+    sequence_mask_sums: Tensor
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self.ids)
+
+
+def forward_tokens(sequence: TrainSequence) -> int:
+    """Tokens of ``sequence`` that must go through the network: all before its last counted one; 0 where none counts."""
+    mask = sequence.loss_mask
+    return next((index for index in range(len(mask) - 1, 0, -1) if mask[index] != 0), 0)
+
+
+def collate(
+    sequences: Sequence[TrainSequence],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    old_logprobs: Mapping[str, Sequence[float]] | None = None,
+) -> MicroBatch:
+    """One micro-batch of ``sequences``, each of which has a counted token.
+
+    ``old_logprobs``: by sequence id, an entry per token, where the trainer has computed them itself. Raises
+    ``ValueError`` for a sequence that contradicts itself."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    bounds, rows, row_tokens, sequence_of_row = [0], [], [], []
+    columns: dict[str, list[float]] = {
+        name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old")
+    }
+    with_reference = all(s.reference_logprobs is not None for s in sequences)
+    for number, sequence in enumerate(sequences):
+        _check(sequence)
+        length, start = forward_tokens(sequence), bounds[-1]
+        counted = [i for i in range(1, length + 1) if sequence.loss_mask[i] != 0]
+        tokens += sequence.token_ids[:length]
+        positions += range(length)
+        bounds.append(start + length)
+        rows += [start + i - 1 for i in counted]
+        row_tokens += [sequence.token_ids[i] for i in counted]
+        sequence_of_row += [number] * len(counted)
+        _take(columns["mask"], sequence.loss_mask, counted)
+        _take(columns["advantages"], sequence.advantages, counted)
+        _take(columns["rollout"], sequence.rollout_logprobs, counted)
+        _take(columns["sampling"], sequence.sampling_logprobs, counted)
+        if with_reference:
+            _take(columns["reference"], sequence.reference_logprobs or (), counted)
+        if old_logprobs is not None:
+            _take(columns["old"], old_logprobs[sequence.id], counted)
+
+    def whole(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def real(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return MicroBatch(
+        ids=tuple(s.id for s in sequences),
+        tokens=whole(tokens),
+        positions=whole(positions),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        max_seqlen=max(after - before for before, after in itertools.pairwise(bounds)),
+        rows=whole(rows),
+        targets=whole(row_tokens),
+        mask=real(columns["mask"]),
+        advantages=real(columns["advantages"]),
+        rollout_logprobs=real(columns["rollout"]),
+        sampling_logprobs=real(columns["sampling"]),
+        reference_logprobs=real(columns["reference"]) if with_reference else None,
+        old_logprobs=real(columns["old"]) if old_logprobs is not None else None,
+        sequence_of_row=whole(sequence_of_row),
+        sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
+    )
+
+
+def _take(column: list[float], values: Sequence[float], indices: list[int]) -> None:
+    column += [values[i] for i in indices] if values else [0.0] * len(indices)
+
+
+def _check(sequence: TrainSequence) -> None:
+    length = len(sequence.token_ids)
+    for name in ("loss_mask", "advantages", "rollout_logprobs", "sampling_logprobs", "reference_logprobs"):
+        values = getattr(sequence, name)
+        if values is not None and len(values) != length and (len(values) > 0 or name == "loss_mask"):
+            raise ValueError(f"sequence '{sequence.id}': {name} has {len(values)} entries for {length} tokens")
+    if sequence.loss_mask[0] != 0:
+        raise ValueError(f"sequence '{sequence.id}': loss_mask counts token 0, which nothing predicts")
+    if forward_tokens(sequence) == 0:
+        raise ValueError(f"sequence '{sequence.id}' has no counted token; leave it out of the micro-batch")

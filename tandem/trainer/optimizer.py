@@ -1,0 +1,104 @@
+"""AdamW with a state that can be written down and read back bit for bit, and clipping by a fixed-order global norm."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.trainer import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """``moments``: ``"exp_avg/NAME"`` and ``"exp_avg_sq/NAME"`` of every parameter, the live tensors; empty before the
+    first step. ``updates``: how many were made."""
+
+    moments: Mapping[str, Tensor]
+    updates: int
+
+
+class AdamW:
+    """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters.
+
+    Matrices are decayed; norms and biases (fewer than two axes) are not. torch's fused kernel gives the same bits on
+    any number of threads on CPU."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig) -> None:
+        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self.max_grad_norm = config.max_grad_norm
+        self.updates = 0
+        values = list(self.parameters.values())
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in values if p.ndim >= 2], "weight_decay": config.weight_decay},
+                {"params": [p for p in values if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+
+    def clip(self) -> float:
+        """Scale all gradients so that their global norm is at most ``max_grad_norm`` (Pascanu et al., 2013); returns
+        the norm before. Each tensor's norm is taken in float64, and their squares are summed exactly."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
+        if not all(map(math.isfinite, norms)):
+            return math.nan if any(map(math.isnan, norms)) else math.inf
+        total = math.sqrt(math.fsum(norm * norm for norm in norms))
+        if 0 < self.max_grad_norm < total:
+            for gradient in gradients:
+                gradient.mul_(self.max_grad_norm / total)
+        return total
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self.updates += 1
+
+    def state(self) -> OptimizerState:
+        """What the next step depends on besides weights and gradients."""
+        moments = {}
+        for name, parameter in self.parameters.items():
+            held = self._adamw.state.get(parameter, {})
+            for kind in ("exp_avg", "exp_avg_sq"):
+                if kind in held:
+                    moments[f"{kind}/{name}"] = held[kind]
+        return OptimizerState(moments, self.updates)
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model, and changes
+        nothing then."""
+        expected = {f"{kind}/{name}": p for name, p in self.parameters.items() for kind in ("exp_avg", "exp_avg_sq")}
+        if state.moments or state.updates:
+            for name in sorted(expected.keys() ^ state.moments.keys()):
+                raise ValueError(
+                    f"the optimizer state {'has no' if name in expected else 'has an unknown'} tensor '{name}'"
+                )
+        for name, tensor in state.moments.items():
+            wanted = expected[name]
+            if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+                raise ValueError(
+                    f"the optimizer state's '{name}' is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"the model has {wanted.dtype} {tuple(wanted.shape)}"
+                )
+        self.updates = state.updates
+        self._adamw.state.clear()
+        if not state.moments:
+            return
+        for name, parameter in self.parameters.items():
+            held: dict[str, Tensor] = {"step": torch.tensor(float(state.updates))}
+            for kind in ("exp_avg", "exp_avg_sq"):
+                held[kind] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(
+                    state.moments[f"{kind}/{name}"]
+                )
+            self._adamw.state[parameter] = held

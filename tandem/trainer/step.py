@@ -1,0 +1,81 @@
+"""The step executor: one optimizer step on micro-batches, given a loss. It knows no algorithm."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tandem.kernels.api import TokenLogprobs
+from tandem.model.attention import PackedContext
+from tandem.model.decoder import Decoder
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.optimizer import AdamW
+from tandem.types import RunError
+
+
+class LossShare(NamedTuple):
+    """What one micro-batch adds: ``loss`` is its share of the loss of the global batch, ``sums`` its shares of metrics
+    (added over micro-batches in their order, in float64), ``maxima`` values of which the largest is kept."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+Loss = Callable[[TokenLogprobs, MicroBatch], LossShare]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """``metrics`` by name, ``tokens`` that went through the network, ``updated``: whether the weights changed."""
+
+    metrics: dict[str, float]
+    tokens: int
+    updated: bool
+
+
+def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    """The model's log-probabilities of a micro-batch's targets [R]."""
+    context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
+    hidden = model(micro_batch.tokens, micro_batch.positions, context)
+    return model.kernels.token_logprobs(
+        hidden.index_select(0, micro_batch.rows), model.head_weight, micro_batch.targets, temperature
+    )
+
+
+def train_step(
+    model: Decoder,
+    optimizer: AdamW,
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss,
+    learning_rate: float,
+    temperature: float = 1.0,
+    on_progress: Progress | None = None,
+) -> StepResult:
+    """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
+
+    Raises ``RunError`` where the gradient is not finite; the weights are then still those before the step.
+    """
+    optimizer.zero_grad()
+    metrics: dict[str, float] = {}
+    for done, micro_batch in enumerate(micro_batches, start=1):
+        share = loss(predict(model, micro_batch, temperature), micro_batch)
+        share.loss.backward()
+        for name, value in share.sums.items():
+            metrics[name] = metrics.get(name, 0.0) + value.item()
+        for name, value in share.maxima.items():
+            metrics[name] = max(metrics.get(name, 0.0), value.item())
+        if on_progress is not None:
+            on_progress(done, len(micro_batches))
+    grad_norm = optimizer.clip() if micro_batches else 0.0
+    if not grad_norm < float("inf"):
+        raise RunError(
+            f"the gradient norm is {grad_norm}: training has diverged; "
+            "lower trainer.learning_rate or lengthen its warm-up"
+        )
+    if micro_batches:
+        optimizer.step(learning_rate)
+    metrics |= {"actor/grad_norm": grad_norm, "actor/lr": learning_rate}
+    return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), bool(micro_batches))
