@@ -1,0 +1,92 @@
+"""Section ``task``: what the model is taught."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.types.errors import UserError
+
+BUILT_IN_TASKS = ("sort", "addition", "jsonl")
+REASONING_GYM = "reasoning_gym:"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskConfig:
+    """``name``: ``sort``, ``addition``, ``jsonl`` or ``reasoning_gym:DATASET``.
+
+    ``min_digits``, ``max_digits``: how many digits a list to sort has (3 to 6 unless told), or each operand of an addition
+    (1 to 2 unless told). ``path``: the JSONL file, one object a line, with the prompt under ``prompt_key`` and the ground
+    truth under ``answer_key`` (empty: there is none); every other key reaches reward functions as a column. ``eval_path``:
+    a second such file for evaluation; without one, ``held_out_share`` of all instances is held out for the evaluations of a
+    run and as many again for its final figure, by a hash of the instance. ``settings``: of the ``reasoning_gym`` dataset, as
+    it names them.
+
+    ``prompt_template``: what the model reads, with ``{prompt}`` where the task's own text stands. ``chat``: put it through
+    the tokenizer's chat template, behind ``system_prompt`` where that is not empty.
+    """
+
+    name: str
+    min_digits: int | None = None
+    max_digits: int | None = None
+    path: str | None = None
+    eval_path: str | None = None
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    held_out_share: float = 0.1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    prompt_template: str = "{prompt}"
+    chat: bool = False
+    system_prompt: str = ""
+
+    def check(self) -> None:
+        """Raise ``UserError`` for an unknown task, a value out of range or a key that belongs to another task."""
+        if self.name not in BUILT_IN_TASKS and not self.name.removeprefix(REASONING_GYM).strip():
+            raise UserError(f"'task.name' is '{self.name}'; name the dataset behind it, for example reasoning_gym:chain_sum")
+        if self.name not in BUILT_IN_TASKS and not self.name.startswith(REASONING_GYM):
+            near = difflib.get_close_matches(self.name, BUILT_IN_TASKS, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, jsonl or reasoning_gym:DATASET"
+            raise UserError(f"'task.name' is '{self.name}'; {hint}")
+        self._check_foreign_keys()
+        self._check_digits()
+        if self.name == "jsonl" and not self.path:
+            raise UserError("'task.path' is missing; task 'jsonl' needs the file to read")
+        if self.name == "jsonl" and not self.prompt_key:
+            raise UserError("'task.prompt_key' is empty; name the key that holds the prompt")
+        if not 0 < self.held_out_share < 0.5:
+            raise UserError(
+                f"'task.held_out_share' is {self.held_out_share}; it must be above 0 and below 0.5 (it is held out twice: "
+                "for the evaluations of a run and for its final figure)"
+            )
+        if "{prompt}" not in self.prompt_template:
+            raise UserError(f"'task.prompt_template' is {self.prompt_template!r}; it must hold {{prompt}} where the task's text goes")
+        if self.system_prompt and not self.chat:
+            raise UserError("'task.system_prompt' is given but 'task.chat' is false; set task.chat to true or put it in task.prompt_template")
+
+    def digits(self) -> tuple[int, int]:
+        """The fewest and the most digits, the task's own where none are given."""
+        low, high = (3, 6) if self.name == "sort" else (1, 2)
+        low = self.min_digits if self.min_digits is not None else min(low, self.max_digits or low)
+        return low, self.max_digits if self.max_digits is not None else max(high, low)
+
+    def _check_foreign_keys(self) -> None:
+        owners: dict[str, tuple[bool, str]] = {
+            "min_digits": (self.name in ("sort", "addition"), "sort and addition"),
+            "max_digits": (self.name in ("sort", "addition"), "sort and addition"),
+            "path": (self.name == "jsonl", "jsonl"),
+            "eval_path": (self.name == "jsonl", "jsonl"),
+            "settings": (self.name.startswith(REASONING_GYM), "reasoning_gym"),
+        }
+        for key, (belongs, owner) in owners.items():
+            if getattr(self, key) and not belongs:
+                raise UserError(f"'task.{key}' is given but belongs to task {owner}, and 'task.name' is '{self.name}'; remove it")
+
+    def _check_digits(self) -> None:
+        if self.name not in ("sort", "addition"):
+            return
+        low, high = self.digits()
+        least, most = (2, 64) if self.name == "sort" else (1, 18)
+        if not least <= low <= most:
+            raise UserError(f"'task.min_digits' is {low}; for task {self.name} it must be from {least} to {most}")
+        if not low <= high <= most:
+            raise UserError(f"'task.max_digits' is {high}; it must be from task.min_digits ({low}) to {most}")
