@@ -1,0 +1,43 @@
+"""The sections of trainer, algorithm and warm-up refuse what cannot train, on one line that names the key."""
+
+import pytest
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.config.warm_up import WarmUpConfig
+from tandem.types import UserError
+
+
+@pytest.mark.parametrize("section", [AlgorithmConfig(), TrainerConfig(), WarmUpConfig()])
+def test_the_defaults_can_train(section):
+    section.check()
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        (AlgorithmConfig(name="ppo"), "'algorithm.name' is 'ppo'"),
+        (AlgorithmConfig(name="dpo"), "'algorithm.name' is 'dpo'"),
+        (AlgorithmConfig(group_size=1), "'algorithm.group_size' is 1"),
+        (AlgorithmConfig(clip_low=0), "'algorithm.clip_low' is 0"),
+        (AlgorithmConfig(clip_high=-1), "'algorithm.clip_high' is -1"),
+        (AlgorithmConfig(dual_clip=1.1), "'algorithm.dual_clip' is 1.1"),
+        (AlgorithmConfig(kl_coefficient=-0.1), "'algorithm.kl_coefficient' is -0.1"),
+        (AlgorithmConfig(truncated_importance_cap=0.5), "'algorithm.truncated_importance_cap' is 0.5"),
+        (AlgorithmConfig(minibatches=0), "'algorithm.minibatches' is 0"),
+        (TrainerConfig(learning_rate=0), "'trainer.learning_rate' is 0"),
+        (TrainerConfig(beta2=1.0), "'trainer.beta2' is 1.0"),
+        (TrainerConfig(max_grad_norm=float("inf")), "'trainer.max_grad_norm' is inf"),
+        (TrainerConfig(schedule="linear"), "'trainer.total_steps' is 0"),
+        (TrainerConfig(schedule="cosine", warmup_steps=5, total_steps=5), "'trainer.total_steps' is 5"),
+        (TrainerConfig(micro_batch_tokens=0), "'trainer.micro_batch_tokens' is 0"),
+        (WarmUpConfig(steps=0), "'warm_up.steps' is 0"),
+        (WarmUpConfig(corrupted_share=1.0), "'warm_up.corrupted_share' is 1.0"),
+        (WarmUpConfig(steps=5, warmup_steps=5), "'warm_up.warmup_steps' is 5"),
+    ],
+)
+def test_a_value_that_cannot_train_is_named(section, named):
+    with pytest.raises(UserError) as error:
+        section.check()
+    assert str(error.value).startswith(named)
+    assert "\n" not in str(error.value)
