@@ -1,0 +1,63 @@
+"""Plain-line logs, one file a process: ``runs/NAME/logs/ROLE.log``."""
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+PLAIN = "%(asctime)s.%(msecs)03d %(levelname)s {role}[%(process)d] %(name)s: %(message)s"
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line: ``time_s`` (unix), ``level``, ``role``, ``pid``, ``logger``, ``message`` and, where there is one,
+    ``exception`` (the traceback)."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time_s": record.created,
+            "level": record.levelname,
+            "role": self.role,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = logging.INFO) -> Path:
+    """Send everything this process logs to ``directory/ROLE.log`` (appending), uncaught exceptions and warnings included.
+
+    Called once, at a process's start; a second call replaces the first. Returns the file's path.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{role}.log"
+    handler = logging.FileHandler(path, encoding="utf-8")
+    plain = logging.Formatter(PLAIN.format(role=role.replace("%", "%%")), "%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(JsonLines(role) if json_lines else plain)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    threading.excepthook = _log_thread
+    return path
+
+
+def log_uncaught() -> None:
+    """An exception that ends this process goes to the log instead of to standard error. For processes without a terminal."""
+    sys.excepthook = _log_exception
+
+
+def _log_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("tandem").critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _log_thread(args: threading.ExceptHookArgs) -> None:
+    error = args.exc_value or args.exc_type()
+    name = args.thread.name if args.thread else "?"
+    logging.getLogger("tandem").critical("uncaught exception in thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))

@@ -1,0 +1,115 @@
+"""``metrics.jsonl``: one JSON object a line, one line a step.
+
+Keys: ``step`` (int, required; the step's place, counted from 0: row 3 describes the step from 3 to 4 optimizer steps taken)
+and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``response_length/*``, ``kl``, ``mismatch_kl``,
+``rollout/staleness``, ``weight_version``, ``evaluation/*``, ``timing_s/*`` (seconds), ``perf/*`` and
+``memory/{phase}/{predicted,measured}`` (bytes). Floats are written with the fewest digits that give back the same bits;
+infinities and NaN as ``Infinity`` and ``NaN``, which Python's ``json`` reads.
+
+A row is handed to the operating system when ``append`` returns: a killed process loses none. ``sync`` brings them to the disk
+and is called before a checkpoint commits, so that no power cut loses a row that the checkpoint will not write again. A line
+that a crash left torn is cut when the file is opened.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.types.errors import RunError, UserError
+
+VOLATILE = ("timing_s/", "perf/", "memory/")
+"""Prefixes of the keys that differ between two runs which are otherwise equal bit for bit."""
+
+
+class MetricsFile:
+    """``metrics.jsonl``, open for appending. One process writes; any may read with ``read_rows``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _recover(path)
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise UserError(f"the metrics file {path} cannot be written: {error.strerror}") from None
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row. Raises ``ValueError`` where it has no ``step``, ``TypeError`` where a value is not plain."""
+        if type(row.get("step")) is not int:
+            raise ValueError(f"a metrics row needs an int 'step'; it has {row.get('step')!r}")
+        for key, value in row.items():
+            if value is not None and type(value) not in (int, float, str, bool):
+                raise TypeError(f"the metric '{key}' is a {type(value).__name__}; make it an int, float, str or bool first")
+        line = json.dumps(dict(row)).encode("ascii") + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume") from None
+
+    def sync(self) -> None:
+        """Every row appended so far is on the disk when this returns."""
+        os.fsync(self._file.fileno())
+
+    def cut_after(self, step: int) -> None:
+        """Go back to the checkpoint after ``step`` optimizer steps: keep rows 0 to ``step`` - 1, by one atomic rename."""
+        self._file.close()
+        _rewrite(self.path, lambda row: int(row["step"]) < step)
+        self._file = self.path.open("ab")
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_rows(self.path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows. A torn last line is not there yet; any other broken line raises ``RunError`` with its number."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise RunError(f"line {number} of {path} is not a metrics row; mend or remove that line") from None
+    return row
+
+
+def _recover(path: Path) -> None:
+    """Cut a torn last line: one without its end, or (where blocks of the file reached the disk out of order) one that is
+    not JSON."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    whole = data[: data.rfind(b"\n") + 1]
+    last = whole[:-1].rfind(b"\n") + 1
+    try:
+        json.loads(whole[last:] or b"{}")
+    except ValueError:
+        whole = whole[:last]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+
+
+def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    temporary = path.with_suffix(".jsonl.tmp")
+    lines = path.read_bytes().split(b"\n")[:-1]
+    kept = [line for number, line in enumerate(lines, start=1) if keep(_parse(path, number, line))]
+    with temporary.open("wb") as file:
+        file.writelines(line + b"\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)

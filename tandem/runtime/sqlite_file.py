@@ -1,0 +1,79 @@
+"""SQLite files that several processes share and that survive ``kill -9`` and power loss."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.types.errors import RunError
+
+
+def connect(path: Path, what: str, version: int, schema: str, *, read_only: bool = False, busy_s: float = 10.0) -> sqlite3.Connection:
+    """A connection in autocommit mode: write-ahead log, every commit flushed to the disk.
+
+    ``what`` names the file in errors; ``version`` is its layout's number, kept in ``user_version``. A file that is no
+    database, is damaged, has another layout or stays locked for ``busy_s`` seconds raises ``RunError``.
+    """
+    if read_only and not path.is_file():
+        raise RunError(f"{what}: {path} does not exist")
+    if not path.parent.is_dir():
+        raise RunError(f"{what}: the folder {path.parent} does not exist")
+    with errors(path, what):
+        target = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        connection = sqlite3.connect(target, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
+        try:
+            _prepare(connection, path, what, version, schema, read_only)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool) -> None:
+    damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if damage != "ok":
+        raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[0]}); restore it from a copy or start a new run")
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found not in (version, 0):
+        raise RunError(f"{what}: {path} has layout {found} and this version of tandem reads {version}; use the version that wrote it")
+    if read_only:
+        return
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA foreign_keys=ON")
+    if found == 0:
+        # Two processes may find a fresh file at once; the statements are all IF NOT EXISTS.
+        with transaction(connection):
+            for statement in schema.split(";"):
+                if statement.strip():
+                    connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={version}")
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All of the body's writes or none. The write lock is taken first, so that what the body reads cannot change."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+@contextmanager
+def errors(path: Path, what: str) -> Iterator[None]:
+    """SQLite's errors as one line that says what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        text = str(error)
+        if "locked" in text or "busy" in text:
+            raise RunError(f"{what}: {path} is locked by another process; end that one and try again") from error
+        if "disk is full" in text or "disk I/O error" in text:
+            raise RunError(f"{what}: {path} cannot be written ({text}); make room on its disk and resume") from error
+        if "unable to open" in text or "readonly" in text:
+            raise RunError(f"{what}: {path} cannot be opened for writing ({text}); check who owns it") from error
+        raise RunError(f"{what}: {path} is damaged ({text}); restore it from a copy or start a new run") from error
