@@ -52,7 +52,7 @@ class Pod:
         """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step it stands at."""
         with self._trainer_does(TrainerState.START, step or 0):
             self.trainer.channel.start()
-            self.incarnation += 1
+            self.incarnation = self.journal.next_incarnation()
             self.trainer_step = self.trainer.load(step)
             self.online = True
         return self.trainer_step

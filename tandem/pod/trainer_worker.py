@@ -6,7 +6,6 @@ Every call may be made again for the same step: after a fault the pod simply ask
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,20 @@ from torch import Tensor
 from tandem.checkpoint_engine.convert import convert
 from tandem.checkpoint_engine.register import WeightWriter
 from tandem.config.recipe import Recipe
+from tandem.data.tasks import demonstrations
 from tandem.kernels import Kernels
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, save_model
 from tandem.pod.create_model import create_model
 from tandem.pod.residents import release
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.rl.algorithms.loss import make_grpo_loss
-from tandem.rl.batch import minibatches, train_sequences, unscored_sequences
-from tandem.rl.pack import best_fit
-from tandem.trainer.logprobs import infer, per_token
-from tandem.trainer.micro_batch import MicroBatch, collate, forward_tokens
+from tandem.rl.algorithms.batch import make_batch, train_sequence
+from tandem.rl.algorithms.supervised import fine_tune
+from tandem.rl.algorithms.update import sequence_logprobs, update_policy
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.save import load_checkpoint, newest_committed, prune, save_checkpoint
-from tandem.trainer.schedule import learning_rate
-from tandem.trainer.step import StepResult, train_step
-from tandem.types import RunError, Sample, TrainSequence, WeightVersion
-from tandem.types.wire import decode_batch, decode_samples, decode_scores
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import RunError, Sample, WeightVersion
+from tandem.types.wire import decode_samples, decode_scores
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +52,7 @@ class TrainerWorker:
     def methods(self) -> dict[str, Callable[[Meta, Blobs, Progress], Reply]]:
         """Every call by its name."""
         names = (
-            "create_model", "begin_warm_up", "train_supervised", "export", "load", "inference", "train", "offload", "onload",
+            "create_model", "warm_up", "export", "load", "inference", "train", "offload", "onload",
             "convert", "register", "save",
         )
         return {name: getattr(self, name) for name in names}
@@ -70,32 +65,20 @@ class TrainerWorker:
         create_model(self.recipe.model.create, self.recipe.run.seed, self.directory / "models" / "initial")
         return {}, {}
 
-    def begin_warm_up(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The folder ``meta["folder"]`` as the actor, with the optimizer that the section ``warm_up`` asks for."""
-        warm_up = self.recipe.warm_up
-        assert warm_up is not None
-        settings = replace(
-            self.recipe.trainer, learning_rate=warm_up.learning_rate, warmup_steps=warm_up.warmup_steps, schedule=warm_up.schedule,
-            total_steps=warm_up.steps,
+    def warm_up(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Fine-tune the folder ``source`` on the task's demonstrations and write ``destination``, once."""
+        config, destination = self.recipe.warm_up, Path(meta["destination"])
+        assert config is not None
+        if destination.exists():
+            return {"metrics": {}}, {}
+        model = load_model(Path(meta["source"]), self.kernels)
+        tokenizer = Tokenizer.from_folder(Path(meta["source"]))
+        examples = demonstrations(self.recipe.task, tokenizer.encode, tokenizer.eos_token_ids[0], self.recipe.run.seed + config.seed, config.corrupted_share)
+        rows = fine_tune(
+            model, examples, config, self.recipe.trainer, lambda step, row: progress({"done": step, "total": config.steps, "loss": row["sft/loss"]})
         )
-        self.model = load_model(Path(meta["folder"]), self.kernels)
-        self.optimizer = AdamW(self.model.named_parameters(), settings)
-        self.warm_up_settings = settings
-        self.steps = 0
-        return {}, {}
-
-    def train_supervised(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """One optimizer step of cross-entropy on a batch."""
-        batch = decode_batch(blobs["batch"])
-        model, optimizer = self._actor()
-        if batch.step != self.steps:
-            raise RunError(f"the trainer stands at warm-up step {self.steps} and was asked for step {batch.step}")
-        result = train_step(
-            model, optimizer, self._micro_batches(batch.sequences), make_cross_entropy_loss(counts_of(batch.sequences)),
-            learning_rate(self.warm_up_settings, batch.step),
-        )
-        self.steps += 1
-        return {"metrics": result.metrics}, {}
+        save_model(model, destination, Path(meta["source"]))
+        return {"metrics": rows[-1]}, {}
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The actor as a Hugging Face folder, written whole or not at all."""
@@ -176,47 +159,22 @@ class TrainerWorker:
         if self.recipe.algorithm.kl_coefficient > 0:
             kept = self.inferred is not None and self.inferred[0] == step
             reference = self.inferred[1] if kept and self.inferred else self._reference_logprobs(samples)
-        sequences = train_sequences(self.recipe.algorithm, samples, scores, reference)
-        result = self._update(sequences, step, progress)
+        batch = make_batch(step, samples, scores, self.recipe.algorithm, self.recipe.rollout.max_tokens, reference)
+        model, optimizer = self._actor()
+        result = update_policy(
+            model, optimizer, batch, self.recipe.algorithm, self.recipe.trainer, self.recipe.rollout.temperature,
+            lambda done, total: progress({"done": done, "total": total}),
+        )
         self.steps += 1
         self.inferred = None
         return {"metrics": result.metrics, "tokens": result.tokens}, {}
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _update(self, sequences: Sequence[TrainSequence], step: int, progress: Progress) -> StepResult:
-        """Every mini-batch of every epoch; the metrics are those of the first update, where the ratio starts from 1."""
-        model, optimizer = self._actor()
-        config, rollout = self.recipe.algorithm, self.recipe.rollout
-        rate = learning_rate(self.recipe.trainer, step)
-        old = None
-        if config.old_logprobs == "recompute":
-            found = infer(model, self._micro_batches(sequences), rollout.temperature)
-            old = {s.id: per_token(found.get(s.id, {}), len(s.token_ids)) for s in sequences}
-        first: StepResult | None = None
-        for _ in range(config.epochs):
-            for part in minibatches(sequences, config.minibatches, config.group_size):
-                counts = counts_of(part, config.length_constant or rollout.max_tokens)
-                result = train_step(
-                    model, optimizer, self._micro_batches(part, old), make_grpo_loss(config, counts, rollout.temperature), rate,
-                    rollout.temperature, lambda done, total: progress({"done": done, "total": total}),
-                )
-                first = first or result
-        assert first is not None
-        return first
-
     def _reference_logprobs(self, samples: Sequence[Sample]) -> dict[str, tuple[float, ...]]:
         assert self.reference is not None
-        sequences = unscored_sequences(samples)
-        found = infer(self.reference, self._micro_batches(sequences))
-        return {s.id: per_token(found.get(s.id, {}), len(s.token_ids)) for s in sequences}
-
-    def _micro_batches(
-        self, sequences: Sequence[TrainSequence], old: Mapping[str, Sequence[float]] | None = None
-    ) -> list[MicroBatch]:
-        counted = [s for s in sequences if forward_tokens(s)]
-        bins = best_fit([forward_tokens(s) for s in counted], self.recipe.trainer.micro_batch_tokens)
-        return [collate([counted[i] for i in members], old_logprobs=old) for members in bins]
+        sequences = [train_sequence(sample) for sample in samples]
+        return sequence_logprobs(self.reference, sequences, self.recipe.trainer.micro_batch_tokens)
 
     def _actor(self) -> tuple[Decoder, AdamW]:
         if self.model is None or self.optimizer is None:
