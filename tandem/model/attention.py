@@ -1,0 +1,57 @@
+"""The attention of one layer: over packed sequences in the trainer, over the paged cache in the engine."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.kernels.api import Kernels, KVLayer, PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedContext:
+    """Whole sequences one after another: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32) and stands at
+    positions from 0. ``max_seqlen``: the longest, in tokens."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """An engine's flat batch over its cache, one ``KVLayer`` a layer. Keys and values of the new tokens are written."""
+
+    batch: PagedBatch
+    caches: list[KVLayer]
+
+
+AttentionContext = PackedContext | PagedContext
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What attention needs of layer ``index``. ``heads`` is (query heads, key-value heads, head size); ``window`` in
+    tokens (``None``: all before); ``q_norm`` and ``k_norm`` [D] where the architecture has them."""
+
+    index: int
+    heads: tuple[int, int, int]
+    scale: float
+    window: int | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+def attend(
+    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext
+) -> Tensor:
+    """Rotate and attend: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]."""
+    if isinstance(context, PagedContext):
+        cache = context.caches[layer.index]
+        q = kernels.rope_to_cache(
+            qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps, cache, context.batch.slots
+        )
+        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window)
+    else:
+        q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps)
+        mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
+    return mixed.flatten(1)

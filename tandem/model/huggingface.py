@@ -1,0 +1,209 @@
+"""Hugging Face folders in and out: names, fused matrices, files."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import Kernels
+from tandem.layout.shapes import parameters
+from tandem.model.decoder import Decoder, Layer, Linear
+from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
+from tandem.model.safetensors_file import read_file, write_file
+from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.types import RunError, UserError
+
+__all__ = [
+    "config_json",
+    "load_model",
+    "load_tensors",
+    "read_shapes",
+    "read_tensors",
+    "save_model",
+    "to_huggingface",
+]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder by its Hugging Face name, from one file or from shards. Raises ``UserError`` before
+    the first tensor where a file is missing, and on the way where one is broken."""
+    folder = Path(folder)
+    shards: dict[str, list[str] | None] = {}
+    if (folder / WEIGHTS).is_file():
+        shards[WEIGHTS] = None
+    elif (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise UserError(f"'{folder / INDEX}' has no usable weight_map; download the folder again")
+        for name, shard in weight_map.items():
+            names = shards.setdefault(shard, [])
+            assert names is not None
+            names.append(name)
+    else:
+        raise UserError(f"'{folder}' has neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
+    for shard in shards:
+        if Path(shard).name != shard or not (folder / shard).is_file():
+            raise UserError(f"'{folder}' lacks the shard '{shard}' that its index lists; download the folder again")
+    for shard, listed in shards.items():
+        yield from read_file(folder / shard, listed)
+
+
+def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
+    """A view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
+    if decoder.is_packed:
+        raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
+    shapes = decoder.shapes
+    found: dict[str, Tensor] = {
+        "model.embed_tokens.weight": decoder.embed_tokens,
+        "model.norm.weight": decoder.norm.weight,
+    }
+    if decoder.lm_head is not None:
+        found["lm_head.weight"] = decoder.head_weight
+    projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer, Layer)
+        at = f"model.layers.{index}."
+        found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (shapes.hidden_size,))
+        found |= _unfused(
+            layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
+        )
+        found |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (shapes.hidden_size,))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            found[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
+            found[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
+        found[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
+        found[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+    return {name: found[name] for name, _ in parameters(shapes)}
+
+
+def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            found |= {f"{name}.{kind}": part for name, part in zip(names, fused.detach().split(rows), strict=True)}
+    return found
+
+
+def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, view of the decoder's own memory) for every parameter, in the order of
+    ``layout.shapes.parameters``. A tied head is not listed. No gradient."""
+    for name, tensor in _parameters_of(decoder).items():
+        yield name, tensor.detach()
+
+
+def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype.
+
+    Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
+    then. A packed decoder is unpacked; call ``pack`` again before inference. ``inv_freq`` buffers of old checkpoints
+    are skipped, and a tied head that is listed too must equal the embedding.
+    """
+    shapes = dict(parameters(decoder.shapes))
+    given: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in given:
+            raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
+        if not name.endswith("rotary_emb.inv_freq"):
+            given[name] = tensor
+    tied_head = given.pop("lm_head.weight", None) if decoder.lm_head is None else None
+    for name, tensor in given.items():
+        if name not in shapes:
+            raise UserError(
+                f"tensor '{name}' is not a parameter of this {decoder.shapes.architecture} model; check config.json"
+            )
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            raise UserError(
+                f"tensor '{name}' has shape {list(tensor.shape)}; config.json asks for {list(shapes[name])}"
+            )
+        if not tensor.is_floating_point():
+            raise UserError(
+                f"tensor '{name}' is {tensor.dtype}; quantised weights are not supported, use the float checkpoint"
+            )
+    for name in shapes:
+        if name not in given:
+            raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
+    if tied_head is not None and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
+        raise UserError(
+            "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
+            "tie_word_embeddings true; set it to false"
+        )
+    decoder.unpack()
+    with torch.no_grad():
+        for name, parameter in _parameters_of(decoder).items():
+            parameter.copy_(given[name])
+
+
+def load_model(
+    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Decoder:
+    """The model of a Hugging Face folder. Raises ``UserError`` where it is none, is broken or is not supported."""
+    decoder = Decoder(read_shapes(folder), kernels, dtype=dtype, device=device)
+    try:
+        load_tensors(decoder, read_tensors(folder))
+    except UserError as error:
+        raise UserError(f"model '{folder}': {error}") from None
+    return decoder
+
+
+def save_model(
+    decoder: Decoder,
+    folder: str | Path,
+    tokenizer_folder: str | Path | None = None,
+    *,
+    eos_token_id: TokenIds = None,
+    bos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> None:
+    """Write a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
+
+    Special ids that are not given are those of ``tokenizer_folder``. All is written to a fresh folder beside it that
+    takes its name at the end. Raises ``UserError`` where ``folder`` exists and ``RunError`` where it cannot be
+    written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise UserError(f"'{folder}' exists and is not overwritten; choose another folder or remove it")
+    if tokenizer_folder is not None:
+        tokenizer = Tokenizer.from_folder(tokenizer_folder)
+        eos_token_id = tokenizer.eos_token_ids if eos_token_id is None else eos_token_id
+        bos_token_id = tokenizer.bos_token_id if bos_token_id is None else bos_token_id
+        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+    if not isinstance(eos_token_id, int | None) and len(eos_token_id) < 2:
+        eos_token_id = next(iter(eos_token_id), None)
+    special = config_json(
+        decoder.shapes, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id
+    )
+    dtype = str(decoder.embed_tokens.dtype).removeprefix("torch.")
+    generation = {
+        key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special[key] is not None
+    }
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary.chmod(0o755)
+        write_file(temporary / WEIGHTS, to_huggingface(decoder))
+        _write_json(temporary / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
+        _write_json(temporary / "generation_config.json", generation)
+        if tokenizer_folder is not None:
+            for name in TOKENIZER_FILES:
+                if (Path(tokenizer_folder) / name).is_file():
+                    shutil.copyfile(Path(tokenizer_folder) / name, temporary / name)
+        temporary.rename(folder)
+    except OSError as error:
+        raise RunError(f"the model cannot be saved to '{folder}': {error}") from None
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,75 @@
+"""Rotary position embedding (Su et al., 2021): the table of cosines and sines that trainer and engine share.
+
+The steps and their fp32 roundings are transformers', so that the table has the bits a checkpoint was trained with.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tandem.layout.shapes import ModelShapes, RopeScaling
+
+
+def rotary_table(shapes: ModelShapes) -> Tensor:
+    """``cos_sin[P, D]`` fp32 on CPU for all ``max_positions`` P: cosines in the first D / 2 columns, sines in the
+    rest. YaRN's attention factor is folded in."""
+    frequencies, attention_factor = inverse_frequencies(shapes.rope_scaling, shapes.rope_theta, shapes.head_dim)
+    angles = torch.arange(shapes.max_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    return table.mul_(attention_factor) if attention_factor != 1.0 else table
+
+
+def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair, [D / 2] fp32, and the factor on cos and sin."""
+    wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / wavelengths
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(wavelengths, scaling, theta, head_dim), _yarn_attention_factor(scaling)
+    return plain, 1.0
+
+
+def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones stay, those between are blended."""
+    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    is_long, is_short = wavelength > context / low, wavelength < context / high
+    stretched = torch.where(is_long, plain / scaling.factor, plain)
+    smooth = (context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * stretched / scaling.factor + smooth * stretched
+    return torch.where(is_long | is_short, stretched, blended)
+
+
+def _yarn(wavelengths: Tensor, scaling: RopeScaling, theta: float, head_dim: int) -> Tensor:
+    """YaRN (Peng et al., 2023, section 3.2): a ramp over the dimensions from extrapolation to interpolation."""
+
+    def dimension_of(rotations: float) -> float:
+        context = scaling.original_max_position_embeddings
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    extrapolated = 1.0 / wavelengths
+    interpolated = 1.0 / (scaling.factor * wavelengths)
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return interpolated * (1 - kept) + extrapolated * kept
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """The square root of YaRN's temperature (Peng et al., 2023, equation 22), or as the checkpoint says."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
+    return scale(1.0)

@@ -1,0 +1,48 @@
+"""Stop strings in text that comes in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Passes text on until a stop string is complete, wherever the pieces break.
+
+    The match that ends first wins, and of those the longest: the result does not depend on how the text is cut.
+    ``stopped`` is the stop string that was found, ``None`` before.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        if not all(stops):
+            raise ValueError("a stop string is empty; it would match everywhere")
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, text: str) -> str:
+        """What can be shown now: text that is no part of a stop string, whatever follows. Empty once stopped."""
+        if self.stopped is not None:
+            return ""
+        if not self._stops:
+            return text
+        held = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            end, start, self.stopped = min(found)
+            self._held = ""
+            return held[: end if self._include_stop else start]
+        keep = max(_overlap(held, stop) for stop in self._stops)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def finish(self) -> str:
+        """The text that was held back and turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, and shorter than it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
