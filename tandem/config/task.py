@@ -19,7 +19,8 @@ class TaskConfig:
     (1 to 2 unless told). ``path``: the JSONL file, one object a line, with the prompt under ``prompt_key`` and the ground
     truth under ``answer_key`` (empty: there is none); every other key reaches reward functions as a column. ``eval_path``:
     a second such file for evaluation; without one, ``held_out_share`` of all instances is held out for the evaluations of a
-    run and as many again for its final figure, by a hash of the instance. ``settings``: of the ``reasoning_gym`` dataset, as
+    run and as many again for its final figure, by a hash of the instance (0.1 unless told; 1/3 of a ``reasoning_gym``
+    dataset, whose instances may be slow to make). ``settings``: of the ``reasoning_gym`` dataset, as
     it names them.
 
     ``prompt_template``: what the model reads, with ``{prompt}`` where the task's own text stands. ``chat``: put it through
@@ -33,7 +34,7 @@ class TaskConfig:
     eval_path: str | None = None
     prompt_key: str = "prompt"
     answer_key: str = "answer"
-    held_out_share: float = 0.1
+    held_out_share: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     prompt_template: str = "{prompt}"
     chat: bool = False
@@ -53,7 +54,7 @@ class TaskConfig:
             raise UserError("'task.path' is missing; task 'jsonl' needs the file to read")
         if self.name == "jsonl" and not self.prompt_key:
             raise UserError("'task.prompt_key' is empty; name the key that holds the prompt")
-        if not 0 < self.held_out_share < 0.5:
+        if not 0 < self.share_held_out < 0.5:
             raise UserError(
                 f"'task.held_out_share' is {self.held_out_share}; it must be above 0 and below 0.5 (it is held out twice: "
                 "for the evaluations of a run and for its final figure)"
@@ -68,6 +69,13 @@ class TaskConfig:
         low, high = (3, 6) if self.name == "sort" else (1, 2)
         low = self.min_digits if self.min_digits is not None else min(low, self.max_digits or low)
         return low, self.max_digits if self.max_digits is not None else max(high, low)
+
+    @property
+    def share_held_out(self) -> float:
+        """``held_out_share``, or the task's own where none is given."""
+        if self.held_out_share is not None:
+            return self.held_out_share
+        return 1 / 3 if self.name.startswith(REASONING_GYM) else 0.1
 
     def _check_foreign_keys(self) -> None:
         owners: dict[str, tuple[bool, str]] = {

@@ -1,0 +1,151 @@
+"""From a task's instances to the prompts of a run: rendered, tokenised once, and refused before work begins where they do not
+fit the context."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from tandem.config.task import TaskConfig
+from tandem.data.order import prompt_indices
+from tandem.data.split import Split
+from tandem.data.tasks import Task, TaskItem, make_task
+from tandem.types import Prompt, UserError
+
+Encode = Callable[[str], Sequence[int]]
+RenderChat = Callable[[list[dict[str, str]]], str]
+
+
+class EncodedDemonstration(NamedTuple):
+    """A demonstration as the trainer wants it: the prompt's tokens, then the completion's with the end of sequence."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+    correct: bool
+
+
+class PromptSource:
+    """The prompts of a run. Everything follows from ``seed`` and the position asked for, so a resume needs no state.
+
+    ``encode``: text to token ids, with whatever the model expects in front. ``render_chat``: messages to the text of the
+    tokenizer's chat template, up to where the answer begins (needed where ``config.chat``). A prompt may have at most
+    ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole here. Raises ``UserError``.
+    """
+
+    def __init__(
+        self, config: TaskConfig, encode: Encode, *, seed: int, prompts_per_step: int, context_tokens: int, max_new_tokens: int,
+        render_chat: RenderChat | None = None,
+    ) -> None:
+        if config.chat and render_chat is None:
+            raise UserError("'task.chat' is true, but the tokenizer has no chat template; set it to false or use a chat model")
+        self.config = config
+        self.seed = seed
+        self.prompts_per_step = prompts_per_step
+        self.context_tokens = context_tokens
+        self.max_new_tokens = max_new_tokens
+        self._encode = encode
+        self._render_chat = render_chat
+        self._evaluations: dict[tuple[Split, int], list[Prompt]] = {}
+        self.task: Task = make_task(config, seed)
+        try:
+            self._check_all()
+        except BaseException:
+            self.task.close()
+            raise
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes where any prompt of the run would: a resume compares it."""
+        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self.config.chat} {self.config.system_prompt!r}"
+
+    def for_step(self, step: int) -> list[Prompt]:
+        """The training prompts of ``step``."""
+        indices = prompt_indices(step, self.prompts_per_step, self.seed, self.task.size)
+        return [self.prompt(f"train-{index}", self.task.train_prompt(index)) for index in indices]
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """The prompts of the evaluations, the same for every step; fewer where the task has no more."""
+        return self._evaluation("held_out", count)
+
+    def fresh(self, count: int) -> list[Prompt]:
+        """The prompts of the final figure: neither trained on nor seen by an earlier evaluation, unless the task has one
+        evaluation file for both."""
+        return self._evaluation("final", count)
+
+    def demonstrations(self, seed: int, corrupted_share: float, end_of_sequence: int) -> Iterator[EncodedDemonstration]:
+        """The demonstrations of a warm-up, without end; ``corrupted_share`` of them are wrong."""
+        index = 0
+        while True:
+            yield self.demonstration(index, seed, corrupted_share, end_of_sequence)
+            index += 1
+
+    def demonstration(self, index: int, seed: int, corrupted_share: float, end_of_sequence: int) -> EncodedDemonstration:
+        """Demonstration ``index``, which the run's seed and ``seed`` determine."""
+        shown = self.task.demonstration(index, self.seed * 1_000_003 + seed, corrupted_share)
+        prompt = self.prompt(f"demonstration-{index}", shown.item)
+        completion = (*self._encode_completion(prompt, shown.completion), end_of_sequence)
+        if len(prompt.token_ids) + len(completion) > self.context_tokens:
+            raise UserError(
+                f"{shown.item.where}: prompt and answer have {len(prompt.token_ids) + len(completion)} tokens, more than the context of "
+                f"{self.context_tokens}; shorten it or raise model.max_length"
+            )
+        return EncodedDemonstration(prompt.id, prompt.token_ids, completion, shown.correct)
+
+    def prompt(self, id: str, item: TaskItem) -> Prompt:
+        """``item`` rendered and tokenised. Raises ``UserError`` where it is empty or too long, naming where it stands."""
+        text = self._render(item.text)
+        token_ids = tuple(self._encode(text))
+        if not token_ids:
+            raise UserError(f"{item.where}: the prompt has no tokens; give it text that the tokenizer knows")
+        longest = self.context_tokens - self.max_new_tokens
+        if len(token_ids) > longest:
+            raise UserError(
+                f"{item.where}: the prompt has {len(token_ids)} tokens, more than {longest} (a context of {self.context_tokens} less "
+                f"{self.max_new_tokens} new tokens); shorten it, lower rollout.max_tokens or raise model.max_length"
+            )
+        return Prompt(id, text, token_ids, item.ground_truth, self.task.name, item.columns)
+
+    def close(self) -> None:
+        """End what the task started."""
+        self.task.close()
+
+    def _check_all(self) -> None:
+        if self.task.size is None:
+            self.for_step(0)
+            return
+        prompt_indices(0, self.prompts_per_step, self.seed, self.task.size)
+        for index in range(self.task.size):
+            self.prompt("check", self.task.train_prompt(index))
+        splits: tuple[Split, ...] = ("held_out", "final")
+        for split in splits:
+            for item in self.task.eval_prompts(split, self.task.size, self.seed):
+                self.prompt("check", item)
+
+    def _evaluation(self, split: Split, count: int) -> list[Prompt]:
+        if (split, count) not in self._evaluations:
+            items = self.task.eval_prompts(split, count, self.seed)
+            name = split.replace("_", "-")
+            self._evaluations[split, count] = [self.prompt(f"{name}-{i}", item) for i, item in enumerate(items)]
+        return self._evaluations[split, count]
+
+    def _render(self, text: str) -> str:
+        # Not str.format: a prompt or template may hold braces of its own.
+        filled = self.config.prompt_template.replace("{prompt}", text)
+        if not self.config.chat:
+            return filled
+        assert self._render_chat is not None
+        messages = [{"role": "user", "content": filled}]
+        if self.config.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+        return self._render_chat(messages)
+
+    def _encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
+        # The completion's tokens are what the tokenizer adds to the prompt, so that nothing stands in front twice (a
+        # beginning-of-sequence token) and the boundary is where it is in rollout.
+        whole = tuple(self._encode(prompt.text + completion))
+        start = len(prompt.token_ids)
+        if whole[:start] != prompt.token_ids:
+            raise UserError(
+                f"the tokenizer joins the end of prompt {prompt.id} with the beginning of its answer; end 'task.prompt_template' with "
+                "a line break or a colon"
+            )
+        return whole[start:]

@@ -1,0 +1,24 @@
+"""Which instances are trained on and which are held out, decided by the instance itself.
+
+The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint whatever seeds they
+are drawn with.
+"""
+
+import hashlib
+from typing import Literal
+
+Split = Literal["train", "held_out", "final"]
+
+
+def split_position(text: str) -> float:
+    """Where ``text`` stands in [0, 1): uniform over texts and the same in every process."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"tandem-split").digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def split_of(text: str, held_out_share: float) -> Split:
+    """The side of ``text``: ``held_out_share`` of all texts for the evaluations of a run, as many for its final figure."""
+    position = split_position(text)
+    if position < held_out_share:
+        return "held_out"
+    return "final" if position < 2 * held_out_share else "train"

@@ -1,0 +1,22 @@
+"""The tasks a model can be taught, and the one function that makes a task from its section of the recipe."""
+
+from tandem.config.task import TaskConfig
+from tandem.data.tasks.addition import addition_task
+from tandem.data.tasks.base import Demonstration, Task, TaskItem
+from tandem.data.tasks.jsonl import jsonl_task
+from tandem.data.tasks.reasoning_gym import ReasoningGymTask
+from tandem.data.tasks.sort import sort_task
+
+__all__ = ["Demonstration", "Task", "TaskItem", "make_task"]
+
+
+def make_task(config: TaskConfig, seed: int) -> Task:
+    """The task that ``config`` names. Raises ``UserError`` for a file or dataset that cannot be used."""
+    config.check()
+    if config.name == "sort":
+        return sort_task(config, seed)
+    if config.name == "addition":
+        return addition_task(config, seed)
+    if config.name == "jsonl":
+        return jsonl_task(config, seed)
+    return ReasoningGymTask(config, seed)

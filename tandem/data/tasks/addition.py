@@ -1,0 +1,44 @@
+"""Adding two numbers: ``add 12 + 34 =`` asks for ``46``."""
+
+from random import Random
+
+from tandem.config.task import TaskConfig
+from tandem.data.tasks.generated import GeneratedTask
+
+Operands = tuple[int, int]
+
+
+def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
+    """Two operands of ``min_digits`` to ``max_digits`` digits each, drawn apart, every length as likely as any other."""
+    low, high = config.digits()
+
+    def operand(random: Random) -> int:
+        length = random.randint(low, high)
+        return random.randrange(10 ** (length - 1) if length > 1 else 0, 10**length)
+
+    return GeneratedTask(
+        name="addition", seed=seed, held_out_share=config.share_held_out,
+        fingerprint=f"addition {low}-{high} {config.share_held_out} {seed}",
+        draw=lambda random: (operand(random), operand(random)), question=question, answer=answer, wrong_answer=wrong_answer,
+    )
+
+
+def question(operands: Operands) -> str:
+    return f"add {operands[0]} + {operands[1]} ="
+
+
+def answer(operands: Operands) -> str:
+    return str(sum(operands))
+
+
+def wrong_answer(operands: Operands, random: Random) -> str:
+    """The sum with one slip: a digit misread, or a carry lost or made up."""
+    right = sum(operands)
+    if random.random() < 0.5:
+        place = 10 ** random.randint(1, max(len(str(right)) - 1, 1))
+        return str(right - place if right >= place and random.random() < 0.5 else right + place)
+    digits = list(str(right))
+    i = random.randrange(len(digits))
+    lowest = 1 if i == 0 and len(digits) > 1 else 0
+    digits[i] = random.choice([d for d in "0123456789"[lowest:] if d != digits[i]])
+    return "".join(digits)

@@ -1,0 +1,61 @@
+"""Tasks whose instances are drawn: the stream of any split, and demonstrations with wrong answers among them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Generic, TypeVar
+
+from tandem.data.counter import counter_random
+from tandem.data.split import Split, split_of
+from tandem.data.tasks.base import Demonstration, TaskItem
+from tandem.types import UserError
+
+Instance = TypeVar("Instance")
+MOST_DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class GeneratedTask(Generic[Instance]):
+    """``draw`` makes an instance, ``question`` and ``answer`` say it as text, ``wrong_answer`` draws a text that is not its
+    answer. Draws that fall into another split are thrown away, so a split's instances follow ``draw``'s distribution."""
+
+    name: str
+    seed: int
+    held_out_share: float
+    fingerprint: str
+    draw: Callable[[Random], Instance]
+    question: Callable[[Instance], str]
+    answer: Callable[[Instance], str]
+    wrong_answer: Callable[[Instance, Random], str]
+    size: int | None = None
+
+    def train_prompt(self, index: int) -> TaskItem:
+        return self._item(self._instance("train", index, self.seed), f"{self.name}, training prompt {index}")
+
+    def eval_prompts(self, split: Split, count: int, seed: int) -> list[TaskItem]:
+        return [self._item(self._instance(split, i, seed), f"{self.name}, {split} prompt {i}") for i in range(count)]
+
+    def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
+        # A stream of its own: the warm-up's prompts are other draws than those of the reinforcement learning after it.
+        instance = self._instance("train", index, seed, purpose="demonstration")
+        item = self._item(instance, f"{self.name}, demonstration {index}")
+        random = counter_random("corruption", self.name, seed, index)
+        corrupted = random.random() < corrupted_share
+        answer = self.wrong_answer(instance, random) if corrupted else self.answer(instance)
+        return Demonstration(item, f" {answer}", not corrupted)
+
+    def close(self) -> None:
+        pass
+
+    def _instance(self, split: Split, index: int, seed: int, purpose: str = "prompt") -> Instance:
+        random = counter_random(purpose, self.name, split, seed, index)
+        for _ in range(MOST_DRAWS):
+            instance = self.draw(random)
+            if split_of(self.question(instance), self.held_out_share) == split:
+                return instance
+        raise UserError(
+            f"task '{self.name}' has too few distinct instances for a '{split}' split; raise task.max_digits or task.held_out_share"
+        )
+
+    def _item(self, instance: Instance, where: str) -> TaskItem:
+        return TaskItem(self.question(instance), where, self.answer(instance))

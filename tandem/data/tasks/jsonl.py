@@ -1,0 +1,157 @@
+"""A task from a JSONL file: one JSON object a line. The whole file is checked before work begins."""
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tandem.config.task import TaskConfig
+from tandem.data.counter import counter_random
+from tandem.data.split import Split, split_position
+from tandem.data.tasks.base import Demonstration, TaskItem
+from tandem.types import UserError
+
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JsonlTask:
+    """Instances of a file, already divided into splits."""
+
+    name: str
+    fingerprint: str
+    splits: dict[Split, tuple[TaskItem, ...]]
+
+    @property
+    def size(self) -> int | None:
+        return len(self.splits["train"])
+
+    def train_prompt(self, index: int) -> TaskItem:
+        return self.splits["train"][index]
+
+    def eval_prompts(self, split: Split, count: int, seed: int) -> list[TaskItem]:
+        """All of the split where it has fewer than ``count``."""
+        items = list(self.splits[split])
+        counter_random("evaluation", split, seed).shuffle(items)
+        return items[:count]
+
+    def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
+        """The file's own answer; epochs are shuffled anew."""
+        if corrupted_share:
+            raise UserError(f"task 'jsonl' cannot make wrong answers, and 'warm_up.corrupted_share' is {corrupted_share}; set it to 0")
+        items = self.splits["train"]
+        epoch, at = divmod(index, len(items))
+        order = list(range(len(items)))
+        counter_random("demonstration", seed, epoch).shuffle(order)
+        item = items[order[at]]
+        if item.ground_truth is None:
+            raise UserError(f"{item.where}: there is no answer to show in a warm-up; name the key that holds it in 'task.answer_key'")
+        return Demonstration(item, str(item.ground_truth), True)
+
+    def close(self) -> None:
+        pass
+
+
+def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
+    """Read and check ``config.path`` and, where given, ``config.eval_path``. Raises ``UserError`` with file and line.
+
+    With an evaluation file its rows serve both for evaluations and for the final figure. Without one, prompts are held out
+    in the order of their hash, equal prompts on the same side.
+    """
+    assert config.path is not None
+    items, digest = read_jsonl(config.path, config.prompt_key, config.answer_key)
+    if config.eval_path:
+        held_out, eval_digest = read_jsonl(config.eval_path, config.prompt_key, config.answer_key)
+        shared = {item.text for item in items} & {item.text for item in held_out}
+        if shared:
+            logger.warning("%d prompts stand in both %s and %s: accuracy on them is not held out", len(shared), config.path, config.eval_path)
+        splits: dict[Split, tuple[TaskItem, ...]] = {"train": tuple(items), "held_out": tuple(held_out), "final": tuple(held_out)}
+        return JsonlTask("jsonl", f"jsonl {digest} {eval_digest} {seed}", splits)
+    return JsonlTask("jsonl", f"jsonl {digest} {config.share_held_out} {seed}", _divide(items, config))
+
+
+def read_jsonl(path: str, prompt_key: str, answer_key: str) -> tuple[list[TaskItem], str]:
+    """Every line of ``path`` as an item, and a digest of the file. Raises ``UserError`` with file and line."""
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"'{path}' does not exist; name the JSONL file in 'task.path' or 'task.eval_path'") from None
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}") from None
+    # Only a line feed ends a line: JSON may hold U+2028 and the like as they are, and str.splitlines would cut there.
+    lines = content.split(b"\n")
+    if lines[-1].strip() == b"":
+        lines.pop()
+    if not lines:
+        raise UserError(f"'{path}' is empty; it needs at least one JSON object")
+    items = [_read_line(line, f"{path}:{number}", prompt_key, answer_key) for number, line in enumerate(lines, 1)]
+    return items, hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _read_line(line: bytes, where: str, prompt_key: str, answer_key: str) -> TaskItem:
+    try:
+        text = line.decode("utf-8-sig" if where.endswith(":1") else "utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from None
+    if not text:
+        raise UserError(f"{where}: the line is empty; remove it")
+    try:
+        row = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a line is a JSON object, this is {_kind(row)}")
+    for key in filter(None, (prompt_key, answer_key)):
+        if key not in row:
+            raise UserError(f"{where}: key '{key}' is missing; the line has {', '.join(map(repr, row)) or 'no keys'}")
+    prompt = row[prompt_key]
+    if not isinstance(prompt, str):
+        raise UserError(f"{where}: '{prompt_key}' is {_kind(prompt)}; it must be a text")
+    if not prompt.strip():
+        raise UserError(f"{where}: '{prompt_key}' is an empty text; give the prompt or remove the line")
+    answer = row[answer_key] if answer_key else None
+    if answer_key and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
+        raise UserError(f"{where}: '{answer_key}' is {_kind(answer)}; it must be a text or a number")
+    for reserved in RESERVED_COLUMNS:
+        if reserved in row and reserved != prompt_key:
+            raise UserError(f"{where}: key '{reserved}' is what reward functions receive the samples under; rename it")
+    return TaskItem(prompt, where, answer, {key: value for key, value in row.items() if key != prompt_key})
+
+
+def _divide(items: list[TaskItem], config: TaskConfig) -> dict[Split, tuple[TaskItem, ...]]:
+    texts = sorted({item.text for item in items}, key=split_position)
+    held_out = max(round(len(texts) * config.share_held_out), 1)
+    if len(texts) < 3:
+        raise UserError(f"'{config.path}' has {len(texts)} distinct prompts, too few to hold some out; add prompts or give 'task.eval_path'")
+    side: dict[str, Split] = dict.fromkeys(texts, "train")
+    side.update(dict.fromkeys(texts[:held_out], "held_out"))
+    side.update(dict.fromkeys(texts[held_out : 2 * held_out], "final"))
+    splits: dict[Split, list[TaskItem]] = {"train": [], "held_out": [], "final": []}
+    for item in items:
+        splits[side[item.text]].append(item)
+    return {split: tuple(found) for split, found in splits.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key '{next(key for key in keys if keys.count(key) > 1)}' stands twice")
+    return row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names: dict[type, str] = {bool: "true or false", str: "a text", list: "a list", dict: "an object", int: "a number", float: "a number"}
+    return names[type(value)]

@@ -1,0 +1,117 @@
+"""Tasks of the ``reasoning_gym`` package by name, through a process of its own.
+
+Some of its generators depend on the order of Python's sets, hence on the process. The host runs with a fixed hash seed, so
+that a prompt is the same after a restart, and keeps the package's many imports out of this process.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from tandem.config.task import REASONING_GYM, TaskConfig
+from tandem.data.counter import counter_seed
+from tandem.data.split import Split, split_of
+from tandem.data.tasks.base import Demonstration, TaskItem
+from tandem.data.tasks.reasoning_gym_host import BLOCK_INSTANCES
+from tandem.types import RunError, UserError
+
+DEADLINE_S = 120.0
+MOST_DRAWS = 300
+BOOTSTRAP = "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); from tandem.data.tasks.reasoning_gym_host import main; main()"
+
+
+class ReasoningGymTask:
+    """A dataset of ``reasoning_gym``. Its seeds are this task's own; ``columns`` say how an instance is made again
+    (``dataset``, ``settings``, ``seed``, ``index``) and hold its ``metadata`` as far as JSON can."""
+
+    size: int | None = None
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self.name = config.name
+        self.dataset = config.name.removeprefix(REASONING_GYM)
+        self.settings = dict(config.settings)
+        self.held_out_share = config.share_held_out
+        self.seed = seed
+        self._host = subprocess.Popen(
+            ["env", "PYTHONHASHSEED=0", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, json.dumps(sys.path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+        )
+        self._end = weakref.finalize(self, _end, self._host)
+        self._buffer = b""
+        try:
+            version = self._ask({"dataset": self.dataset, "settings": self.settings})["version"]
+        except BaseException:
+            self.close()
+            raise
+        self.fingerprint = f"{self.name} {version} {json.dumps(self.settings, sort_keys=True)} {self.held_out_share} {seed}"
+
+    def train_prompt(self, index: int) -> TaskItem:
+        return self._item("train", self.seed, index, f"{self.name}, training prompt {index}")
+
+    def eval_prompts(self, split: Split, count: int, seed: int) -> list[TaskItem]:
+        return [self._item(split, seed, i, f"{self.name}, {split} prompt {i}") for i in range(count)]
+
+    def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
+        if corrupted_share:
+            raise UserError(f"task '{self.name}' cannot make wrong answers, and 'warm_up.corrupted_share' is {corrupted_share}; set it to 0")
+        item = self._item("train", seed, index, f"{self.name}, demonstration {index}", purpose="demonstration")
+        if item.ground_truth is None:
+            raise UserError(f"{item.where}: the dataset gives no answer to show in a warm-up; train without a section 'warm_up'")
+        return Demonstration(item, f" {item.ground_truth}", True)
+
+    def close(self) -> None:
+        self._end()
+
+    def _item(self, split: Split, seed: int, index: int, where: str, purpose: str = "prompt") -> TaskItem:
+        for attempt in range(MOST_DRAWS):
+            # Blocks, because some datasets take long to build; 31 bits, because some hand the seed to numpy.
+            block, at = divmod(index, BLOCK_INSTANCES)
+            drawn = counter_seed(purpose, self.name, split, seed, block, attempt) >> 33
+            entry = self._ask({"seed": drawn, "index": at})
+            if split_of(entry["question"], self.held_out_share) == split:
+                columns = {
+                    "dataset": self.dataset, "settings": self.settings, "seed": drawn, "index": at, "metadata": entry["metadata"],
+                }
+                return TaskItem(entry["question"], where, entry["answer"], columns)
+        raise UserError(
+            f"task '{self.name}' has too few distinct questions for a '{split}' split; make it harder in 'task.settings' or raise "
+            "task.held_out_share"
+        )
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._host.stdin is not None and self._host.stdout is not None
+        try:
+            self._host.stdin.write(json.dumps(request).encode() + b"\n")
+            self._host.stdin.flush()
+        except OSError:
+            raise RunError(f"the process that makes prompts of '{self.name}' ended; start the run again") from None
+        end = monotonic() + DEADLINE_S
+        pipe = self._host.stdout.fileno()
+        while b"\n" not in self._buffer:
+            if not select.select([pipe], [], [], max(end - monotonic(), 0))[0]:
+                raise RunError(f"'{self.name}' made no prompt in {DEADLINE_S:.0f} s; give it easier 'task.settings'")
+            chunk = os.read(pipe, 65536)
+            if not chunk:
+                raise RunError(f"the process that makes prompts of '{self.name}' ended; start the run again")
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return answer
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was still to be written has no reader any more
+                pipe.close()
