@@ -1,8 +1,8 @@
 """The first thing that runs in a process started by ``tandem.runtime.processes.spawn``.
 
 ``python -m tandem.runtime.child PARENT_PID module NAME [ARG...]`` runs a Python module, ``... exec PROGRAM [ARG...]`` a
-program, after asking the kernel to kill this process when its parent dies, however the parent dies. The request is made here
-and not between fork and exec, where a parent with threads must not run Python.
+program, after asking the kernel to kill this process when its parent dies, however the parent dies. The request is made
+here and not between fork and exec, where a parent with threads must not run Python.
 """
 
 import os

@@ -1,8 +1,9 @@
 """Deaths on purpose: ``kill -9`` at a named point of a run, so that a test can prove that nothing is lost.
 
-A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar or a call. A
-plan is ``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once in a run's
-life: its marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the point alive.
+A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar or a
+call. A plan is ``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once
+in a run's life: its marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the
+point alive.
 """
 
 import os
@@ -25,8 +26,8 @@ def no_fault(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``role`` dies ``when`` (before, after) the point ``name`` of ``step``. The role ``pod`` is everything at once: the
-    controller kills its own process group, and what it started dies with it."""
+    """``role`` dies ``when`` (before, after) the point ``name`` of ``step``. The role ``pod`` is everything at once:
+    the controller kills its own process group, and what it started dies with it."""
 
     role: str
     when: str

@@ -1,11 +1,12 @@
 """The journal of a run: what happened, written down before anything is built on it.
 
-The rule: **the checkpoint commit is the truth.** On resume ``cut_after(step)`` removes what was journalled of the time after the
-checkpoint, but samples and scores stay: they are what the steps are repeated from, never computed a second time. Samples
-are committed when a rollout ends, scores before they are trained on. Every commit is one transaction, flushed to the disk.
+The rule: **the checkpoint commit is the truth.** On resume ``cut_after(step)`` removes what was journalled of the time
+after the checkpoint, but samples and scores stay: they are what the steps are repeated from, never computed a second
+time. Samples are committed when a rollout ends, scores before they are trained on. Every commit is one transaction,
+flushed to the disk.
 
-``step`` counts optimizer steps taken: step 3 is the work that starts from the state after 3 steps; a checkpoint of step 3 is
-that state. Times are unix seconds.
+``step`` counts optimizer steps taken: step 3 is the work that starts from the state after 3 steps; a checkpoint of step
+3 is that state. Times are unix seconds.
 """
 
 import json
@@ -82,11 +83,13 @@ class Event:
 class Journal:
     """``journal.sqlite`` of a run, open. Any thread may use it; one process writes, others read.
 
-    ``incarnation``: how often a trainer was started in this run; it is kept over restarts. Raises ``RunError`` with one line
-    where the file is damaged, locked or cannot be written.
+    ``incarnation``: how often a trainer was started in this run; it is kept over restarts. Raises ``RunError`` with one
+    line where the file is damaged, locked or cannot be written.
     """
 
-    def __init__(self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0) -> None:
+    def __init__(
+        self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0
+    ) -> None:
         self.path = path
         self._fault_point = fault_point
         self._lock = threading.RLock()
@@ -119,11 +122,12 @@ class Journal:
         self.set("incarnation", self.incarnation)
         return self.incarnation
 
-    # -- transitions -----------------------------------------------------------------------------------------------------
+    # -- transitions ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def transition(self, step: int, sidecar: str, state: str) -> Iterator[dict[str, Any]]:
-        """Write down that ``sidecar`` is in ``state`` for as long as the body runs. The body may fill the yielded detail."""
+        """Write down that ``sidecar`` is in ``state`` for as long as the body runs. The body may fill the yielded
+        detail."""
         self._fault_point(f"before:{state}:{step}")
         detail: dict[str, Any] = {}
         row = self._write(
@@ -136,7 +140,9 @@ class Journal:
             detail["failed"] = type(error).__name__
             raise
         finally:
-            self._write("UPDATE transitions SET ended_s = ?, detail = ? WHERE id = ?", (time.time(), _json(detail), row))
+            self._write(
+                "UPDATE transitions SET ended_s = ?, detail = ? WHERE id = ?", (time.time(), _json(detail), row)
+            )
         self._fault_point(f"after:{state}:{step}")
 
     def transitions(self, step: int | None = None) -> list[Transition]:
@@ -144,9 +150,12 @@ class Journal:
         where, parameters = ("", ()) if step is None else ("WHERE step = ?", (step,))
         columns = "id, step, sidecar, state, started_s, ended_s, incarnation, detail"
         rows = self._read(f"SELECT {columns} FROM transitions {where} ORDER BY id", parameters)
-        return [Transition(*row[:-1], detail=json.loads(row[-1])) for row in rows]
+        return [
+            Transition(id, at, sidecar, state, started_s, ended_s, incarnation, json.loads(detail))
+            for id, at, sidecar, state, started_s, ended_s, incarnation, detail in rows
+        ]
 
-    # -- samples and scores ----------------------------------------------------------------------------------------------
+    # -- samples and scores --------------------------------------------------------------------------------------------
 
     def commit_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """The samples of ``step``, once: a second commit of a step must hold the same bits. Raises ``RunError``."""
@@ -154,9 +163,13 @@ class Journal:
         with self._commit("commit_samples", step):
             found = self._step_batch(step)
             if found is None:
-                self._connection.execute("INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None)))
+                self._connection.execute(
+                    "INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None))
+                )
             elif found[0] != blob:
-                raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
+                raise RunError(
+                    f"the run's journal already has other samples for step {step}; a step's samples are drawn once"
+                )
 
     def commit_scores(self, step: int, scores: Sequence[Score]) -> None:
         """The scores of ``step``, once, faults included, before they are trained on. Raises ``RunError``."""
@@ -167,7 +180,8 @@ class Journal:
                 raise RunError(f"the run's journal has no samples of step {step} that these scores could judge")
             if found[1] is None:
                 self._connection.execute(
-                    "UPDATE step_batches SET scores = ?, digest = ? WHERE step = ?", (blob, _digest(found[0], blob), step)
+                    "UPDATE step_batches SET scores = ?, digest = ? WHERE step = ?",
+                    (blob, _digest(found[0], blob), step),
                 )
             elif found[1] != blob:
                 raise RunError(f"the run's journal already has other scores for step {step}; a step is judged once")
@@ -192,10 +206,13 @@ class Journal:
             return None
         samples, scores, digest = rows[0]
         if _digest(samples, scores) != digest:
-            raise RunError(f"the run's journal: {self.path} is damaged (samples of step {step}); restore it from a copy or start a new run")
+            raise RunError(
+                f"the run's journal: {self.path} is damaged (samples of step {step}); "
+                "restore it from a copy or start a new run"
+            )
         return samples, scores
 
-    # -- evaluations, checkpoints, events ----------------------------------------------------------------------------------
+    # -- evaluations, checkpoints, events ------------------------------------------------------------------------------
 
     def commit_evaluation(self, step: int, kind: str, result: dict[str, Any]) -> None:
         """The evaluation ``kind`` of the weights after ``step`` steps; a repeated one replaces the first."""
@@ -212,37 +229,46 @@ class Journal:
         return [(step, kind, json.loads(result)) for step, kind, result in rows]
 
     def commit_checkpoint(self, step: int, digest: str) -> None:
-        """The checkpoint of ``step`` stands on the disk, whole, with ``digest``: from here on it is what a resume starts from."""
+        """The checkpoint of ``step`` stands on the disk, whole, with ``digest``: from here on it is what a resume
+        starts from."""
         with self._commit("commit_checkpoint", step):
             self._connection.execute(
-                "INSERT OR REPLACE INTO checkpoints SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM transitions", (step, digest, time.time())
+                "INSERT OR REPLACE INTO checkpoints SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM transitions",
+                (step, digest, time.time()),
             )
 
     def checkpoints(self) -> list[Checkpoint]:
         """In the order of the steps."""
-        return [Checkpoint(*row) for row in self._read("SELECT step, digest, committed_s FROM checkpoints ORDER BY step")]
+        return [
+            Checkpoint(*row) for row in self._read("SELECT step, digest, committed_s FROM checkpoints ORDER BY step")
+        ]
 
     def record_event(self, kind: str, detail: dict[str, Any]) -> None:
         """Events are history: ``cut_after`` leaves them."""
         with self._commit("record_event", int(detail.get("step", 0))):
-            self._connection.execute("INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail)))
+            self._connection.execute(
+                "INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail))
+            )
 
     def events(self) -> list[Event]:
         rows = self._read("SELECT id, time_s, kind, detail FROM events ORDER BY id")
-        return [Event(*row[:-1], detail=json.loads(row[-1])) for row in rows]
+        return [Event(id, time_s, kind, json.loads(detail)) for id, time_s, kind, detail in rows]
 
-    # -- resume ----------------------------------------------------------------------------------------------------------
+    # -- resume --------------------------------------------------------------------------------------------------------
 
     def cut_after(self, step: int) -> None:
         """Go back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
 
-        Cut: transitions that began after its commit, evaluations and checkpoints of later steps. Kept: evaluations up to
-        ``step`` (they are of weights that the checkpoint has or had), every event, all samples and scores.
+        Cut: transitions that began after its commit, evaluations and checkpoints of later steps. Kept: evaluations up
+        to ``step`` (they are of weights that the checkpoint has or had), every event, all samples and scores.
         """
         with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):
-            committed = self._connection.execute("SELECT last_transition FROM checkpoints WHERE step = ?", (step,)).fetchone()
+            committed = self._connection.execute(
+                "SELECT last_transition FROM checkpoints WHERE step = ?", (step,)
+            ).fetchone()
             if committed is None:
-                # Killed between the checkpoint's own commit on the disk and the journal's: its transition is still the boundary.
+                # Killed between the checkpoint's own commit on the disk and the journal's: its transition is still the
+                # boundary.
                 query = "SELECT MAX(id) FROM transitions WHERE step = ? AND state = 'checkpoint'"
                 committed = self._connection.execute(query, (step,)).fetchone()
             if committed[0] is None:
@@ -252,10 +278,14 @@ class Journal:
             self._connection.execute("DELETE FROM evaluations WHERE step > ?", (step,))
             self._connection.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
 
-    # -- reading and writing -----------------------------------------------------------------------------------------------
+    # -- reading and writing -------------------------------------------------------------------------------------------
 
     def _read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._lock, errors(self.path, "the run's journal"), closing(self._connection.execute(query, parameters)) as cursor:
+        with (
+            self._lock,
+            errors(self.path, "the run's journal"),
+            closing(self._connection.execute(query, parameters)) as cursor,
+        ):
             return cursor.fetchall()
 
     def _write(self, query: str, parameters: Sequence[Any]) -> int:
@@ -280,5 +310,3 @@ def _digest(samples: bytes, scores: bytes | None) -> str:
     if scores is not None:
         digest.update(b"\0scores\0" + scores)
     return digest.hexdigest()
-
-

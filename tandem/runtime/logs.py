@@ -11,8 +11,8 @@ PLAIN = "%(asctime)s.%(msecs)03d %(levelname)s {role}[%(process)d] %(name)s: %(m
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line: ``time_s`` (unix), ``level``, ``role``, ``pid``, ``logger``, ``message`` and, where there is one,
-    ``exception`` (the traceback)."""
+    """A JSON object a line: ``time_s`` (unix), ``level``, ``role``, ``pid``, ``logger``, ``message`` and, where there
+    is one, ``exception`` (the traceback)."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class JsonLines(logging.Formatter):
 
 
 def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = logging.INFO) -> Path:
-    """Send everything this process logs to ``directory/ROLE.log`` (appending), uncaught exceptions and warnings included.
+    """Send everything this process logs to ``directory/ROLE.log`` (appending), uncaught exceptions and warnings
+    included.
 
     Called once, at a process's start; a second call replaces the first. Returns the file's path.
     """
@@ -49,7 +50,8 @@ def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = 
 
 
 def log_uncaught() -> None:
-    """An exception that ends this process goes to the log instead of to standard error. For processes without a terminal."""
+    """An exception that ends this process goes to the log instead of to standard error. For processes without a
+    terminal."""
     sys.excepthook = _log_exception
 
 
@@ -60,4 +62,6 @@ def _log_exception(kind: type[BaseException], error: BaseException, trace: Trace
 def _log_thread(args: threading.ExceptHookArgs) -> None:
     error = args.exc_value or args.exc_type()
     name = args.thread.name if args.thread else "?"
-    logging.getLogger("tandem").critical("uncaught exception in thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))
+    logging.getLogger("tandem").critical(
+        "uncaught exception in thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback)
+    )

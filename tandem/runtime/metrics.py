@@ -1,14 +1,14 @@
 """``metrics.jsonl``: one JSON object a line, one line a step.
 
-Keys: ``step`` (int, required; the step's place, counted from 0: row 3 describes the step from 3 to 4 optimizer steps taken)
-and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``response_length/*``, ``kl``, ``mismatch_kl``,
-``rollout/staleness``, ``weight_version``, ``evaluation/*``, ``timing_s/*`` (seconds), ``perf/*`` and
+Keys: ``step`` (int, required; the step's place, counted from 0: row 3 describes the step from 3 to 4 optimizer steps
+taken) and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``response_length/*``, ``kl``,
+``mismatch_kl``, ``rollout/staleness``, ``weight_version``, ``evaluation/*``, ``timing_s/*`` (seconds), ``perf/*`` and
 ``memory/{phase}/{predicted,measured}`` (bytes). Floats are written with the fewest digits that give back the same bits;
 infinities and NaN as ``Infinity`` and ``NaN``, which Python's ``json`` reads.
 
-A row is handed to the operating system when ``append`` returns: a killed process loses none. ``sync`` brings them to the disk
-and is called before a checkpoint commits, so that no power cut loses a row that the checkpoint will not write again. A line
-that a crash left torn is cut when the file is opened.
+A row is handed to the operating system when ``append`` returns: a killed process loses none. ``sync`` brings them to
+the disk and is called before a checkpoint commits, so that no power cut loses a row that the checkpoint will not write
+again. A line that a crash left torn is cut when the file is opened.
 """
 
 import json
@@ -40,20 +40,25 @@ class MetricsFile:
             raise ValueError(f"a metrics row needs an int 'step'; it has {row.get('step')!r}")
         for key, value in row.items():
             if value is not None and type(value) not in (int, float, str, bool):
-                raise TypeError(f"the metric '{key}' is a {type(value).__name__}; make it an int, float, str or bool first")
+                raise TypeError(
+                    f"the metric '{key}' is a {type(value).__name__}; make it an int, float, str or bool first"
+                )
         line = json.dumps(dict(row)).encode("ascii") + b"\n"
         try:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise RunError(f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume") from None
+            raise RunError(
+                f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume"
+            ) from None
 
     def sync(self) -> None:
         """Every row appended so far is on the disk when this returns."""
         os.fsync(self._file.fileno())
 
     def cut_after(self, step: int) -> None:
-        """Go back to the checkpoint after ``step`` optimizer steps: keep rows 0 to ``step`` - 1, by one atomic rename."""
+        """Go back to the checkpoint after ``step`` optimizer steps: keep rows 0 to ``step`` - 1, by one atomic
+        rename."""
         self._file.close()
         _rewrite(self.path, lambda row: int(row["step"]) < step)
         self._file = self.path.open("ab")
@@ -85,8 +90,8 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _recover(path: Path) -> None:
-    """Cut a torn last line: one without its end, or (where blocks of the file reached the disk out of order) one that is
-    not JSON."""
+    """Cut a torn last line: one without its end, or (where blocks of the file reached the disk out of order) one that
+    is not JSON."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

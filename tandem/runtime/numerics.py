@@ -9,8 +9,8 @@ from tandem.types.errors import UserError
 
 # Those that a math library picks its kernels by; the others of a processor's many flags change no sum.
 _EXTENSIONS = (
-    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
-    "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
+    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
+    "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
 
 _FIXES = {
@@ -36,7 +36,8 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def numerics_record(threads: int, kernels: str) -> dict[str, str | int]:
-    """``threads`` of a worker, ``kernels`` by the name their room gives them, the instruction set and the torch build."""
+    """``threads`` of a worker, ``kernels`` by the name their room gives them, the instruction set and the torch
+    build."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -47,8 +48,8 @@ def numerics_record(threads: int, kernels: str) -> dict[str, str | int]:
 def check_numerics(saved: Mapping[str, str | int], now: Mapping[str, str | int]) -> None:
     """Raises ``UserError``, one line with every difference, where a resume could not give the same bits."""
     differences = [
-        f"{name.replace('_', ' ')} was '{saved.get(name)}' and is '{now.get(name)}' ({_FIXES[name].format(saved=saved.get(name))})"
-        for name in _FIXES
+        f"{name.replace('_', ' ')} was '{saved.get(name)}', now '{now.get(name)}' ({fix.format(saved=saved.get(name))})"
+        for name, fix in _FIXES.items()
         if saved.get(name) != now.get(name)
     ]
     if differences:

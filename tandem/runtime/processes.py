@@ -16,9 +16,9 @@ from typing import IO
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How a process uses the cores. ``count``: threads of one parallel region. ``spin_count``: turns of the loop in which an
-    idle OpenMP thread waits before it sleeps. The default spin made two threads beside one busy process three times slower
-    than one; 1000 kept the speed on idle cores and lost little on busy ones."""
+    """How a process uses the cores. ``count``: threads of one parallel region. ``spin_count``: turns of the loop in
+    which an idle OpenMP thread waits before it sleeps. The default spin made two threads beside one busy process three
+    times slower than one; 1000 kept the speed on idle cores and lost little on busy ones."""
 
     count: int = 1
     spin_count: int = 1000
@@ -63,8 +63,9 @@ def spawn(
 ) -> "subprocess.Popen[bytes]":
     """Start the Python module ``module`` (or ``program``) as a child that dies with this process, even by ``kill -9``.
 
-    ``output``: a file to which standard output and error are appended (``None``: this process's own). ``new_session``: a
-    session and process group of its own, so that ``kill_group`` reaches what it starts and a terminal's Ctrl-C does not.
+    ``output``: a file to which standard output and error are appended (``None``: this process's own). ``new_session``:
+    a session and process group of its own, so that ``kill_group`` reaches what it starts and a terminal's Ctrl-C does
+    not.
     """
     kind, target = ("module", module) if module is not None else ("exec", program)
     assert target is not None, "spawn needs a module or a program"
@@ -99,7 +100,8 @@ def wait(process: "subprocess.Popen[bytes]", deadline_s: float) -> int | None:
 
 
 def terminate(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> int:
-    """Ask it to end (SIGTERM), and kill it after ``grace_s``; returns the exit status. An ended process is left alone."""
+    """Ask it to end (SIGTERM), and kill it after ``grace_s``; returns the exit status. An ended process is left
+    alone."""
     if process.poll() is None:
         process.terminate()
         if wait(process, grace_s) is None:
@@ -137,8 +139,8 @@ def describe_exit(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes. ``rss_bytes``: all pages in memory; ``pss_bytes``: shared ones divided by how many processes share them (equals
-    ``rss_bytes`` where the kernel does not say); ``shared_bytes``: pages that others may hold too."""
+    """Bytes. ``rss_bytes``: all pages in memory; ``pss_bytes``: shared ones divided by how many processes share them
+    (equals ``rss_bytes`` where the kernel does not say); ``shared_bytes``: pages that others may hold too."""
 
     rss_bytes: int
     pss_bytes: int

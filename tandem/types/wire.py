@@ -2,8 +2,8 @@
 
 A *frame* is ``magic, header bytes (u32), payload bytes (u64), header, payload``, all little-endian. The header is JSON:
 ``{"kind": str, "meta": {...}, "blobs": [[name, bytes], ...]}``; the payload is the blobs, one after the other. Prompts,
-samples, scores and batches are frames whose meta holds the strings and whose blobs are flat arrays with their lengths beside
-them. Floats travel as float64, so that every value comes back with the bits it had. What does not decode raises
+samples, scores and batches are frames whose meta holds the strings and whose blobs are flat arrays with their lengths
+beside them. Floats travel as float64, so that every value comes back with the bits it had. What does not decode raises
 ``ValueError`` with what is wrong; nothing beyond the given bytes is ever read or allocated.
 """
 
@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. ``kind`` says what it is to a protocol (``""``: plain data), ``meta`` is JSON, ``blobs`` are bytes by name."""
+    """One message. ``kind`` says what it is to a protocol (``""``: plain data), ``meta`` is JSON, ``blobs`` are bytes
+    by name."""
 
     meta: dict[str, Any]
     blobs: Mapping[str, bytes] = field(default_factory=dict)
@@ -57,7 +58,8 @@ def encode(meta: Mapping[str, Any], blobs: Mapping[str, bytes] | None = None, ki
 
 
 def frame_sizes(prefix: bytes, limit_bytes: int) -> tuple[int, int]:
-    """Header and payload bytes that follow ``prefix`` (``PREFIX.size`` bytes). Raises ``ValueError`` past ``limit_bytes``."""
+    """Header and payload bytes that follow ``prefix`` (``PREFIX.size`` bytes). Raises ``ValueError`` past
+    ``limit_bytes``."""
     magic, header_bytes, payload_bytes = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise ValueError(f"not a frame: it starts with {magic!r}")
@@ -122,7 +124,8 @@ def _unpack(frame: Frame, name: str, code: str, count: int | None = None) -> lis
         raise ValueError(f"the array '{name}' is missing")
     size = _ITEM_BYTES[code]
     if len(blob) % size or (count is not None and len(blob) != count * size):
-        raise ValueError(f"the array '{name}' has {len(blob)} bytes, not {'a multiple of ' if count is None else ''}{(count or 1) * size}")
+        expected = f"a multiple of {size}" if count is None else f"{count * size}"
+        raise ValueError(f"the array '{name}' has {len(blob)} bytes, not {expected}")
     values = array(code)
     values.frombytes(blob)
     if sys.byteorder == "big":
@@ -172,7 +175,7 @@ def _check_lengths(owner: str, expected: int, lengths: Mapping[str, int]) -> Non
             raise ValueError(f"{owner}: {name} has {length} entries for {expected} tokens")
 
 
-# -- prompts, samples, scores, batches -----------------------------------------------------------------------------------
+# -- prompts, samples, scores, batches ---------------------------------------------------------------------------------
 
 
 def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
@@ -209,7 +212,11 @@ def decode_prompts(data: bytes | memoryview) -> list[Prompt]:
 def encode_samples(samples: Sequence[Sample]) -> bytes:
     """Raises ``ValueError`` where a per-token field has not one entry a token."""
     for s in samples:
-        fields = {"logprobs": s.logprobs, "sampling_logprobs": s.sampling_logprobs, "weight_versions": s.weight_versions}
+        fields = {
+            "logprobs": s.logprobs,
+            "sampling_logprobs": s.sampling_logprobs,
+            "weight_versions": s.weight_versions,
+        }
         _check_lengths(f"sample {s.id}", len(s.token_ids), {name: len(value) for name, value in fields.items()})
     meta = {
         "count": len(samples),
@@ -246,11 +253,18 @@ def decode_samples(data: bytes | memoryview) -> list[Sample]:
         at, end = end, end + len(tokens[i])
         samples.append(
             Sample(
-                id=ids[i], prompt_id=prompt_ids[i], index=indices[i], prompt_token_ids=prompt_tokens[i], token_ids=tokens[i],
-                logprobs=tuple(logprobs[at:end]), sampling_logprobs=tuple(sampling[at:end]),
-                weight_versions=tuple(versions[at:end]), finish_reason=FinishReason(reasons[i]), text=texts[i],
+                id=ids[i],
+                prompt_id=prompt_ids[i],
+                index=indices[i],
+                prompt_token_ids=prompt_tokens[i],
+                token_ids=tokens[i],
+                logprobs=tuple(logprobs[at:end]),
+                sampling_logprobs=tuple(sampling[at:end]),
+                weight_versions=tuple(versions[at:end]),
+                finish_reason=FinishReason(reasons[i]),
+                text=texts[i],
             )
-        )  # fmt: skip
+        )
     return samples
 
 
@@ -285,7 +299,11 @@ def decode_scores(data: bytes | memoryview) -> list[Score]:
             raise ValueError(f"score {ids[i]} has {len(components[i])} component values for the names {names[i]!r}")
         state = _STATES[states[i]]
         value = None if state is ScoreState.INFRASTRUCTURE_FAULT else values[i]
-        scores.append(Score(ids[i], state, value, dict(zip(names[i], components[i], strict=True)), _CORRECT[correct[i]], reasons[i]))
+        scores.append(
+            Score(
+                ids[i], state, value, dict(zip(names[i], components[i], strict=True)), _CORRECT[correct[i]], reasons[i]
+            )
+        )
     return scores
 
 
@@ -319,13 +337,20 @@ def decode_batch(data: bytes | memoryview) -> Batch:
     if type(step) is not int or type(constant) is not int:
         raise ValueError(f"a batch has the step {step!r} and the length constant {constant!r}")
     ids, tokens = _column(frame, "id", str, count), _unpack_rows(frame, "token_ids", _INT32, count)
-    prompt_lengths, weight_steps = _unpack(frame, "prompt_length", _INT64, count), _unpack(frame, "weight_step", _INT64, count)
-    rows = {name: _unpack_rows(frame, name, _FLOAT64, count, optional=name == "reference_logprobs") for name in _BATCH_ROWS}
+    prompt_lengths, weight_steps = (
+        _unpack(frame, "prompt_length", _INT64, count),
+        _unpack(frame, "weight_step", _INT64, count),
+    )
+    rows = {
+        name: _unpack_rows(frame, name, _FLOAT64, count, optional=name == "reference_logprobs") for name in _BATCH_ROWS
+    }
     sequences = []
     for i in range(count):
         fields = {name: rows[name][i] for name in _BATCH_ROWS}
         _check_lengths(f"sequence {ids[i]}", len(tokens[i]), {name: len(row) for name, row in fields.items() if row})
         sequences.append(
-            TrainSequence(id=ids[i], token_ids=tokens[i], prompt_length=prompt_lengths[i], weight_step=weight_steps[i], **fields)
+            TrainSequence(
+                id=ids[i], token_ids=tokens[i], prompt_length=prompt_lengths[i], weight_step=weight_steps[i], **fields
+            )
         )
     return Batch(step, tuple(sequences), constant)

@@ -1,0 +1,111 @@
+"""What crosses between the pod's controller, the sidecars' shims and their workers: a call, its answer, its failures.
+
+A call is answered by any number of ``progress`` and ``heartbeat`` frames and then by exactly one ``result`` or
+``error``. Both channels speak it: HTTP between controller and shim (``rpc``), a socket pair between shim and worker
+(``worker_pipe``).
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem.runtime.faults import FaultPoint
+from tandem.types.errors import RunError, UserError
+from tandem.types.wire import Frame, decode_body, frame_sizes
+
+logger = logging.getLogger(__name__)
+
+Meta = Mapping[str, Any]
+Blobs = Mapping[str, bytes]
+Progress = Callable[[dict[str, Any]], None]
+Method = Callable[[Meta, Blobs, Progress], tuple[dict[str, Any], Mapping[str, bytes]]]
+"""A call's implementation: ``(meta, blobs, progress) -> (meta, blobs)``. What it raises reaches the caller."""
+
+MAX_FRAME_BYTES = 2**31
+
+
+class CallError(Exception):
+    """A call that was not answered with a result. ``peer`` names the other side, ``call`` what was asked of it."""
+
+    def __init__(self, peer: str, call: str, text: str) -> None:
+        super().__init__(text)
+        self.peer, self.call = peer, call
+
+
+class RpcTimeout(CallError):  # noqa: N818
+    """No answer within the deadline, or no sign of life."""
+
+
+class PeerDied(CallError):  # noqa: N818
+    """The other side is not there, or went away before it answered."""
+
+
+class WorkerDied(CallError):  # noqa: N818
+    """A sidecar's worker ended, however: the text has its exit status or signal."""
+
+
+class RemoteError(CallError):
+    """A method raised something that no user can mend: a defect. The remote traceback is in this side's log."""
+
+
+_KINDS: dict[str, type[UserError]] = {"UserError": UserError, "RunError": RunError}
+_CALL_KINDS: dict[str, type[CallError]] = {"WorkerDied": WorkerDied, "RpcTimeout": RpcTimeout, "PeerDied": PeerDied}
+
+
+def error_meta(error: BaseException) -> dict[str, Any]:
+    """The meta of an ``error`` frame."""
+    meta: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
+    for name, kind in _KINDS.items():
+        # RunError is a UserError: the last match is the more exact one.
+        if isinstance(error, kind):
+            meta["class"] = name
+    if isinstance(error, CallError):
+        meta.update(peer=error.peer, call=error.call)
+    elif not isinstance(error, UserError):
+        meta["traceback"] = "".join(traceback.format_exception(error))
+    return meta
+
+
+def raise_error(meta: Meta, peer: str, call: str) -> None:
+    """Raise on this side what an ``error`` frame says: the same ``UserError``, ``RunError`` or ``CallError``, else
+    ``RemoteError``."""
+    name, message = str(meta.get("class")), str(meta.get("message"))
+    if name in _KINDS:
+        raise _KINDS[name](message)
+    if name in _CALL_KINDS:
+        raise _CALL_KINDS[name](str(meta.get("peer", peer)), str(meta.get("call", call)), message)
+    logger.error("'%s' raised in %s:\n%s", call, peer, meta.get("traceback", message))
+    first = message.splitlines()[0] if message else ""
+    raise RemoteError(peer, call, f"'{call}' raised {name} in {peer}: {first} (traceback in the log)")
+
+
+def read_frame(read_exactly: Callable[[int], bytes], prefix: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
+    """The frame that starts with ``prefix``. Raises ``ValueError`` where it is none."""
+    header_bytes, payload_bytes = frame_sizes(prefix, limit_bytes)
+    header = read_exactly(header_bytes)
+    return decode_body(header, read_exactly(payload_bytes))
+
+
+class StepPoints:
+    """Fault points around a process's calls: ``before:CALL:STEP`` and ``after:CALL:STEP`` (after the work, before the
+    answer). A call that names no step counts to the newest step that one has named."""
+
+    def __init__(self, fault_point: FaultPoint) -> None:
+        self._fault_point = fault_point
+        self._step = 0
+
+    def around(self, name: str, method: Method) -> Method:
+        def call(meta: Meta, blobs: Blobs, progress: Progress) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+            version = meta.get("version")
+            if isinstance(meta.get("step"), int):
+                self._step = int(meta["step"])
+            elif isinstance(version, (list, tuple)) and len(version) == 2:
+                self._step = int(version[1])
+            step = self._step
+            self._fault_point(f"before:{name}:{step}")
+            reply = method(meta, blobs, progress)
+            self._fault_point(f"after:{name}:{step}")
+            return reply
+
+        return call
