@@ -14,9 +14,9 @@ from typing import Any
 
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.model.safetensors_file import read_file, write_file
 from tandem.trainer.commit import commit_folder, damage, discard, read_digest, sweep
 from tandem.trainer.optimizer import AdamW, OptimizerState
-from tandem.trainer.tensor_file import read_tensors, write_tensors
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def save_checkpoint(
     held = optimizer.state()
 
     def write(folder: Path) -> None:
-        write_tensors(folder / MODEL, to_huggingface(model), {"format": "pt"})
-        write_tensors(folder / MOMENTS, sorted(held.moments.items()), {"format": "pt"})
+        write_file(folder / MODEL, to_huggingface(model))
+        write_file(folder / MOMENTS, sorted(held.moments.items()))
         content = {"step": step, "updates": held.updates, "state": dict(state)}
         (folder / STATE).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         for companion in companions:
@@ -78,16 +78,12 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: AdamW) -> dict[str,
     if trouble is not None:
         raise RunError(f"checkpoint '{folder}' cannot be used: {trouble}; resume from an earlier one")
     content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    moments = OptimizerState(read_tensors(folder / MOMENTS), int(content["updates"]))
     before = optimizer.state()
     try:
-        optimizer.load_state(moments)
-        try:
-            load_tensors(model, read_tensors(folder / MODEL).items())
-        except UserError:
-            optimizer.load_state(before)
-            raise
-    except ValueError as error:
+        optimizer.load_state(OptimizerState(dict(read_file(folder / MOMENTS)), int(content["updates"])))
+        load_tensors(model, read_file(folder / MODEL))
+    except (ValueError, UserError) as error:
+        optimizer.load_state(before)
         raise UserError(f"checkpoint '{folder}' is of another model: {error}") from None
     state: dict[str, Any] = content["state"]
     return state

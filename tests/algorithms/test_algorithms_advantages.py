@@ -62,7 +62,11 @@ def test_a_masked_sample_touches_nothing_whatever_its_reward_holds(advantage):
 def test_a_group_with_fewer_than_two_valid_samples_has_no_advantage_and_is_masked(valid):
     valid = torch.tensor([valid])
     values = rewards([4, 7, 1])
-    for found in (grpo_advantages(values, valid, 1e-6), dr_grpo_advantages(values, valid), rloo_advantages(values, valid)):
+    for found in (
+        grpo_advantages(values, valid, 1e-6),
+        dr_grpo_advantages(values, valid),
+        rloo_advantages(values, valid),
+    ):
         assert found.tolist() == [[0, 0, 0]]
     assert not usable(valid).any()
 
@@ -83,7 +87,16 @@ def test_groups_do_not_see_each_other():
 def sample(prompt, index, reason=FinishReason.STOP, tokens=(7, 8)):
     logprobs = tuple(-0.5 - i for i in range(len(tokens)))
     return Sample(
-        f"0/{prompt}/{index}", prompt, index, (1, 2, 3), tokens, logprobs, logprobs, (WeightVersion(0, 4),) * len(tokens), reason, ""
+        f"0/{prompt}/{index}",
+        prompt,
+        index,
+        (1, 2, 3),
+        tokens,
+        logprobs,
+        logprobs,
+        (WeightVersion(0, 4),) * len(tokens),
+        reason,
+        "",
     )
 
 

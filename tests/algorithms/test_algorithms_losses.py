@@ -1,4 +1,5 @@
-"""Policy losses, KL estimators, importance weights and aggregations against cases worked by hand and gradient checks."""
+"""Policy losses, KL estimators, importance weights and aggregations against cases worked by hand and gradient
+checks."""
 
 import math
 
@@ -52,8 +53,8 @@ def test_log_ratios_are_clamped_to_twenty_nats():
 
 
 def test_the_sequence_ratio_is_the_mean_log_ratio_with_the_gradient_of_each_token():
-    # Sequence 0: differences 0.3 and -0.1, mean 0.1. Sequence 1: 0.6 alone. GSPO-token, equation 15: the gradient of a row
-    # is exp(mean) times that of its own log-probability.
+    # Sequence 0: differences 0.3 and -0.1, mean 0.1. Sequence 1: 0.6 alone. GSPO-token, equation 15: the gradient of a
+    # row is exp(mean) times that of its own log-probability.
     new, old = real(-0.7, -1.1, -0.4, grad=True), real(-1.0, -1.0, -1.0)
     found = log_ratios(new, old, real(1, 1, 1), rows(0, 0, 1), 2, "sequence")
     torch.testing.assert_close(found.detach(), real(0.1, 0.1, 0.6))
@@ -64,7 +65,8 @@ def test_the_sequence_ratio_is_the_mean_log_ratio_with_the_gradient_of_each_toke
 @pytest.mark.parametrize(
     ("estimator", "value", "gradient"),
     [
-        # D = log pi - log pi_ref = log 2: k1 = D; k2 = D^2 / 2, its gradient D; k3 = 1/2 - 1 + log 2, its gradient 1 - 1/2.
+        # D = log pi - log pi_ref = log 2: k1 = D; k2 = D^2 / 2, its gradient D; k3 = 1/2 - 1 + log 2, its gradient
+        # 1 - 1/2.
         ("k1", LOG2, 1.0),
         ("k2", LOG2**2 / 2, LOG2),
         ("k3", LOG2 - 0.5, 0.5),
@@ -94,7 +96,9 @@ def test_k2_and_k3_plus_have_the_gradient_of_the_kl_in_expectation():
     (wanted,) = torch.autograd.grad((policy * (policy.log() - reference.log())).sum(), logits)
     for estimator in ("k2", "k3+"):
         logprobs = logits.log_softmax(0)
-        (found,) = torch.autograd.grad((policy.detach() * kl_estimate(logprobs, reference.log(), estimator)).sum(), logits)
+        (found,) = torch.autograd.grad(
+            (policy.detach() * kl_estimate(logprobs, reference.log(), estimator)).sum(), logits
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
@@ -142,7 +146,9 @@ def test_aggregations_equal_the_case_worked_by_hand(aggregation, wanted):
     assert weighted_sum(real(1, 2, 3, 10), weights).item() == pytest.approx(wanted, rel=1e-15)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_shares_of_micro_batches_add_up_to_the_loss_of_the_whole(aggregation):
     counts = GlobalCounts(tokens=4, sequences=2, length_constant=5)
     values = real(1, 2, 3, 10)

@@ -8,12 +8,10 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tandem.model.safetensors_file import write_file
 from tandem.trainer.commit import MARKER, commit_folder, damage, discard, read_digest, sweep
-from tandem.trainer.numerics import check_numerics, numerics
-from tandem.trainer.tensor_file import read_tensors, write_tensors
-from tandem.types import RunError, UserError
+from tandem.types import RunError
 
 
 def writes(**files):
@@ -85,7 +83,9 @@ def test_a_damaged_folder_is_replaced_by_a_new_commit_of_the_same_step(tmp_path)
     assert damage(final) is None
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EACCES, "Permission denied")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EACCES, "Permission denied")]
+)
 def test_a_write_that_fails_is_one_line_and_what_stood_there_stays(tmp_path, error):
     final = tmp_path / "step-1"
     commit_folder(final, writes(a=b"one"))
@@ -107,11 +107,11 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from tandem.trainer.commit import commit_folder
-from tandem.trainer.tensor_file import write_tensors
+from tandem.model.safetensors_file import write_file
 from tandem.types import RunError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    commit_folder(Path(sys.argv[1]), lambda f: write_tensors(f / "x.safetensors", [("x", torch.zeros(200_000))], {}))
+    commit_folder(Path(sys.argv[1]), lambda f: write_file(f / "x.safetensors", [("x", torch.zeros(200_000))]))
 except RunError as error:
     print(error)
 """
@@ -136,7 +136,7 @@ def test_a_full_file_system_is_one_line_and_the_old_folder_stays(tmp_path):
     try:
         commit_folder(disk / "step-1", writes(a=b"one"))
         with pytest.raises(RunError, match="no space left"):
-            commit_folder(disk / "step-2", lambda f: write_tensors(f / "x", [("x", torch.zeros(100_000))], {}))
+            commit_folder(disk / "step-2", lambda f: write_file(f / "x", [("x", torch.zeros(100_000))]))
         assert damage(disk / "step-1") is None
         assert [p.name for p in disk.iterdir()] == ["step-1"]
     finally:
@@ -170,37 +170,3 @@ def test_a_discarded_folder_is_gone(tmp_path):
     commit_folder(tmp_path / "step-1", writes(a=b"one"))
     discard(tmp_path / "step-1")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_written_tensors_are_what_the_safetensors_library_reads(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        "matrix": torch.randn(3, 5, generator=generator),
-        "transposed": torch.randn(4, 3, generator=generator).t(),
-        "double": torch.randn(7, generator=generator, dtype=torch.float64),
-        "half": torch.randn(2, 2, generator=generator).bfloat16(),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 3),
-        "counts": torch.tensor([1, -2]),
-    }
-    path = tmp_path / "x.safetensors"
-    write_tensors(path, tensors.items(), {"format": "pt"})
-    for found in (load_file(path), read_tensors(path)):
-        assert found.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
-
-
-def test_a_file_that_holds_no_tensors_is_refused(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"not tensors at all")
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        read_tensors(tmp_path / "x.safetensors")
-
-
-def test_other_numerics_are_refused_by_name():
-    here = numerics("reference")
-    check_numerics(here, dict(here))
-    for key, name in (("torch", "torch build"), ("instructions", "instruction set"), ("threads", "threads"), ("kernels", "kernels")):
-        with pytest.raises(UserError, match=name):
-            check_numerics(here, here | {key: "other"})

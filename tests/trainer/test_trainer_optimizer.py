@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_norm(bad, norm):
     gradients(held, 1)
     held["bias"].grad[2] = bad
     found = AdamW(held.items(), CONFIG).clip()
-    assert found == norm or math.isnan(found) and math.isnan(norm)
+    assert found == norm or (math.isnan(found) and math.isnan(norm))
 
 
 def test_the_bits_of_a_step_do_not_depend_on_the_number_of_threads():
@@ -144,8 +144,12 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     optimizer.step(0.01)
     before = {name: tensor.clone() for name, tensor in optimizer.state().moments.items()}
     missing = {name: tensor for name, tensor in before.items() if name != "exp_avg/bias"}
-    for wrong in (missing, before | {"exp_avg/other": before["exp_avg/bias"]}, before | {"exp_avg/bias": torch.zeros(6)}):
-        with pytest.raises(ValueError, match="exp_avg/(bias|other)"):
+    for wrong in (
+        missing,
+        before | {"exp_avg/other": before["exp_avg/bias"]},
+        before | {"exp_avg/bias": torch.zeros(6)},
+    ):
+        with pytest.raises(ValueError, match=r"exp_avg/(bias|other)"):
             optimizer.load_state(OptimizerState(wrong, 9))
     assert optimizer.updates == 1
     assert all(torch.equal(optimizer.state().moments[name], tensor) for name, tensor in before.items())
