@@ -1,0 +1,20 @@
+"""Tandem: reinforcement-learning post-training of language models."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "LLM": "tandem.engine.llm",
+    "SamplingParams": "tandem.engine.sampling_params",
+}
+"""Public names by module: imported on first use, so that ``import tandem`` loads no torch."""
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,89 @@
+"""From a sequence that ended to the answer that its caller gets."""
+
+from collections.abc import Sequence as Series
+from dataclasses import dataclass, field
+
+from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from tandem.engine.request import Request, Sequence
+from tandem.engine.text_watch import text_of
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The completions of a request as they come in; ``open`` are the sequences that still run or wait."""
+
+    request: Request
+    completions: list[CompletionOutput | None]
+    open: set[Sequence] = field(default_factory=set)
+    cached_tokens: int = 0
+
+
+def output_of(answer: Answer) -> RequestOutput:
+    """The answer to a request, all of whose completions are there."""
+    completions = [completion for completion in answer.completions if completion is not None]
+    assert len(completions) == len(answer.completions)
+    request = answer.request
+    return RequestOutput(
+        request_id=request.id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        num_cached_tokens=answer.cached_tokens,
+    )
+
+
+def is_hidden_stop(request: Request, token: int) -> bool:
+    """Whether ``token`` ends the completion and is no part of its text."""
+    return token in request.stop_token_ids and not request.params.include_stop_str_in_output
+
+
+def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
+    """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence token."""
+    last, request = sequence.token_ids[-1], sequence.request
+    if sequence.text_watch is not None and sequence.text_watch.stopped is not None:
+        return FinishReason.STOP, sequence.text_watch.stopped
+    if last in request.stop_token_ids:
+        return FinishReason.STOP, None if last in request.end_token_ids else last
+    return FinishReason.LENGTH, None
+
+
+def completion_of(
+    sequence: Sequence, reason: FinishReason, stop_reason: int | str | None, tokenizer: Tokenizer | None
+) -> CompletionOutput:
+    """What a sequence has become; all its tokens were read back."""
+    logprobs = None
+    if sequence.request.params.logprobs is not None:
+        logprobs = [_logprobs(entries, tokenizer) for entries in sequence.top_logprobs]
+    return CompletionOutput(
+        index=sequence.index,
+        text=_text(sequence, tokenizer),
+        token_ids=sequence.token_ids,
+        raw_logprobs=sequence.raw_logprobs,
+        sampling_logprobs=sequence.sampling_logprobs,
+        weight_versions=sequence.weight_versions,
+        finish_reason=str(reason),
+        stop_reason=stop_reason,
+        logprobs=logprobs,
+    )
+
+
+def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
+    params = sequence.request.params
+    if tokenizer is None or not params.detokenize:
+        return ""
+    if sequence.text_watch is not None:
+        text: str = sequence.text_watch.text()
+        return text
+    tokens = sequence.token_ids
+    if tokens and is_hidden_stop(sequence.request, tokens[-1]):
+        tokens = tokens[:-1]
+    return text_of(tokenizer, tokens, params.skip_special_tokens)
+
+
+def _logprobs(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    return {
+        token: Logprob(value, rank, None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False))
+        for token, value, rank in entries
+    }

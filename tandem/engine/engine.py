@@ -1,0 +1,242 @@
+"""The inference engine: requests in, answers out, one step at a time."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence as Series
+
+from torch import Tensor
+
+from tandem.engine import decode, prefill, preemption
+from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
+from tandem.engine.block_allocator import BlockAllocator
+from tandem.engine.outputs import RequestOutput
+from tandem.engine.prefix_cache import PrefixCache
+from tandem.engine.request import Prefill, Request, Sequence, random_key
+from tandem.engine.row_table import RowTable
+from tandem.engine.runner import Runner
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.scheduler import Decision, schedule
+from tandem.engine.settings import EngineSettings
+from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.text_watch import TextWatch
+from tandem.kernels import empty_cache
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_tensors
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import FinishReason, RunError, UserError, WeightVersion
+
+FIRST_VERSION = WeightVersion(0, 0)
+
+
+class Engine:
+    """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
+
+    ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
+    nothing but lengths and ``stop_token_ids`` ends a completion.
+    """
+
+    def __init__(
+        self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
+        version: WeightVersion = FIRST_VERSION,
+    ) -> None:
+        shapes = decoder.shapes
+        settings.check(shapes.max_positions)
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self._decoder = decoder
+        decoder.pack()
+        allocator = BlockAllocator(settings.num_blocks)
+        limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
+        cache = PrefixCache(allocator, settings.enable_prefix_caching)
+        self._state = SchedulerState(limits, allocator, cache, version, self._read_back)
+        self._table = RowTable(settings.max_num_seqs, settings.max_model_len)
+        embedding = decoder.embed_tokens
+        sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
+        self._runner = Runner(decoder, empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device), self._table)
+        self._answers: dict[str, Answer] = {}
+        self._ready: list[RequestOutput] = []
+        self._arrivals = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None,
+        key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
+    ) -> None:
+        """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
+
+        Raises ``UserError``, and queues nothing, where the request cannot be served.
+        """
+        self.check_request(prompt_token_ids, params)
+        if request_id in self._answers:
+            raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
+        length = len(prompt_token_ids)
+        own_end = frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
+        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else own_end)
+        end = self.settings.max_model_len if params.max_tokens is None else length + params.max_tokens
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            seed=self.settings.seed if params.seed is None else params.seed,
+            key=self._arrivals if key is None else key,
+            arrival=self._arrivals,
+            stop_token_ids=tuple(sorted(stops)),
+            end_token_ids=own_end,
+            priority=priority,
+            first_index=first_index,
+            cache_salt=cache_salt,
+            max_length=min(end, self.settings.max_model_len),
+        )
+        self._arrivals += 1
+        sequences = [
+            Sequence(request, i, random_key(request.seed, request.key, first_index + i), text_watch=self._text_watch(params))
+            for i in range(params.n)
+        ]
+        self._answers[request_id] = Answer(request, [None] * params.n, set(sequences))
+        # A group takes its rows at once; what no step could hold goes in parts, each of which shares the prompt.
+        for first in range(0, params.n, self.settings.max_num_seqs):
+            part = sequences[first : first + self.settings.max_num_seqs]
+            prefill.queue(self._state, Prefill(part, request.prompt_token_ids))
+
+    def check_request(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
+        """Raise ``UserError`` for a request that this engine cannot serve."""
+        length, vocab = len(prompt_token_ids), self._decoder.shapes.vocab_size
+        if not length:
+            raise UserError("the prompt is empty; give it at least one token")
+        if length >= self.settings.max_model_len:
+            raise UserError(
+                f"the prompt has {length} tokens, which leaves no room for a completion in max_model_len "
+                f"({self.settings.max_model_len}); shorten the prompt or raise max_model_len"
+            )
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab:
+            wrong = next(token for token in prompt_token_ids if not 0 <= token < vocab)
+            raise UserError(f"the prompt holds token id {wrong}; the model's vocabulary has the ids 0 to {vocab - 1}")
+        params.check_vocabulary(vocab)
+        if params.stop_texts and self.tokenizer is None:
+            raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such request
+        is under way."""
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return False
+        state = self._state
+        running = [sequence for sequence in answer.open if sequence.row >= 0]
+        self._read_back(running)
+        decode.leave(state, running)
+        if state.prefilling is not None and state.prefilling.sequences[0] in answer.open:
+            prefill.give_up(state, state.prefilling)
+        for sequence in list(answer.open):
+            self._answer(sequence, FinishReason.ABORT, None)
+        return True
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` still has something to do or to hand out."""
+        return bool(self._answers or self._ready)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step and return the requests that are answered."""
+        if not self._decoder.is_packed:
+            raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
+        decision = schedule(self._state)
+        if decision.has_work:
+            try:
+                self._fill_rows(decision)
+                ended = self._runner.run(decision)
+            except BaseException:
+                self._forget_cache()
+                raise
+            self._end(ended + self._stopped_by_text())
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _fill_rows(self, decision: Decision) -> None:
+        """Fill the table's rows for sequences whose last chunk stands in this step."""
+        joined = [(row, chunk.start + len(chunk.tokens)) for chunk in decision.prefill for row in chunk.rows]
+        if joined:
+            self._table.join([self._state.decoding[row] for row, _ in joined], [length for _, length in joined])
+
+    def _stopped_by_text(self) -> list[int]:
+        """The rows whose stop text is complete with the token just drawn. Every row draws in every step."""
+        watched = self._table.with_stop_texts
+        if not watched:
+            return []
+        tokens = self._table.last_token[list(watched)].tolist()
+        return [
+            row
+            for (row, sequence), token in zip(watched.items(), tokens, strict=True)
+            if not is_hidden_stop(sequence.request, token) and sequence.text_watch.push(token)
+        ]
+
+    def _end(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        ended = [self._state.decoding[row] for row in dict.fromkeys(rows)]
+        self._read_back(ended)
+        decode.leave(self._state, ended)
+        for sequence in ended:
+            self._answer(sequence, *finish_of(sequence))
+
+    def _answer(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Note one completion; with its last one the request is answered."""
+        sequence.is_done = True
+        answer = self._answers[sequence.request.id]
+        answer.completions[sequence.index] = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        answer.open.remove(sequence)
+        answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        if not answer.open:
+            del self._answers[sequence.request.id]
+            self._ready.append(output_of(answer))
+
+    def _text_watch(self, params: SamplingParams) -> TextWatch | None:
+        return TextWatch(self.tokenizer, params) if params.stop_texts and self.tokenizer is not None else None
+
+    def _read_back(self, sequences: list[Sequence]) -> None:
+        self._table.read_back(sequences, self._state.version)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        return self._state.version
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> None:
+        """Take a whole set of weights, by Hugging Face names, between two steps.
+
+        Requests under way keep their tokens; their keys and values are computed again under the new weights. Where the
+        set does not fit the model ``UserError`` is raised and the old weights stay.
+        """
+        preemption.preempt_all(self._state)
+        load_tensors(self._decoder, tensors)
+        self._decoder.pack()
+        self._state.version = WeightVersion(*version)
+        # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
+        self._state.allocator.forget_all()
+
+    def _forget_cache(self) -> None:
+        """After a step that failed: what it wrote of keys and values is unknown, so all of it is computed again."""
+        preemption.preempt_all(self._state)
+        self._state.allocator.forget_all()
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` unless blocks, rows and tables agree. Idle, all blocks are free or cached."""
+        state = self._state
+        tables = [sequence.blocks for sequence in state.decoding.values()]
+        rows = list(state.free_rows) + list(state.decoding)
+        if state.prefilling is not None:
+            tables.append(state.prefilling.blocks)
+            rows += state.prefilling.rows
+        state.allocator.check_integrity(Counter(block for table in tables for block in table))
+        assert sorted(rows) == list(range(self.settings.max_num_seqs)), "a row is lost or held twice"
+        assert all(sequence.row == row for row, sequence in state.decoding.items()), "a row and its sequence disagree"
+        open_sequences = sum(len(answer.open) for answer in self._answers.values())
+        queued = sum(len(waiting.sequences) for _, waiting in state.waiting if not waiting.sequences[0].is_done)
+        under_way = len(state.decoding) + (len(state.prefilling.sequences) if state.prefilling is not None else 0)
+        assert open_sequences == queued + under_way, "a sequence is nowhere, or in two places"

@@ -1,0 +1,192 @@
+"""Offline inference with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tandem.engine.block_table import blocks_for
+from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.outputs import RequestOutput
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.settings import EngineSettings
+from tandem.kernels import BLOCK_TOKENS, KernelChoice, select
+from tandem.layout.bytes import kv_bytes_per_token
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_model, read_shapes
+from tandem.model.initialise import initialise
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError, WeightVersion
+
+DUMMY_VERSION = WeightVersion(-1, -1)
+"""The version of random weights: what ``load_format="dummy"`` starts with."""
+
+DEFAULT_CACHE_BYTES = 1 << 30
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+PromptInput = str | Mapping[str, Any]
+
+
+class LLM:
+    """A model folder, ready to generate.
+
+    ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context. ``kv_cache_tokens``:
+    size of the KV cache; ``None`` takes what ``max_num_seqs`` sequences can fill, but not more than 1 GiB (and never less
+    than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most, in one forward pass.
+    ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a ``Tokenizer``, or ``None``
+    for the model's own (without one, prompts are token ids). ``seed``: of requests that bring none.
+    """
+
+    def __init__(
+        self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
+        dtype: str | torch.dtype = "float32", device: str = "cpu", seed: int = 0, max_model_len: int | None = None,
+        kv_cache_tokens: int | None = None, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
+        enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
+        load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
+        weight_version: WeightVersion | None = None,
+    ) -> None:
+        if load_format not in ("auto", "dummy"):
+            raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
+        torch_dtype = _dtype(dtype)
+        shapes = read_shapes(model)
+        length = shapes.max_positions if max_model_len is None else max_model_len
+        settings = EngineSettings(
+            max_model_len=length,
+            num_blocks=_blocks(shapes, torch_dtype, kv_cache_tokens, length, max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            seed=seed,
+        )
+        settings.check(shapes.max_positions)
+        found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
+        chosen = select(kernels, torch_dtype)
+        if load_format == "dummy":
+            decoder = Decoder(shapes, chosen, dtype=torch_dtype, device=device)
+            initialise(decoder, seed)
+        else:
+            decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
+        if weight_version is None:
+            weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
+        self.engine = Engine(decoder, settings, found, weight_version)
+        self._requests = 0
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: PromptInput | Sequence[PromptInput], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True, *, request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One answer for each prompt, in order.
+
+        A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its cached
+        blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i; without it the
+        key is the prompt's place in this call where its parameters have a seed, else its place among all this engine has
+        seen. ``use_tqdm`` shows the progress on a terminal. Raises ``UserError`` before any work.
+        """
+        asked = self._prompts(prompts)
+        params = self._params(sampling_params, len(asked))
+        for name, given in (("request_keys", request_keys), ("priority", priority)):
+            if given is not None and len(given) != len(asked):
+                raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
+        for (_, tokens, _), own in zip(asked, params, strict=True):
+            self.engine.check_request(tokens, own)
+        names = []
+        try:
+            for i, ((text, tokens, salt), own) in enumerate(zip(asked, params, strict=True)):
+                key = i if own.seed is not None else self._requests
+                name = str(self._requests)
+                self._requests += 1
+                self.engine.add_request(
+                    name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i],
+                    priority=0 if priority is None else priority[i], cache_salt=salt,
+                )
+                names.append(name)
+            return self._run(names, use_tqdm and sys.stderr.isatty())
+        except BaseException:
+            for name in names:
+                self.engine.abort(name)
+            raise
+
+    def _run(self, names: list[str], show: bool) -> list[RequestOutput]:
+        answers: dict[str, RequestOutput] = {}
+        wanted = set(names)
+        while not wanted <= answers.keys():
+            found = self.engine.step()
+            answers.update((output.request_id, output) for output in found)
+            if show and found:
+                print(f"\rgenerated {len(wanted & answers.keys())} of {len(names)}", end="", file=sys.stderr, flush=True)
+        if show:
+            print(file=sys.stderr)
+        return [answers[name] for name in names]
+
+    def _prompts(self, prompts: PromptInput | Sequence[PromptInput]) -> list[tuple[str | None, list[int], str]]:
+        """(text, token ids, salt) of every prompt."""
+        listed: Sequence[PromptInput] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        asked: list[tuple[str | None, list[int], str]] = []
+        for prompt in listed:
+            given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+            if not isinstance(given, Mapping) or not given.keys() & {"prompt", "prompt_token_ids"}:
+                raise UserError(f"prompt is {str(prompt)[:60]!r}; give a text or {{'prompt_token_ids': [...]}}")
+            unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown:
+                raise UserError(f"prompt has the key {sorted(unknown)[0]!r}; known are prompt, prompt_token_ids and cache_salt")
+            text, salt = given.get("prompt"), str(given.get("cache_salt") or "")
+            tokens = given.get("prompt_token_ids")
+            if tokens is None:
+                if self.engine.tokenizer is None:
+                    raise UserError("the prompt is a text and this engine has no tokenizer; give {'prompt_token_ids': [...]}")
+                tokens = self.engine.tokenizer.encode(str(text), add_special_tokens=True)
+            asked.append((text, [int(token) for token in tokens], salt))
+        return asked
+
+    @staticmethod
+    def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise UserError(f"generate sampling_params has {len(given)} entries for {count} prompts; give one, or one for each")
+        return list(given)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        return self.engine.weight_version
+
+    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion) -> None:
+        """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
+        self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version)
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32
+    if dtype not in DTYPES:
+        raise UserError(f"engine dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _blocks(shapes: ModelShapes, dtype: torch.dtype, tokens: int | None, max_model_len: int, max_num_seqs: int) -> int:
+    """Blocks of the KV cache: ``tokens`` of them, or by default what all sequences fill within ``DEFAULT_CACHE_BYTES``."""
+    if tokens is not None:
+        return tokens // BLOCK_TOKENS
+    per_block = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch.")) * BLOCK_TOKENS
+    one = blocks_for(max_model_len)
+    return max(one, min(one * max_num_seqs, DEFAULT_CACHE_BYTES // per_block))
+
+
+def _tokenizer(given: str | Path | Tokenizer | None, model: str | Path) -> Tokenizer | None:
+    """The tokenizer asked for; the model's own where none is, and ``None`` where the model has none."""
+    if isinstance(given, Tokenizer):
+        return given
+    if given is not None:
+        return Tokenizer.from_folder(given)
+    return Tokenizer.from_folder(model) if (Path(model) / "tokenizer.json").is_file() else None

@@ -1,0 +1,54 @@
+"""What the engine answers, with vLLM's field names."""
+
+from dataclasses import dataclass, field
+
+from tandem.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's raw log-probability in nats and its ``rank`` (1 is the most likely). ``decoded_token`` is ``None``
+    without a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion. ``token_ids``, ``raw_logprobs``, ``sampling_logprobs`` and ``weight_versions`` have one entry a
+    token; the end token, where one was drawn, is among them.
+
+    ``raw_logprobs``: temperature 1, nothing filtered or biased. ``sampling_logprobs``: in the distribution that the token
+    was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``. ``stop_reason``: the stop text
+    or the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each position the asked
+    number of most likely tokens and the drawn one, or ``None`` where none were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    raw_logprobs: list[float]
+    sampling_logprobs: list[float]
+    weight_versions: list[WeightVersion]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(self.raw_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids were
+    given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = True
+    num_cached_tokens: int = 0

@@ -1,0 +1,93 @@
+"""A request, its sequences and the parts of them that wait to be prefilled."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.engine.sampling_params import SamplingParams
+from tandem.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for. ``key`` and ``params.seed`` (or the engine's ``seed``) fix every random number of the request;
+    completion i draws as index ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival`` breaks ties.
+    ``stop_token_ids``: all tokens that end a completion; ``end_token_ids``: those of them that the tokenizer declares.
+    """
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    key: int
+    arrival: int
+    stop_token_ids: tuple[int, ...] = ()
+    end_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    first_index: int = 0
+    cache_salt: str = ""
+    max_length: int = 0
+    """Tokens, prompt and completion together, at which a completion ends."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion under way. ``row``: its place in the engine's per-row buffers, -1 while it has none. ``blocks``: its
+    table and ``keys`` the prefix-cache keys of its first full ones; both empty while it has no row. ``offset``: while it
+    decodes, the position fed at engine step t is ``offset + t``. ``due``: the step before which it needs a block. ``cached``: tokens that
+    the prefix cache held when it was first computed. ``is_done``: it is answered, and a prefill that waits for it is void.
+
+    The lists hold the tokens that were read back from the row's buffers: all of them whenever it has no row.
+    """
+
+    request: Request
+    index: int
+    random_key: int
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    offset: int = 0
+    due: int = 0
+    cached: int = -1
+    is_done: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[WeightVersion] = field(default_factory=list)
+    top_logprobs: list[Any] = field(default_factory=list)
+    text_watch: Any = None
+    """The incremental detokenizer and stop search of a request with stop texts (``tandem.engine.text_watch``)."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Lower goes first; the highest is preempted first."""
+        return self.request.priority, self.request.arrival, self.index
+
+    @property
+    def known_tokens(self) -> list[int]:
+        return self.request.prompt_token_ids + self.token_ids
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known tokens
+    of one sequence that lost its cache. ``computed`` tokens are in ``blocks`` already, ``cached`` of them from the prefix cache. ``rows`` are taken at admission."""
+
+    sequences: list[Sequence]
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    cached: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.sequences[0].order
+
+
+def random_key(seed: int, request_key: int, index: int) -> int:
+    """The signed 64-bit key of one completion's random numbers: a digest, so that near keys draw unrelated numbers."""
+    text = f"{seed}\0{request_key}\0{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,186 @@
+"""From a decision to flat tensors, through the model, to one token for every row that draws."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.block_table import BlockCopy
+from tandem.engine.row_table import RowTable, Selection
+from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
+from tandem.engine.scheduler import Chunk, Decision
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch, SampledRows
+from tandem.model.attention import PagedContext
+from tandem.model.decoder import Decoder
+
+
+class FlatBatch(NamedTuple):
+    """``tokens[T]`` and ``positions[T]``: the decoding rows, one token each, then the chunks. ``logit_rows``: the rows of
+    the hidden state whose logits are wanted, one for each selected row; ``None``: all, in order."""
+
+    tokens: Tensor
+    positions: Tensor
+    paged: PagedBatch
+    logit_rows: Tensor | None
+
+
+class Runner:
+    """Runs decisions on ``decoder`` over ``caches``; keeps the tensors of a selection while it stays the same."""
+
+    def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable) -> None:
+        self.decoder = decoder
+        self.caches = caches
+        self.table = table
+        self.device = decoder.embed_tokens.device
+        self._selection: Selection | None = None
+        self._arange = torch.arange(1, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def run(self, decision: Decision) -> list[int]:
+        """Compute one step and draw its tokens into the table; returns the rows that ended by length or stop token."""
+        if decision.copies:
+            self._copy_blocks(decision.copies)
+        if decision.changes:
+            self.table.change_blocks(decision.changes)
+        joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
+        selection = self._select(decision.decode, joined)
+        batch = self._flat_batch(decision, selection)
+        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
+        if not selection.rows:
+            return []
+        logits = self._logits(hidden, batch.logit_rows)
+        drawn = self._draw(logits, selection)
+        ended = self.table.record(selection, *(values.to("cpu") for values in drawn))
+        return selection.index[ended].tolist() if ended.any() else []
+
+    def _select(self, decode: tuple[int, ...], joined: tuple[int, ...]) -> Selection:
+        kept = self._selection
+        if kept is None or joined or kept.rows is not decode:
+            # The next decision's tuple is another object after a join, so a kept selection is never stale.
+            self._selection = kept = self.table.select(decode + joined if joined else decode)
+        return kept
+
+    def _flat_batch(self, decision: Decision, selection: Selection) -> FlatBatch:
+        count = len(decision.decode)
+        index = selection.index[:count]
+        tokens = self.table.last_token.index_select(0, index)
+        lengths = self.table.length.index_select(0, index)
+        positions = lengths - 1
+        width = 1 if not count else (int(lengths.max()) - 1) // BLOCK_TOKENS + 1
+        tables = self.table.block_tables[:, :width].index_select(0, index)
+        logit_rows = None
+        if len(self._arange) <= count:
+            self._arange = torch.arange(2 * count + 1, dtype=torch.int32)
+        starts, contexts = self._arange[: count + 1], lengths.int()
+        blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
+        slots = blocks.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        if decision.prefill:
+            part = _chunk_tensors(decision.prefill, count)
+            tokens, positions = torch.cat((tokens, part.tokens)), torch.cat((positions, part.positions))
+            slots = torch.cat((slots, part.slots))
+            starts, contexts = torch.cat((starts, part.ends)), torch.cat((contexts, part.contexts))
+            tables = _stack_tables(tables, part.tables)
+            logit_rows = torch.cat((torch.arange(count), part.logit_rows))
+        to = self.device
+        paged = PagedBatch(starts.to(to), contexts.to(to), tables.to(to), slots.to(to))
+        return FlatBatch(tokens.to(to), positions.to(to), paged, None if logit_rows is None else logit_rows.to(to))
+
+    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """[R, V]. The sequences of a group draw from one row, which is computed once."""
+        if rows is None:
+            return self.decoder.logits(hidden)
+        distinct, inverse = torch.unique(rows, return_inverse=True)
+        logits = self.decoder.logits(hidden.index_select(0, distinct))
+        return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
+
+    def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
+        table, to = self.table, self.device
+        if selection.is_greedy:
+            uniform = torch.zeros(len(selection.rows), dtype=torch.float64)
+        else:
+            uniform = uniforms(selection.random_key, table.length.index_select(0, selection.index))
+        adjustments = self._adjustments(selection) if table.adjusted else []
+        drawn = self.decoder.kernels.sample_rows(
+            adjust(logits, adjustments) if adjustments else logits,
+            selection.temperature.to(to), selection.top_k.to(to), selection.top_p.to(to), selection.min_p.to(to), uniform.to(to),
+        )
+        if adjustments:
+            drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
+        if table.with_top_logprobs:
+            self._note_top_logprobs(logits, drawn.tokens, selection)
+        return drawn
+
+    def _adjustments(self, selection: Selection) -> list[Adjustment]:
+        found = []
+        for i, row in enumerate(selection.rows):
+            sequence = self.table.adjusted.get(row)
+            if sequence is None:
+                continue
+            values = dict(sequence.request.params.logit_bias or {})
+            if int(self.table.length[row]) - len(sequence.request.prompt_token_ids) < sequence.request.params.min_tokens:
+                values |= dict.fromkeys(sequence.request.end_token_ids.union(sequence.request.stop_token_ids), -float("inf"))
+            if values:
+                found.append(Adjustment(i, list(values), list(values.values())))
+        return found
+
+    def _note_top_logprobs(self, logits: Tensor, tokens: Tensor, selection: Selection) -> None:
+        asking = [(i, self.table.with_top_logprobs[r]) for i, r in enumerate(selection.rows) if r in self.table.with_top_logprobs]
+        if asking:
+            index = torch.tensor([i for i, _ in asking], device=self.device)
+            counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
+            found = top_logprobs(logits[index], tokens[index], counts)
+            for (_, sequence), entries in zip(asking, found, strict=True):
+                sequence.top_logprobs.append(entries)
+
+    def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
+        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
+        for layer in self.caches:
+            layer.keys[targets] = layer.keys[sources]
+            layer.values[targets] = layer.values[sources]
+
+
+class _ChunkTensors(NamedTuple):
+    """The chunks' part of a flat batch; ``tables`` are lists of blocks."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    ends: Tensor
+    contexts: Tensor
+    tables: list[tuple[int, ...]]
+    logit_rows: Tensor
+
+
+def _chunk_tensors(chunks: tuple[Chunk, ...], first_row: int) -> _ChunkTensors:
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    ends: list[int] = []
+    logit_rows: list[int] = []
+    for chunk in chunks:
+        span = range(chunk.start, chunk.start + len(chunk.tokens))
+        tokens += chunk.tokens
+        positions += span
+        slots += [chunk.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in span]
+        ends.append(first_row + len(tokens))
+        logit_rows += [ends[-1] - 1] * len(chunk.rows)
+    contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
+    return _ChunkTensors(
+        torch.tensor(tokens),
+        torch.tensor(positions),
+        torch.tensor(slots),
+        torch.tensor(ends, dtype=torch.int32),
+        torch.tensor(contexts, dtype=torch.int32),
+        [chunk.blocks for chunk in chunks],
+        torch.tensor(logit_rows, dtype=torch.int64),
+    )
+
+
+def _stack_tables(tables: Tensor, more: list[tuple[int, ...]]) -> Tensor:
+    """``tables[S, B]`` and further ones under them, all padded with 0 to the widest."""
+    width = max(tables.shape[1], max(map(len, more)))
+    out = torch.zeros(len(tables) + len(more), width, dtype=torch.int32)
+    out[: len(tables), : tables.shape[1]] = tables
+    padded = [table + (0,) * (width - len(table)) for table in more]
+    out[len(tables) :] = torch.tensor(padded, dtype=torch.int32)
+    return out

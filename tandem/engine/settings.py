@@ -1,0 +1,44 @@
+"""What an engine can be told, apart from its model."""
+
+from dataclasses import dataclass
+
+from tandem.engine.block_table import blocks_for
+from tandem.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV cache.
+    ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes at most.
+    ``seed``: of requests that bring none."""
+
+    max_model_len: int
+    num_blocks: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 4096
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    seed: int = 0
+
+    def check(self, max_positions: int) -> None:
+        """Raise ``UserError`` for a value that cannot work with a model of ``max_positions`` positions."""
+        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+            if getattr(self, name) < low:
+                raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
+        if self.max_model_len > max_positions:
+            raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_positions} positions")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
+                f"({self.max_num_seqs}), one token for each sequence"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise UserError(
+                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked prefill it must be at least "
+                f"max_model_len ({self.max_model_len})"
+            )
+        if self.num_blocks < blocks_for(self.max_model_len):
+            raise UserError(
+                f"engine KV cache has {self.num_blocks} blocks; one sequence of max_model_len ({self.max_model_len}) tokens "
+                f"needs {blocks_for(self.max_model_len)}: enlarge the cache or lower max_model_len"
+            )
