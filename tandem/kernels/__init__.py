@@ -32,8 +32,8 @@ __all__ = [
 
 
 def select(choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32) -> Kernels:
-    """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 where they can be built (and says in the log why
-    not otherwise), else the reference. Raises ``UserError`` where ``cpu`` is asked for and cannot be had."""
+    """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 where they can be built (and says in the log
+    why not otherwise), else the reference. Raises ``UserError`` where ``cpu`` is asked for and cannot be had."""
     from tandem.kernels import reference
 
     if choice == "reference" or (choice == "auto" and dtype != torch.float32):

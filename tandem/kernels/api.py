@@ -3,8 +3,9 @@
 Two sets exist: ``tandem.kernels.reference`` (plain torch, any dtype and device) and ``tandem.kernels.cpu`` (C++, fp32).
 Shapes: T tokens of a flat batch, S sequences, H hidden, D head size, Hq and Hkv query and key-value heads, N blocks.
 
-The law of this room: the bits of a result for one token depend on that token, its absolute position and the tokens before
-it in its own sequence, never on how many rows stand beside it, on chunking, on the block table or on the thread count.
+The law of this room: the bits of a result for one token depend on that token, its absolute position and the tokens
+before it in its own sequence, never on how many rows stand beside it, on chunking, on the block table or on the thread
+count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ class KVLayer(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the asked temperature; the same tensor where that
-    is 1) and the ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
+    """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the asked temperature; the same tensor where
+    that is 1) and the ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
 
     raw: Tensor
     scaled: Tensor
@@ -44,8 +45,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """One drawn token a row: ``tokens[R]`` int64, their ``raw[R]`` log-probability (temperature 1, nothing filtered; the bits
-    of ``logits_logprobs``) and their ``sampling[R]`` log-probability in the distribution that they were drawn from."""
+    """One drawn token a row: ``tokens[R]`` int64, their ``raw[R]`` log-probability (temperature 1, unfiltered; the
+    bits of ``logits_logprobs``) and their ``sampling[R]`` log-probability in the distribution they were drawn from."""
 
     tokens: Tensor
     raw: Tensor
@@ -56,8 +57,8 @@ class SampledRows(NamedTuple):
 class PagedBatch:
     """Where the tokens of an engine's flat batch stand.
 
-    ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are the
-    last of its ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: where each new
+    ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are
+    the last of its ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: where each new
     token's key and value go, ``block * BLOCK_TOKENS + offset``.
     """
 
@@ -97,11 +98,11 @@ class Kernels(Protocol):
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``qkv[T, (Hq + 2 Hkv) D]`` into ``q[T, Hq, D]``, ``k[T, Hkv, D]``, ``v[T, Hkv, D]``, norm q and k per head
-        where norms are given, and rotate them (Su et al., 2021; halves, as Llama does).
+        """Split ``qkv[T, (Hq + 2 Hkv) D]`` into ``q[T, Hq, D]``, ``k[T, Hkv, D]``, ``v[T, Hkv, D]``, norm q and k per
+        head where norms are given, and rotate them (Su et al., 2021; halves, as Llama does).
 
-        ``heads`` is (Hq, Hkv, D). ``cos_sin[P, D]`` fp32 holds cos in the first half of a row and sin in the second, and
-        is indexed by absolute position.
+        ``heads`` is (Hq, Hkv, D). ``cos_sin[P, D]`` fp32 holds cos in the first half of a row and sin in the second,
+        and is indexed by absolute position.
         """
         ...
 
@@ -144,10 +145,11 @@ class Kernels(Protocol):
     ) -> SampledRows:
         """Draw one token from each row of ``logits[R, V]`` (biases and penalties already applied).
 
-        Per row: ``temperature[R]`` fp32 (0: greedy, the lowest id among equals, ``sampling`` 0), ``top_k[R]`` int64 (0: off),
-        ``top_p[R]`` fp32 (1: off), ``min_p[R]`` fp32 (0: off), ``uniform[R]`` float64 in [0, 1). The meaning is vLLM's:
-        temperature first, then min-p, top-k and top-p, each on what the one before left; among equal logits the lowest ids
-        stay. The token is the first, in id order, whose cumulative probability exceeds ``uniform``. No gradient."""
+        Per row: ``temperature[R]`` fp32 (0: greedy, the lowest id among equals, ``sampling`` 0), ``top_k[R]`` int64 (0:
+        off), ``top_p[R]`` fp32 (1: off), ``min_p[R]`` fp32 (0: off), ``uniform[R]`` float64 in [0, 1). The meaning is
+        vLLM's: temperature first, then min-p, top-k and top-p, each on what the one before left; among equal logits the
+        lowest ids stay. The token is the first, in id order, whose cumulative probability exceeds ``uniform``. No
+        gradient."""
         ...
 
 

@@ -1,13 +1,14 @@
 """The kernels in plain torch: any dtype, any device, differentiable, and under the law of ``api`` without a compiler.
 
-A matrix product of torch gives a row other bits when the number of rows beside it changes, because the library picks its
-inner kernel by shape. Here every product has a shape that does not depend on the batch: linear layers multiply tiles of
-``TILE_ROWS`` rows, and attention multiplies tiles of ``TILE_ROWS`` absolute positions in which a query stands at its own row.
-Inputs are copied to aligned memory first, since alignment is the other thing that a library may look at.
+A matrix product of torch gives a row other bits when the number of rows beside it changes, because the library picks
+its inner kernel by shape. Here every product has a shape that does not depend on the batch: linear layers multiply
+tiles of ``TILE_ROWS`` rows, and attention multiplies tiles of ``TILE_ROWS`` absolute positions in which a query stands at its
+own row. Inputs are copied to aligned memory first, since alignment is the other thing that a library may look at.
 
 float64 is the path of truth for values and gradients; it skips the tiles unless asked.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -40,7 +41,8 @@ class ReferenceKernels:
         return out if bias is None else out + bias
 
     def pack(self, weight: Tensor) -> PackedWeight:
-        return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), weight.shape[0], weight.shape[1])
+        rows, columns = weight.shape
+        return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), rows, columns)
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         with torch.no_grad():
@@ -83,7 +85,7 @@ class ReferenceKernels:
         bounds = cu_seqlens.tolist()
         parts = [
             _attend(q[start:end], k[start:end], v[start:end], 0, scale, window)
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            for start, end in itertools.pairwise(bounds)
             if end > start
         ]
         return torch.cat(parts) if parts else torch.empty_like(q)
@@ -95,8 +97,8 @@ class ReferenceKernels:
             for s, length in enumerate(lengths):
                 start, end = starts[s], starts[s + 1]
                 if end > start:
-                    k, v = _gather(cache, batch.block_tables[s], length)
-                    out[start:end] = _attend(q[start:end], k.to(q.dtype), v.to(q.dtype), length - (end - start), scale, window)
+                    k, v = (x.to(q.dtype) for x in _gather(cache, batch.block_tables[s], length))
+                    out[start:end] = _attend(q[start:end], k, v, length - (end - start), scale, window)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ def _gather(cache: KVLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
     """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
-    Tile t holds the positions ``64 t .. 64 t + 63`` and is always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
+    Tile t holds the positions ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
     """
     count, query_heads, size = q.shape
     kv_heads, group = k.shape[1], query_heads // k.shape[1]
@@ -200,7 +202,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: i
         begin, width = tile * TILE_ROWS, (tile + 1) * TILE_ROWS
         low, high = max(first, begin), min(last, width)
         rows = F.pad(q[low - first : high - first], (0, 0, 0, 0, low - begin, width - high))
-        rows = rows.view(TILE_ROWS, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * TILE_ROWS, size)
+        rows = rows.view(TILE_ROWS, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, -1, size)
         scores = torch.bmm(rows, keys[:, :, :width].contiguous()) * scale
         at = torch.arange(begin, width, device=q.device).unsqueeze(1)
         seen = torch.arange(width, device=q.device).unsqueeze(0)
@@ -282,8 +284,8 @@ def _first_argmax(x: Tensor) -> Tensor:
 
 
 def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """min-p, then top-k, then top-p on what is left, in vLLM's order. Filtered logits become -inf; among equal logits the
-    lowest ids stay."""
+    """min-p, then top-k, then top-p on what is left, in vLLM's order. Filtered logits become -inf; among equal logits
+    the lowest ids stay."""
     width = scaled.shape[1]
     if bool((min_p > 0).any()):
         floor = scaled.amax(-1, keepdim=True) + min_p.double().log().unsqueeze(1)

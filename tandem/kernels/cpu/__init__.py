@@ -1,12 +1,43 @@
-"""The kernels in C++, for fp32 on CPU."""
+"""The kernels in C++, for fp32 on CPU: built on first use, called through a plain C interface."""
+
+import logging
+from functools import cache
+from pathlib import Path
 
 from tandem.kernels.api import Kernels
+from tandem.kernels.cpu.build import built_library, default_directory
 from tandem.types import UserError
 
-
-def load() -> Kernels:
-    raise UserError("kernels cpu: the C++ kernels are not built yet; use kernels reference")
+_LOG = logging.getLogger(__name__)
 
 
-def load_or_none() -> Kernels | None:
-    return None
+def load(compiler: str = "g++", directory: Path | None = None) -> Kernels:
+    """The kernels, built in ``directory`` (default ``~/.cache/tandem/kernels``) if they are not there yet. Raises
+    ``UserError``, one line, where they cannot be had."""
+    return _load(compiler, directory or default_directory())
+
+
+def load_or_none(compiler: str = "g++", directory: Path | None = None) -> Kernels | None:
+    """As ``load``, but says in the log, once, why not."""
+    return _load_or_none(compiler, directory or default_directory())
+
+
+@cache
+def _load(compiler: str, directory: Path) -> Kernels:
+    from tandem.kernels.cpu.kernels import CpuKernels
+    from tandem.kernels.cpu.library import Library
+
+    path = built_library(compiler, directory)
+    try:
+        return CpuKernels(Library(path))
+    except OSError as error:
+        raise UserError(f"kernels cpu: cannot load {path} ({error}); remove it or use kernels reference") from error
+
+
+@cache
+def _load_or_none(compiler: str, directory: Path) -> Kernels | None:
+    try:
+        return _load(compiler, directory)
+    except UserError as error:
+        _LOG.warning("%s; going on with kernels reference, which are slower", error)
+        return None

@@ -1,158 +1,280 @@
-// Matrix products in a fixed order.
-//
-// out[m, n] = sum over blocks of BLOCK_K absolute k of (a chain of fused multiply-adds over the block's k, from 0), the blocks
-// added in order. Each output's arithmetic is written here once and is the same for every tile shape, every row count and
-// every number of threads, so a row's bits never depend on its neighbours.
-#include <cstdlib>
-#include <omp.h>
+#include "gemm.h"
 
+#include <algorithm>
+
+#include "parallel.h"
 #include "vec.h"
 
-namespace tandem {
+namespace {
 
-constexpr int64_t PANEL = 64;     // columns of a packed panel
-constexpr int64_t BLOCK_K = 256;  // k summed in one chain
-constexpr int ROWS = 6;           // rows of the largest tile
+// Rows of an output tile by its width in vectors: as many accumulators as the registers hold.
+#if defined(__AVX512F__)
+constexpr int MAX_VECTORS = 4;
+constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 12, 12, 8, 6};
+#elif defined(__AVX2__)
+constexpr int MAX_VECTORS = 1;
+constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 6};
+#else
+constexpr int MAX_VECTORS = 1;
+constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
+#endif
+constexpr int MOST_ROWS = 12;
 
-// A tile of MR rows by NV vectors. `a` is addressed by a row and a k stride, so a transposed operand needs no copy.
-template <int MR, int NV>
-static inline void tile(const float* a, int64_t row_stride, int64_t k_stride, const float* b, int64_t k, float* c, int64_t ldc,
-                        int columns, const float* bias, bool first) {
-    Vec acc[MR][NV];
-#pragma GCC unroll 8
-    for (int i = 0; i < MR; ++i)
+constexpr int64_t ROW_CHUNK = 192;             // rows whose K_BLOCK stays in the second-level cache; a multiple of every tile
+constexpr int64_t SLAB_FLOATS = 8 << 20;       // of the right matrix packed at a time
+constexpr int64_t SLAB_K = 32 * K_BLOCK;
+
+struct Tile {
+  const float* left;
+  int64_t row_stride, k_stride, k;
+  const float* right;
+  int64_t right_stride;
+  float* out;
+  int64_t out_stride;
+  const float* bias;
+  bool add;
+  int columns;  // of the last vector, 1..16
+};
+
+template <int ROWS, int VECTORS>
+void multiply_tile(const Tile& t) {
+  V acc[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) acc[i][j] = zero();
-    for (int64_t kk = 0; kk < k; ++kk) {
-        Vec bv[NV];
+    for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
+  const float* left = t.left;
+  const float* right = t.right;
+  const int64_t row_stride = t.row_stride, k_stride = t.k_stride, right_stride = t.right_stride;
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < t.k; ++k) {
+    V b[VECTORS];
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) bv[j] = load(b + kk * PANEL + j * LANES);
-#pragma GCC unroll 8
-        for (int i = 0; i < MR; ++i) {
-            Vec av = set1(a[i * row_stride + kk * k_stride]);
+    for (int v = 0; v < VECTORS; ++v) b[v] = load(right + v * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const V a = set1(left[r * row_stride]);
 #pragma GCC unroll 4
-            for (int j = 0; j < NV; ++j) acc[i][j] = fma(av, bv[j], acc[i][j]);
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
+    }
+    left += k_stride;
+    right += right_stride;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+    float* out = t.out + r * t.out_stride;
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      const int columns = v == VECTORS - 1 ? t.columns : LANES;
+      V value = acc[r][v];
+      if (columns == LANES) {
+        if (t.add) value = add(load(out + v * LANES), value);
+        if (t.bias) value = add(value, load(t.bias + v * LANES));
+        store(out + v * LANES, value);
+      } else {
+        if (t.add) value = add(load_n(out + v * LANES, columns), value);
+        if (t.bias) value = add(value, load_n(t.bias + v * LANES, columns));
+        store_n(out + v * LANES, value, columns);
+      }
+    }
+  }
+}
+
+using TileFunction = void (*)(const Tile&);
+
+template <int VECTORS, int... ROWS>
+constexpr void fill(TileFunction* table, std::integer_sequence<int, ROWS...>) {
+  ((table[ROWS + 1] = multiply_tile<ROWS + 1, VECTORS>), ...);
+}
+
+struct TileFunctions {
+  TileFunction of[MAX_VECTORS + 1][MOST_ROWS + 1] = {};
+  constexpr TileFunctions() {
+    fill<1>(of[1], std::make_integer_sequence<int, MAX_ROWS[1]>{});
+#if defined(__AVX512F__)
+    fill<2>(of[2], std::make_integer_sequence<int, MAX_ROWS[2]>{});
+    fill<3>(of[3], std::make_integer_sequence<int, MAX_ROWS[3]>{});
+    fill<4>(of[4], std::make_integer_sequence<int, MAX_ROWS[4]>{});
+#endif
+  }
+};
+constexpr TileFunctions TILES;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+int64_t panel_width(int64_t n, int64_t panel) { return std::min(PANEL, round_up(n - panel * PANEL, LANES)); }
+int64_t panel_count(int64_t n) { return (n + PANEL - 1) / PANEL; }
+
+// [k, columns] of a row-major matrix to [k][width].
+void pack_rows(const float* from, int64_t stride, int64_t k, int64_t columns, int64_t width, float* to) {
+  for (int64_t i = 0; i < k; ++i, from += stride, to += width)
+    for (int64_t n = 0; n < width; n += LANES) {
+      const int64_t left = columns - n;
+      store(to + n, left >= LANES ? load(from + n) : left > 0 ? load_n(from + n, static_cast<int>(left)) : zero());
+    }
+}
+
+// [columns, k] of a row-major matrix, transposed to [k][width].
+void pack_columns(const float* from, int64_t stride, int64_t k, int64_t columns, int64_t width, float* to) {
+  for (int64_t n = 0; n < width; n += LANES) {
+    const int64_t rows = std::min<int64_t>(LANES, columns - n);
+    for (int64_t i = 0; i < k; i += LANES) {
+      const int deep = static_cast<int>(std::min<int64_t>(LANES, k - i));
+      V block[LANES];
+#pragma GCC unroll 16
+      for (int r = 0; r < LANES; ++r) {
+        const float* at = from + (n + r) * stride + i;
+        block[r] = r >= rows ? zero() : deep == LANES ? load(at) : load_n(at, deep);
+      }
+      transpose(block);
+      if (deep == LANES) {
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; ++r) store(to + (i + r) * width + n, block[r]);
+      } else {
+        for (int r = 0; r < deep; ++r) store(to + (i + r) * width + n, block[r]);
+      }
+    }
+  }
+}
+
+// One panel's rows k0 .. k0 + k.
+void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_t k, float* to) {
+  const int64_t first = panel * PANEL, columns = std::min(PANEL, n - first), width = panel_width(n, panel);
+  if (right.layout == Layout::ROWS)
+    pack_rows(right.data + k0 * right.stride + first, right.stride, k, columns, width, to);
+  else
+    pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
+}
+
+// [rows, k] of a transposed left matrix to tiles of `tile` rows, each [k][tile].
+void pack_left(const Left& left, int64_t rows, int64_t k, int64_t tile, float* to) {
+  for (int64_t m = 0; m < rows; m += tile) {
+    const int64_t high = std::min(tile, rows - m);
+    const float* from = left.data + m * left.row_stride;
+    for (int64_t i = 0; i < k; ++i, from += left.k_stride, to += tile)
+      for (int64_t r = 0; r < high; ++r) to[r] = from[r * left.row_stride];
+  }
+}
+
+// Everything of the product in rows m0 .. m1 and panels p0 .. p1, with the right matrix packed.
+class Block {
+ public:
+  Block(const Product& product, const float* packed) : p_(product), packed_(packed) {}
+
+  void run(int64_t m0, int64_t m1, int64_t p0, int64_t p1) const {
+    thread_local Scratch memory;
+    const bool repack = p_.left.k_stride != 1;
+    if (!repack && m1 - m0 <= ROW_CHUNK && (m1 - m0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
+      for (int64_t panel = p0; panel < p1; ++panel)
+        for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK)
+          panel_rows(at(p_.left, m0, k0), 0, m0, m1, panel, k0);
+      return;
+    }
+    for (int64_t c0 = m0; c0 < m1; c0 += ROW_CHUNK) {
+      const int64_t c1 = std::min(m1, c0 + ROW_CHUNK);
+      for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
+        Left left = at(p_.left, c0, k0);
+        int64_t tile = 0;
+        if (repack) {
+          tile = MAX_ROWS[MAX_VECTORS];
+          float* to = memory.floats((ROW_CHUNK + MOST_ROWS) * K_BLOCK);
+          pack_left(left, c1 - c0, std::min(K_BLOCK, p_.k - k0), tile, to);
+          left.data = to;
         }
+        for (int64_t panel = p0; panel < p1; ++panel) panel_rows(left, tile, c0, c1, panel, k0);
+      }
     }
-    for (int i = 0; i < MR; ++i)
-        for (int j = 0; j < NV; ++j) {
-            int width = columns - j * LANES;
-            if (width <= 0) break;
-            if (width > LANES) width = LANES;
-            float* at = c + i * ldc + j * LANES;
-            Vec sum = acc[i][j];
-            if (!first) sum = add(load_part(at, width), sum);
-            if (bias) sum = add(sum, load_part(bias + j * LANES, width));
-            store_part(at, sum, width);
-        }
-}
+  }
 
-template <int NV>
-static void rows_of_panel(const float* a, int64_t row_stride, int64_t k_stride, const float* b, int64_t k, float* c, int64_t ldc,
-                          int columns, const float* bias, bool first, int64_t rows) {
-    int64_t m = 0;
-    for (; m + ROWS <= rows; m += ROWS)
-        tile<ROWS, NV>(a + m * row_stride, row_stride, k_stride, b, k, c + m * ldc, ldc, columns, bias, first);
-    const float* at = a + m * row_stride;
-    float* ct = c + m * ldc;
-    switch (rows - m) {
-        case 5: tile<5, NV>(at, row_stride, k_stride, b, k, ct, ldc, columns, bias, first); break;
-        case 4: tile<4, NV>(at, row_stride, k_stride, b, k, ct, ldc, columns, bias, first); break;
-        case 3: tile<3, NV>(at, row_stride, k_stride, b, k, ct, ldc, columns, bias, first); break;
-        case 2: tile<2, NV>(at, row_stride, k_stride, b, k, ct, ldc, columns, bias, first); break;
-        case 1: tile<1, NV>(at, row_stride, k_stride, b, k, ct, ldc, columns, bias, first); break;
-        default: break;
+ private:
+  const Product& p_;
+  const float* packed_;
+
+  static Left at(const Left& left, int64_t m, int64_t k) {
+    return {left.data + m * left.row_stride + k * left.k_stride, left.row_stride, left.k_stride};
+  }
+
+  // Rows m0 .. m1 of one panel and one block of k. `left` starts at (m0, k0), or is packed in tiles of `tile` rows.
+  void panel_rows(const Left& left, int64_t tile, int64_t m0, int64_t m1, int64_t panel, int64_t k0) const {
+    const int64_t k = std::min(K_BLOCK, p_.k - k0), width = panel_width(p_.n, panel), first = panel * PANEL;
+    const float* right = packed_ + first * p_.k + k0 * width;
+    const bool last = k0 + k == p_.k;
+    for (int64_t n = 0; n < width;) {
+      const int vectors = static_cast<int>(std::min<int64_t>(MAX_VECTORS, (width - n) / LANES));
+      const int64_t most = tile ? tile : MAX_ROWS[vectors];
+      Tile t;
+      t.k = k;
+      t.right = right + n;
+      t.right_stride = width;
+      t.out_stride = p_.out_stride;
+      t.bias = last && p_.bias ? p_.bias + first + n : nullptr;
+      t.add = p_.accumulate || k0 > 0;
+      t.columns = static_cast<int>(std::min<int64_t>(LANES, p_.n - first - n - (vectors - 1) * LANES));
+      for (int64_t m = m0; m < m1; m += most) {
+        const int64_t rows = std::min(most, m1 - m);
+        t.left = tile ? left.data + (m - m0) * k : left.data + (m - m0) * left.row_stride;
+        t.row_stride = tile ? 1 : left.row_stride;
+        t.k_stride = tile ? tile : left.k_stride;
+        t.out = p_.out + m * p_.out_stride + first + n;
+        TILES.of[vectors][rows](t);
+      }
+      n += vectors * LANES;
     }
-}
+  }
+};
 
-// Rows [m0, m1) of panels [p0, p1).
-static void block(const float* a, int64_t row_stride, int64_t k_stride, const float* packed, int64_t k, int64_t n, float* c,
-                  const float* bias, int64_t m0, int64_t m1, int64_t p0, int64_t p1) {
-    for (int64_t k0 = 0; k0 < k; k0 += BLOCK_K) {
-        int64_t part = k - k0 < BLOCK_K ? k - k0 : BLOCK_K;
-        bool first = k0 == 0, last = k0 + part == k;
-        for (int64_t p = p0; p < p1; ++p) {
-            int64_t left = n - p * PANEL;
-            int columns = (int)(left < PANEL ? left : PANEL);
-            const float* b = packed + (p * k + k0) * PANEL;
-            const float* at = a + m0 * row_stride + k0 * k_stride;
-            float* ct = c + m0 * n + p * PANEL;
-            const float* add_bias = bias && last ? bias + p * PANEL : nullptr;
-            switch ((columns + LANES - 1) / LANES) {
-                case 4: rows_of_panel<4>(at, row_stride, k_stride, b, part, ct, n, columns, add_bias, first, m1 - m0); break;
-                case 3: rows_of_panel<3>(at, row_stride, k_stride, b, part, ct, n, columns, add_bias, first, m1 - m0); break;
-                case 2: rows_of_panel<2>(at, row_stride, k_stride, b, part, ct, n, columns, add_bias, first, m1 - m0); break;
-                default: rows_of_panel<1>(at, row_stride, k_stride, b, part, ct, n, columns, add_bias, first, m1 - m0); break;
-            }
-        }
-    }
-}
-
-static inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
-
-static int threads_for(double work) {
-    // A parallel region costs some microseconds; below about 100 of them of work it does not pay.
-    return work < 2e6 ? 1 : omp_get_max_threads();
-}
-
-extern "C" {
-
-int64_t tandem_packed_size(int64_t n, int64_t k) { return panels_of(n) * k * PANEL; }
-
-// weight[N, K] -> panels [N / 64][K][64], missing columns zero.
-void tandem_pack_weight(const float* weight, int64_t n, int64_t k, float* packed) {
-    int64_t panels = panels_of(n);
-#pragma omp parallel for schedule(static) num_threads(threads_for((double)n * k * 4))
-    for (int64_t p = 0; p < panels; ++p) {
-        int64_t width = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-        float* out = packed + p * k * PANEL;
-        if (width < PANEL) std::memset(out, 0, sizeof(float) * k * PANEL);
-        for (int64_t k0 = 0; k0 < k; k0 += 16) {
-            int64_t k1 = k0 + 16 < k ? k0 + 16 : k;
-            for (int64_t j = 0; j < width; ++j) {
-                const float* row = weight + (p * PANEL + j) * k;
-                for (int64_t kk = k0; kk < k1; ++kk) out[kk * PANEL + j] = row[kk];
-            }
-        }
-    }
-}
-
-// matrix[K, N] (rows are already k) -> panels.
-void tandem_pack_rows(const float* matrix, int64_t k, int64_t n, float* packed) {
-    int64_t panels = panels_of(n);
-#pragma omp parallel for schedule(static) num_threads(threads_for((double)n * k * 4))
-    for (int64_t p = 0; p < panels; ++p) {
-        int64_t width = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-        float* out = packed + p * k * PANEL;
-        for (int64_t kk = 0; kk < k; ++kk) {
-            std::memcpy(out + kk * PANEL, matrix + kk * n + p * PANEL, sizeof(float) * width);
-            if (width < PANEL) std::memset(out + kk * PANEL + width, 0, sizeof(float) * (PANEL - width));
-        }
-    }
-}
-
-// c[M, N] = a[M, K] times packed[K, N] (+ bias[N]); a's element (m, k) is at a[m * row_stride + k * k_stride].
-void tandem_gemm(const float* a, int64_t row_stride, int64_t k_stride, const float* packed, const float* bias, float* c,
-                 int64_t m, int64_t n, int64_t k) {
-    int64_t panels = panels_of(n);
-    int threads = threads_for((double)m * n * k);
-    if (threads == 1) {
-        constexpr int64_t CHUNK = 192;
-        for (int64_t m0 = 0; m0 < m; m0 += CHUNK)
-            block(a, row_stride, k_stride, packed, k, n, c, bias, m0, m0 + CHUNK < m ? m0 + CHUNK : m, 0, panels);
-        return;
-    }
-    int64_t row_chunk = m >= 96 * threads ? 96 : (m + ROWS - 1) / ROWS * ROWS;
-    int64_t row_parts = (m + row_chunk - 1) / row_chunk;
-    int64_t panel_chunk = row_parts >= 2 * threads ? panels : (panels + 4 * threads - 1) / (4 * threads);
-    int64_t panel_parts = (panels + panel_chunk - 1) / panel_chunk;
+void multiply_packed(const Product& p, const float* packed) {
+  const Block block(p, packed);
+  const int64_t panels = panel_count(p.n);
+  const int threads = threads_for(p.m * p.n * p.k);
+  if (threads == 1) return block.run(0, p.m, 0, panels);
+  const int64_t chunks = (p.m + ROW_CHUNK - 1) / ROW_CHUNK;
+  // Enough tasks to share the work out evenly, and no more: a task reads its whole part of both matrices.
+  const int64_t groups = std::min(panels, std::max<int64_t>(1, (4 * threads + chunks - 1) / chunks));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t task = 0; task < row_parts * panel_parts; ++task) {
-        int64_t m0 = task / panel_parts * row_chunk, p0 = task % panel_parts * panel_chunk;
-        block(a, row_stride, k_stride, packed, k, n, c, bias, m0, m0 + row_chunk < m ? m0 + row_chunk : m, p0,
-              p0 + panel_chunk < panels ? p0 + panel_chunk : panels);
-    }
+  for (int64_t task = 0; task < chunks * groups; ++task) {
+    const int64_t chunk = task / groups, group = task % groups;
+    block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+  }
 }
 
-}  // extern "C"
-}  // namespace tandem
+}  // namespace
+
+int64_t packed_floats(int64_t n, int64_t k) { return round_up(n, LANES) * k; }
+
+void pack(const Right& right, int64_t n, int64_t k, float* packed) {
+  const int64_t panels = panel_count(n);
+  const int threads = threads_for(n * k);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < panels; ++panel) pack_panel(right, n, panel, 0, k, packed + panel * PANEL * k);
+}
+
+void multiply(const Product& p) {
+  if (p.m == 0 || p.n == 0) return;
+  if (p.k == 0) {
+    for (int64_t m = 0; m < p.m; ++m)
+      for (int64_t n = 0; n < p.n; ++n) {
+        float* out = p.out + m * p.out_stride + n;
+        *out = (p.accumulate ? *out : 0.0f) + (p.bias ? p.bias[n] : 0.0f);
+      }
+    return;
+  }
+  if (p.right.layout == Layout::PACKED) return multiply_packed(p, p.right.data);
+  thread_local Scratch memory;
+  const int64_t deep = std::min(p.k, SLAB_K);
+  const int64_t wide = std::min(p.n, std::max(PANEL, SLAB_FLOATS / deep / PANEL * PANEL));
+  for (int64_t n = 0; n < p.n; n += wide)
+    for (int64_t k = 0; k < p.k; k += deep) {
+      Product part = p;
+      part.n = std::min(wide, p.n - n);
+      part.k = std::min(deep, p.k - k);
+      part.left.data += k * p.left.k_stride;
+      part.out += n;
+      part.bias = p.bias && k + part.k == p.k ? p.bias + n : nullptr;
+      part.accumulate = p.accumulate || k > 0;
+      const bool rows = p.right.layout == Layout::ROWS;
+      const Right slab = {p.right.data + (rows ? k * p.right.stride + n : n * p.right.stride + k), p.right.layout, p.right.stride};
+      float* packed = memory.floats(packed_floats(part.n, part.k));
+      pack(slab, part.n, part.k, packed);
+      multiply_packed(part, packed);
+    }
+}

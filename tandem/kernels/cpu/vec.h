@@ -1,115 +1,215 @@
-// Sixteen fp32 lanes, the same arithmetic on every instruction set: every product that is added is an explicit fused
-// multiply-add, so the bits do not depend on what a compiler chooses to contract.
+// Sixteen fp32 lanes, the one width in which every kernel of this folder thinks.
+//
+// AVX-512 holds them in one register, AVX2 in two, anything else in a plain loop that the compiler vectorises. Multiply-adds
+// are always explicit fused ones and horizontal sums always take the same tree, so the three give the same bits.
 #pragma once
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#elif defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #include <immintrin.h>
 #endif
 
-namespace tandem {
+#define INLINE static inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
 
 #if defined(__AVX512F__)
 
-struct Vec {
-    __m512 v;
+struct V {
+  __m512 v;
 };
-static inline Vec zero() { return {_mm512_setzero_ps()}; }
-static inline Vec set1(float x) { return {_mm512_set1_ps(x)}; }
-static inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-static inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-static inline Vec load_part(const float* p, int n) { return {_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p)}; }
-static inline void store_part(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), a.v); }
-static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-static inline Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
-static inline Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
-static inline Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
-static inline Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
-static inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
-static inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
-static inline Vec round_nearest(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// 2^n for whole n in [-126, 127]
-static inline Vec pow2(Vec n) {
-    __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
-    return {_mm512_castsi512_ps(e)};
+INLINE V zero() { return {_mm512_setzero_ps()}; }
+INLINE V set1(float x) { return {_mm512_set1_ps(x)}; }
+INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE void store(float* p, V a) { _mm512_storeu_ps(p, a.v); }
+INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+// The first n (1..16) lanes of memory; the others are 0 and their memory is not touched.
+INLINE V load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+INLINE void store_n(float* p, V a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
+INLINE V add(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
+INLINE V sub(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
+INLINE V mul(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
+INLINE V div(V a, V b) { return {_mm512_div_ps(a.v, b.v)}; }
+INLINE V max(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
+INLINE V min(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
+INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }    // a b + c
+INLINE V fnma(V a, V b, V c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a b
+// Lanes lo <= i < hi of a, `fill` elsewhere.
+INLINE V keep_lanes(V a, int lo, int hi, float fill) {
+  const __mmask16 keep = static_cast<__mmask16>(((1u << hi) - 1u) & ~((1u << lo) - 1u));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(fill), keep, a.v)};
 }
-static inline Vec zero_below(Vec x, float limit, Vec y) {  // y where x >= limit, else 0
-    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_GE_OQ), y.v)};
+// Where a < b: x, else y.
+INLINE V where_less(V a, V b, V x, V y) {
+  return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
+}
+// a 2^n for whole n in -126..127.
+INLINE V scale_by_power(V a, V n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+INLINE float sum(V a) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1)));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE float max_lane(V a) {
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1)));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+struct V {
+  __m256 a, b;
+};
+INLINE V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+INLINE V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void store(float* p, V v) {
+  _mm256_storeu_ps(p, v.a);
+  _mm256_storeu_ps(p + 8, v.b);
+}
+INLINE __m256i lanes_below(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
+INLINE V load_n(const float* p, int n) {
+  return {_mm256_maskload_ps(p, lanes_below(n)), n > 8 ? _mm256_maskload_ps(p + 8, lanes_below(n - 8)) : _mm256_setzero_ps()};
+}
+INLINE void store_n(float* p, V v, int n) {
+  _mm256_maskstore_ps(p, lanes_below(n), v.a);
+  if (n > 8) _mm256_maskstore_ps(p + 8, lanes_below(n - 8), v.b);
+}
+INLINE V add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE V sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE V mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE V div(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE V min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE V fnma(V x, V y, V z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
+INLINE __m256 keep_eight(__m256 v, int lo, int hi, float fill) {
+  const __m256i keep = _mm256_andnot_si256(lanes_below(lo), lanes_below(hi));
+  return _mm256_blendv_ps(_mm256_set1_ps(fill), v, _mm256_castsi256_ps(keep));
+}
+INLINE V keep_lanes(V v, int lo, int hi, float fill) { return {keep_eight(v.a, lo, hi, fill), keep_eight(v.b, lo - 8, hi - 8, fill)}; }
+INLINE V where_less(V p, V q, V x, V y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(p.a, q.a, _CMP_LT_OQ)), _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(p.b, q.b, _CMP_LT_OQ))};
+}
+INLINE __m256 power_of_two(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+INLINE V scale_by_power(V x, V n) { return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))}; }
+INLINE float sum(V v) {
+  const __m256 eight = _mm256_add_ps(v.a, v.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE float max_lane(V v) {
+  const __m256 eight = _mm256_max_ps(v.a, v.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
 #else
 
-struct Vec {
-    float v[LANES];
+struct V {
+  float x[LANES];
 };
-#define TANDEM_LANES for (int i = 0; i < LANES; ++i)
-static inline Vec zero() { Vec r; TANDEM_LANES r.v[i] = 0.f; return r; }
-static inline Vec set1(float x) { Vec r; TANDEM_LANES r.v[i] = x; return r; }
-static inline Vec load(const float* p) { Vec r; std::memcpy(r.v, p, sizeof r.v); return r; }
-static inline void store(float* p, Vec a) { std::memcpy(p, a.v, sizeof a.v); }
-static inline Vec load_part(const float* p, int n) { Vec r; TANDEM_LANES r.v[i] = i < n ? p[i] : 0.f; return r; }
-static inline void store_part(float* p, Vec a, int n) { for (int i = 0; i < n; ++i) p[i] = a.v[i]; }
-static inline Vec fma(Vec a, Vec b, Vec c) { Vec r; TANDEM_LANES r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return r; }
-static inline Vec add(Vec a, Vec b) { Vec r; TANDEM_LANES r.v[i] = a.v[i] + b.v[i]; return r; }
-static inline Vec sub(Vec a, Vec b) { Vec r; TANDEM_LANES r.v[i] = a.v[i] - b.v[i]; return r; }
-static inline Vec mul(Vec a, Vec b) { Vec r; TANDEM_LANES r.v[i] = a.v[i] * b.v[i]; return r; }
-static inline Vec div(Vec a, Vec b) { Vec r; TANDEM_LANES r.v[i] = a.v[i] / b.v[i]; return r; }
-static inline Vec max(Vec a, Vec b) { Vec r; TANDEM_LANES r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return r; }
-static inline Vec min(Vec a, Vec b) { Vec r; TANDEM_LANES r.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return r; }
-static inline Vec round_nearest(Vec a) { Vec r; TANDEM_LANES r.v[i] = __builtin_rintf(a.v[i]); return r; }
-static inline Vec pow2(Vec n) {
-    Vec r;
-    TANDEM_LANES { int32_t e = ((int32_t)n.v[i] + 127) << 23; std::memcpy(&r.v[i], &e, 4); }
-    return r;
+#define EACH_LANE(expression)                           \
+  V out;                                                \
+  for (int i = 0; i < LANES; ++i) out.x[i] = expression; \
+  return out
+INLINE V set1(float x) { EACH_LANE(x); }
+INLINE V zero() { return set1(0.0f); }
+INLINE V load(const float* p) { EACH_LANE(p[i]); }
+INLINE void store(float* p, V a) { std::memcpy(p, a.x, sizeof a.x); }
+INLINE V load_n(const float* p, int n) { EACH_LANE(i < n ? p[i] : 0.0f); }
+INLINE void store_n(float* p, V a, int n) { std::memcpy(p, a.x, sizeof(float) * static_cast<size_t>(n)); }
+INLINE V add(V a, V b) { EACH_LANE(a.x[i] + b.x[i]); }
+INLINE V sub(V a, V b) { EACH_LANE(a.x[i] - b.x[i]); }
+INLINE V mul(V a, V b) { EACH_LANE(a.x[i] * b.x[i]); }
+INLINE V div(V a, V b) { EACH_LANE(a.x[i] / b.x[i]); }
+INLINE V max(V a, V b) { EACH_LANE(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+INLINE V min(V a, V b) { EACH_LANE(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
+INLINE V fma(V a, V b, V c) { EACH_LANE(__builtin_fmaf(a.x[i], b.x[i], c.x[i])); }
+INLINE V fnma(V a, V b, V c) { EACH_LANE(__builtin_fmaf(-a.x[i], b.x[i], c.x[i])); }
+INLINE V keep_lanes(V a, int lo, int hi, float fill) { EACH_LANE(i >= lo && i < hi ? a.x[i] : fill); }
+INLINE V where_less(V a, V b, V x, V y) { EACH_LANE(a.x[i] < b.x[i] ? x.x[i] : y.x[i]); }
+INLINE float power_of_two(float n) {
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
 }
-static inline Vec zero_below(Vec x, float limit, Vec y) { Vec r; TANDEM_LANES r.v[i] = x.v[i] >= limit ? y.v[i] : 0.f; return r; }
+INLINE V scale_by_power(V a, V n) { EACH_LANE(a.x[i] * power_of_two(n.x[i])); }
+#undef EACH_LANE
+INLINE float sum(V a) {
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.x[i] = a.x[i] + a.x[i + half];
+  return a.x[0];
+}
+INLINE float max_lane(V a) {
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.x[i] = a.x[i] > a.x[i + half] ? a.x[i] : a.x[i + half];
+  return a.x[0];
+}
 
 #endif
 
-// The lanes' sum in one fixed tree, whatever the instruction set.
-static inline float sum_lanes(Vec a) {
-    alignas(64) float t[LANES];
-    store(t, a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) t[i] += t[i + width];
-    return t[0];
-}
-static inline float max_lanes(Vec a) {
-    alignas(64) float t[LANES];
-    store(t, a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) t[i] = t[i] > t[i + width] ? t[i] : t[i + width];
-    return t[0];
+INLINE float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+// exp within about one unit in the last place for x up to 88.37, where it stays; 0 below -87.33 (and at -inf); NaN stays NaN
+// (max and min return their second operand where one is NaN).
+// Range reduction by ln 2 in two parts and the polynomial of Cephes' expf (Moshier, 1989).
+INLINE V exp(V x) {
+  const V low = set1(-87.33f);
+  const V clamped = min(set1(88.37f), max(low, x));
+  const V shift = set1(12582912.0f);  // 1.5 2^23: adding it rounds to a whole number
+  const V n = sub(add(mul(clamped, set1(1.44269504088896341f)), shift), shift);
+  V r = fnma(n, set1(0.693359375f), clamped);
+  r = fnma(n, set1(-2.12194440e-4f), r);
+  V p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), set1(1.0f));
+  return where_less(x, low, zero(), scale_by_power(p, n));
 }
 
-// e^x within 2 units in the last place for x <= 88; exactly 0 below -87 (after Cephes' expf; range reduction by ln 2 in two
-// parts, a polynomial of degree 5).
-static inline Vec exp(Vec x) {
-    const Vec low = set1(-87.0f), high = set1(88.0f);
-    Vec c = max(min(x, high), low);
-    Vec n = round_nearest(mul(c, set1(1.44269504088896341f)));
-    Vec r = fma(n, set1(-0.693359375f), c);
-    r = fma(n, set1(2.12194440e-4f), r);
-    Vec p = set1(1.9875691500e-4f);
-    p = fma(p, r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(p, mul(r, r), r);
-    p = add(p, set1(1.0f));
-    return zero_below(x, -87.0f, mul(p, pow2(n)));
+// 16 rows of 16 lanes, transposed in place.
+INLINE void transpose(V rows[LANES]) {
+#if defined(__AVX512F__)
+  __m512 t[16], u[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_ps(rows[2 * i].v, rows[2 * i + 1].v);
+    t[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i].v, rows[2 * i + 1].v);
+  }
+  for (int i = 0; i < 4; ++i) {
+    u[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    u[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    u[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    u[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    rows[i].v = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+    rows[i + 8].v = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+  }
+#else
+  float from[LANES][LANES], to[LANES][LANES];
+  for (int i = 0; i < LANES; ++i) store(from[i], rows[i]);
+  for (int i = 0; i < LANES; ++i)
+    for (int j = 0; j < LANES; ++j) to[j][i] = from[i][j];
+  for (int i = 0; i < LANES; ++i) rows[i] = load(to[i]);
+#endif
 }
-static inline float exp1(float x) {
-    alignas(64) float t[LANES];
-    store(t, exp(set1(x)));
-    return t[0];
-}
-
-}  // namespace tandem

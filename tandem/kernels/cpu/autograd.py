@@ -1,0 +1,193 @@
+"""Gradients of the C++ kernels. A backward pass sums in a fixed order too, so gradients do not depend on threads."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import PackedWeight
+from tandem.kernels.cpu.calls import Calls, dense
+
+_CHUNK_LOGITS = 1 << 20
+_MIN_CHUNK_ROWS = 128
+_PACK_FLOATS = 1 << 24
+"""Weights up to this size are packed once for all chunks; larger ones slab by slab in the kernel."""
+
+
+def _dense_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else dense(x)
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, calls: Calls) -> Tensor:
+        x, weight = dense(x), dense(weight)
+        ctx.save_for_backward(x, weight)
+        ctx.calls = calls
+        return calls.linear(x, weight, _dense_or_none(bias))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        calls: Calls = ctx.calls
+        grad = dense(grad)
+        return (
+            calls.linear_grad_x(grad, weight) if ctx.needs_input_grad[0] else None,
+            calls.linear_grad_weight(grad, x) if ctx.needs_input_grad[1] else None,
+            calls.linear_grad_bias(grad) if ctx.needs_input_grad[2] else None,
+            None,
+        )
+
+
+class RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, calls: Calls) -> Tensor:
+        x, weight = dense(x), dense(weight)
+        rstd = torch.empty(x.shape[0], dtype=torch.float32)
+        out = calls.rms_norm(x, weight, eps, rstd)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.calls = calls
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        grad_x, grad_weight = ctx.calls.rms_norm_backward(x, weight, dense(grad), None, rstd)
+        return grad_x, grad_weight, None, None
+
+
+class AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, calls: Calls
+    ) -> tuple[Tensor, Tensor]:
+        weight = dense(weight)
+        rstd = torch.empty(x.shape[0], dtype=torch.float32)
+        out, total = calls.add_rms_norm(dense(x), dense(residual), weight, eps, rstd)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.calls = calls
+        ctx.set_materialize_grads(False)
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        total, weight, rstd = ctx.saved_tensors
+        if grad is None:
+            return grad_total, grad_total, None, None, None
+        grad_x, grad_weight = ctx.calls.rms_norm_backward(total, weight, dense(grad), _dense_or_none(grad_total), rstd)
+        return grad_x, grad_x, grad_weight, None, None
+
+
+class SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, calls: Calls) -> Tensor:
+        gate_up = dense(gate_up)
+        ctx.save_for_backward(gate_up)
+        ctx.calls = calls
+        return calls.silu_mul(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.calls.silu_mul_backward(ctx.saved_tensors[0], dense(grad)), None
+
+
+class Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int], q_norm: Tensor | None,
+        k_norm: Tensor | None, eps: float, calls: Calls,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, cos_sin, positions = dense(qkv), dense(cos_sin), positions.long().contiguous()
+        ctx.save_for_backward(qkv, positions, cos_sin, q_norm, k_norm)
+        ctx.heads, ctx.eps, ctx.calls = heads, eps, calls
+        return calls.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        qkv, positions, cos_sin, q_norm, k_norm = ctx.saved_tensors
+        given = (dense(grads[0]), dense(grads[1]), dense(grads[2]))
+        grad_qkv, norms = ctx.calls.rope_backward(qkv, positions, cos_sin, ctx.heads, q_norm, k_norm, ctx.eps, given)
+        grad_q_norm = norms[0] if ctx.needs_input_grad[4] else None
+        grad_k_norm = norms[1] if ctx.needs_input_grad[5] else None
+        return grad_qkv, None, None, None, grad_q_norm, grad_k_norm, None, None
+
+
+class PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: Calls
+    ) -> Tensor:
+        q, k, v = dense(q), dense(k), dense(v)
+        log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
+        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum)
+        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens)
+        ctx.scale, ctx.window, ctx.calls = scale, window, calls
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, cu_seqlens = ctx.saved_tensors
+        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window)
+        return *grads, None, None, None, None
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Logits live for one chunk of rows, and are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, calls: Calls
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, targets = dense(hidden), dense(weight), targets.long().contiguous()
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature, ctx.calls = temperature, calls
+        raw, entropy = torch.empty(len(hidden)), torch.empty(len(hidden))
+        scaled = None if temperature == 1 else torch.empty(len(hidden))
+        once = _maybe_packed(weight, calls)
+        for rows in _chunks(hidden, weight):
+            logits = _logits(hidden[rows], weight, once, calls)
+            calls.logprobs(
+                logits, targets[rows], temperature, raw[rows], None if scaled is None else scaled[rows], entropy[rows]
+            )
+        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        return raw, raw.new_empty(0) if scaled is None else scaled, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_raw: Tensor | None, grad_scaled: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, targets = ctx.saved_tensors
+        calls: Calls = ctx.calls
+        if ctx.temperature == 1:
+            grad_scaled = None
+        if grad_raw is None and grad_scaled is None:
+            return None, None, None, None, None
+        grad_raw = torch.zeros(len(hidden)) if grad_raw is None else dense(grad_raw)
+        grad_scaled = _dense_or_none(grad_scaled)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        once = _maybe_packed(weight, calls)
+        for rows in _chunks(hidden, weight):
+            grad = _logits(hidden[rows], weight, once, calls)
+            calls.logprobs_backward(
+                grad, targets[rows], ctx.temperature, grad_raw[rows], None if grad_scaled is None else grad_scaled[rows]
+            )
+            if grad_hidden is not None:
+                calls.linear_grad_x(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                calls.linear_grad_weight(grad, hidden[rows], onto=grad_weight)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(_MIN_CHUNK_ROWS, _CHUNK_LOGITS // weight.shape[0] // 64 * 64)
+    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
+
+
+def _maybe_packed(weight: Tensor, calls: Calls) -> PackedWeight | None:
+    return calls.pack(weight) if weight.numel() <= _PACK_FLOATS else None
+
+
+def _logits(hidden: Tensor, weight: Tensor, packed: PackedWeight | None, calls: Calls) -> Tensor:
+    return calls.linear(hidden, weight, None) if packed is None else calls.linear_with(hidden, packed)

@@ -1,0 +1,90 @@
+"""Build the C++ kernels on first use, and find them again afterwards.
+
+A library is named by what went into it: the sources, the compiler's version and the instruction set it compiles for.
+Its file ends with the SHA-256 of the rest, since loading a damaged library would end the process, not raise. Builders
+write to a directory of their own and rename the result into place, so any number may build at once.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tandem.types import UserError
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno",
+    "-ffp-contract=off",  # a multiply-add is fused where the source says so and nowhere else
+)  # fmt: skip
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def default_directory() -> Path:
+    return Path.home() / ".cache" / "tandem" / "kernels"
+
+
+def built_library(compiler: str, directory: Path) -> Path:
+    """The built library. Raises ``UserError`` where it cannot be built."""
+    program = shutil.which(compiler)
+    if program is None:
+        raise UserError(f"kernels cpu: no compiler {compiler!r} on this machine; install g++ or use kernels reference")
+    path = directory / f"kernels-{_identity(program)}.so"
+    if not is_intact(path):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory, prefix="building-") as scratch:
+                built = _build(program, Path(scratch))
+                built.replace(path)
+        except OSError as error:
+            reason = f"cannot write to {directory} ({error.strerror})"
+            raise UserError(f"kernels cpu: {reason}; make it writable, or use kernels reference") from error
+    return path
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the library is there and ends with its own digest."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return len(data) > DIGEST_BYTES and hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
+
+
+def _identity(program: str) -> str:
+    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest.update(_run([program, "--version"]).encode())
+    digest.update(_run([program, "-march=native", "-Q", "--help=target"]).encode())
+    return digest.hexdigest()[:32]
+
+
+def _build(program: str, scratch: Path) -> Path:
+    def compile_one(source: Path) -> str:
+        target = scratch / f"{source.stem}.o"
+        _run([program, *FLAGS, "-w", "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+    built = scratch / "kernels.so"
+    _run([program, "-shared", "-fopenmp", *objects, "-o", str(built)])
+    with built.open("ab") as file:
+        file.write(hashlib.sha256(built.read_bytes()).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    return built
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.splitlines() or ["no message"]
+        reason = next((line for line in lines if "error" in line), lines[0]).strip()
+        name = Path(command[0]).name
+        raise UserError(f"kernels cpu: {name} failed ({reason}); mend the compiler or use kernels reference")
+    return done.stdout

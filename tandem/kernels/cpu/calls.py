@@ -1,0 +1,300 @@
+"""Tensors in, tensors out: the C functions with their outputs allocated and their error codes turned into exceptions.
+
+Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brought to their dtype here.
+"""
+
+from torch import Tensor, empty, float32, float64, int32, int64
+
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows
+from tandem.kernels.cpu.library import Library
+
+_MAX_HEAD = 512
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` as contiguous memory. Raises ``TypeError`` for what these kernels do not compute with."""
+    if x.dtype is not float32 or not x.is_cpu:
+        raise TypeError(f"kernels cpu take fp32 on cpu, not {x.dtype} on {x.device}; use kernels reference")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def expect(holds: bool, name: str, x: Tensor, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
+
+
+def _indices(x: Tensor, dtype: object) -> Tensor:
+    if x.dtype is not dtype:
+        x = x.to(dtype)  # type: ignore[call-overload]
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else dense(x).data_ptr()
+
+
+class Calls:
+    """One method a C function."""
+
+    def __init__(self, library: Library) -> None:
+        self._c = library
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        rows, columns = weight.shape
+        data = empty(self._c.packed_floats(rows, columns), dtype=float32)
+        self._c.pack(weight.data_ptr(), rows, columns, data.data_ptr())
+        return PackedWeight(data, rows, columns)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, (columns, width) = x.shape[0], weight.shape
+        expect(x.dim() == 2 and x.shape[1] == width, "linear x", x, f"[T, {width}]")
+        expect(bias is None or len(bias) == columns, "linear bias", x if bias is None else bias, f"[{columns}]")
+        out = empty((rows, columns), dtype=float32)
+        self._c.linear(x.data_ptr(), weight.data_ptr(), 0, _address(bias), rows, columns, width, out.data_ptr())
+        return out
+
+    def linear_with(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        data, columns, width = weight
+        out = empty((x.shape[0], columns), dtype=float32)
+        self._c.linear(x.data_ptr(), data.data_ptr(), 1, 0, x.shape[0], columns, width, out.data_ptr())
+        return out
+
+    def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        columns, width = weight.shape
+        out = empty((len(grad), width), dtype=float32) if out is None else out
+        self._c.linear_grad_x(grad.data_ptr(), weight.data_ptr(), len(grad), columns, width, out.data_ptr())
+        return out
+
+    def linear_grad_weight(self, grad: Tensor, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        rows, columns, width = len(x), grad.shape[1], x.shape[1]
+        out = empty((columns, width), dtype=float32) if onto is None else onto
+        adds = onto is not None
+        self._c.linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
+        return out
+
+    def linear_grad_bias(self, grad: Tensor) -> Tensor:
+        out = empty(grad.shape[1], dtype=float32)
+        self._c.linear_grad_bias(grad.data_ptr(), grad.shape[0], grad.shape[1], out.data_ptr())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, rstd: Tensor | None) -> Tensor:
+        rows, width = x.shape
+        expect(len(weight) == width, "norm weight", weight, f"[{width}]")
+        out = empty((rows, width), dtype=float32)
+        self._c.rms_norm(x.data_ptr(), 0, weight.data_ptr(), rows, width, eps, out.data_ptr(), 0, _address(rstd))
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rstd: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        expect(len(weight) == width, "norm weight", weight, f"[{width}]")
+        expect(residual.shape == x.shape, "norm residual", residual, f"{list(x.shape)}")
+        out, total = empty((rows, width), dtype=float32), empty((rows, width), dtype=float32)
+        self._c.rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), total.data_ptr(),
+            _address(rstd),
+        )  # fmt: skip
+        return out, total
+
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, rstd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        grad_x, grad_weight = empty((rows, width), dtype=float32), empty(width, dtype=float32)
+        self._c.rms_norm_backward(
+            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), _address(grad_total), rstd.data_ptr(), rows, width,
+            grad_x.data_ptr(), grad_weight.data_ptr(),
+        )  # fmt: skip
+        return grad_x, grad_weight
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        expect(width % 2 == 0, "silu_mul gate_up", gate_up, "[T, 2 F]")
+        out = empty((rows, width // 2), dtype=float32)
+        self._c.silu_mul(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
+        return out
+
+    def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+        out = empty(gate_up.shape, dtype=float32)
+        self._c.silu_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], out.data_ptr())
+        return out
+
+    def rope(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query_heads, kv_heads, size = heads
+        tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
+        q = empty((tokens, query_heads, size), dtype=float32)
+        k = empty((tokens, kv_heads, size), dtype=float32)
+        v = empty((tokens, kv_heads, size), dtype=float32)
+        code = self._c.rope(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, len(cos_sin), query_heads, kv_heads, size,
+            _address(q_norm), _address(k_norm), eps, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        )  # fmt: skip
+        if code:
+            raise IndexError(f"rope: a position lies outside 0..{len(cos_sin) - 1}")
+        return q, k, v
+
+    def rope_to_cache(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
+    ) -> Tensor:
+        query_heads, kv_heads, size = heads
+        tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
+        keys, values = cache
+        blocks, slots = keys.shape[0], _indices(slots, int64)
+        _expect_cache(keys, values, kv_heads, size)
+        expect(len(slots) == tokens, "slots", slots, f"[{tokens}]")
+        q = empty((tokens, query_heads, size), dtype=float32)
+        code = self._c.rope_to_cache(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, len(cos_sin), query_heads, kv_heads, size,
+            _address(q_norm), _address(k_norm), eps, q.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks,
+            slots.data_ptr(),
+        )  # fmt: skip
+        if code == 1:
+            raise IndexError(f"rope_to_cache: a position lies outside 0..{len(cos_sin) - 1}")
+        if code == 2:
+            raise IndexError(f"rope_to_cache: a slot lies outside the cache of {blocks} blocks")
+        return q
+
+    def rope_backward(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, grads: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient by qkv, and ``[2, D]`` of the two norms."""
+        query_heads, kv_heads, size = heads
+        grad_qkv, grad_norms = empty(qkv.shape, dtype=float32), empty((2, size), dtype=float32)
+        self._c.rope_backward(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), len(qkv), query_heads, kv_heads, size,
+            _address(q_norm), _address(k_norm), eps, *(g.data_ptr() for g in grads), grad_qkv.data_ptr(),
+            grad_norms.data_ptr(),
+        )  # fmt: skip
+        return grad_qkv, grad_norms
+
+    def _rope_inputs(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int]
+    ) -> tuple[int, Tensor, Tensor]:
+        query_heads, kv_heads, size = heads
+        tokens, width = qkv.shape
+        expect(width == (query_heads + 2 * kv_heads) * size, "qkv", qkv, f"[T, {(query_heads + 2 * kv_heads) * size}]")
+        expect(len(positions) == tokens, "positions", positions, f"[{tokens}]")
+        fits = cos_sin.shape[1] == size and size % 2 == 0 and size <= _MAX_HEAD
+        expect(fits, "cos_sin", cos_sin, f"[P, {size}], an even size up to {_MAX_HEAD}")
+        return tokens, _indices(positions, int64), dense(cos_sin)
+
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
+        log_sum: Tensor | None,
+    ) -> Tensor:
+        tokens, heads, size = q.shape
+        kv_heads = k.shape[1]
+        fits = k.shape == (tokens, kv_heads, size) and heads % kv_heads == 0
+        expect(fits, "attention k", k, f"[{tokens}, a divisor of {heads}, {size}]")
+        expect(v.shape == k.shape, "attention v", v, f"{list(k.shape)}")
+        bounds = _indices(cu_seqlens, int32)
+        out = empty((tokens, heads, size), dtype=float32)
+        code = self._c.packed_attention(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), len(bounds) - 1, tokens, heads, kv_heads, size,
+            scale, window or 0, out.data_ptr(), _address(log_sum),
+        )  # fmt: skip
+        if code == 1:
+            raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
+        if code:
+            raise ValueError(f"attention: cu_seqlens must rise from 0 to {tokens}, the number of tokens")
+        return out
+
+    def packed_attention_backward(
+        self, grad: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``saved``: q, k, v, out, log_sum."""
+        q, k, v, out, log_sum = saved
+        (_, heads, size), kv_heads, bounds = q.shape, k.shape[1], _indices(cu_seqlens, int32)
+        grads = tuple(empty(x.shape, dtype=float32) for x in (q, k, v))
+        self._c.packed_attention_backward(
+            grad.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), log_sum.data_ptr(),
+            bounds.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0,
+            *(g.data_ptr() for g in grads),
+        )  # fmt: skip
+        return grads[0], grads[1], grads[2]
+
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+        tokens, heads, size = q.shape
+        keys, values = cache
+        blocks, kv_heads = keys.shape[:2]
+        _expect_cache(keys, values, kv_heads, size)
+        starts, lengths = _indices(batch.query_start, int32), _indices(batch.context_lens, int32)
+        tables = _indices(batch.block_tables, int32)
+        sequences, width = tables.shape
+        expect(len(lengths) == sequences, "context_lens", lengths, f"[{sequences}]")
+        expect(len(starts) == sequences + 1, "query_start", starts, f"[{sequences + 1}]")
+        out = empty((tokens, heads, size), dtype=float32)
+        code = self._c.paged_attention(
+            q.data_ptr(), keys.data_ptr(), values.data_ptr(), tokens, blocks, heads, kv_heads, size, starts.data_ptr(),
+            lengths.data_ptr(), tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
+        )  # fmt: skip
+        if code == 1:
+            raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
+        if code == 2:
+            raise ValueError("attention: query_start and context_lens do not fit the tokens or the block tables")
+        if code == 3:
+            raise IndexError(f"attention: a block table names a block outside the cache of {blocks} blocks")
+        return out
+
+    def logprobs(
+        self, logits: Tensor, targets: Tensor, temperature: float, raw: Tensor, scaled: Tensor | None,
+        entropy: Tensor | None,
+    ) -> None:
+        rows, width = logits.shape
+        expect(len(targets) == rows, "targets", targets, f"[{rows}]")
+        code = self._c.logprobs(
+            logits.data_ptr(), _indices(targets, int64).data_ptr(), rows, width, 1 / temperature, raw.data_ptr(),
+            _address(scaled), _address(entropy),
+        )  # fmt: skip
+        if code:
+            raise IndexError(f"logprobs: a target lies outside the vocabulary of {width}")
+
+    def logprobs_backward(
+        self, logits: Tensor, targets: Tensor, temperature: float, grad_raw: Tensor, grad_scaled: Tensor | None
+    ) -> None:
+        """The logits become the gradient by them."""
+        rows, width = logits.shape
+        self._c.logprobs_backward(
+            logits.data_ptr(), targets.data_ptr(), rows, width, 1 / temperature, grad_raw.data_ptr(),
+            _address(grad_scaled),
+        )  # fmt: skip
+
+    def sample_rows(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> SampledRows:
+        rows, width = logits.shape
+        expect(width > 0, "logits", logits, "[R, V] with V above 0")
+        columns = [
+            _indices(column, dtype)
+            for column, dtype in (
+                (temperature, float32), (top_k, int64), (top_p, float32), (min_p, float32), (uniform, float64),
+            )
+        ]  # fmt: skip
+        for column in columns:
+            expect(len(column) == rows, "a sampling setting", column, f"[{rows}]")
+        tokens = empty(rows, dtype=int64)
+        raw, sampling = empty(rows, dtype=float32), empty(rows, dtype=float32)
+        self._c.sample(
+            logits.data_ptr(), rows, width, *(column.data_ptr() for column in columns), tokens.data_ptr(),
+            raw.data_ptr(), sampling.data_ptr(),
+        )  # fmt: skip
+        return SampledRows(tokens, raw, sampling)
+
+
+def _expect_cache(keys: Tensor, values: Tensor, kv_heads: int, size: int) -> None:
+    blocks = keys.shape[0]
+    expect(
+        keys.dtype is float32 and keys.is_contiguous() and keys.shape == (blocks, kv_heads, size, BLOCK_TOKENS),
+        "cache keys", keys, f"dense fp32 [N, {kv_heads}, {size}, {BLOCK_TOKENS}]",
+    )  # fmt: skip
+    expect(
+        values.dtype is float32 and values.is_contiguous() and values.shape == (blocks, kv_heads, BLOCK_TOKENS, size),
+        "cache values", values, f"dense fp32 [{blocks}, {kv_heads}, {BLOCK_TOKENS}, {size}]",
+    )  # fmt: skip

@@ -1,0 +1,40 @@
+// Matrix products whose bits depend on nothing but the numbers.
+//
+//   out[m, n] = sum over blocks of K_BLOCK absolute k, in order, of (one fused multiply-add chain over the block's k)
+//
+// whatever M, N, the tiles or the threads are.
+#pragma once
+
+#include <cstdint>
+
+constexpr int64_t K_BLOCK = 256;
+constexpr int64_t PANEL = 64;
+
+// An [M, K] matrix by strides in elements, so that a transpose is a view.
+struct Left {
+  const float* data;
+  int64_t row_stride, k_stride;
+};
+
+// The [K, N] matrix. PACKED: panels of 64 columns, each [K][64], the last as wide as its columns rounded up to 16 (see
+// `packed_floats`). ROWS: row-major [K, N]. COLUMNS: row-major [N, K], the layout of a linear layer's weight.
+enum class Layout { PACKED, ROWS, COLUMNS };
+struct Right {
+  const float* data;
+  Layout layout;
+  int64_t stride;  // elements from row to row; unused when PACKED
+};
+
+struct Product {
+  int64_t m, n, k;
+  Left left;
+  Right right;
+  float* out;
+  int64_t out_stride;
+  const float* bias;  // [n] or null, added last
+  bool accumulate;    // out += instead of out =
+};
+
+int64_t packed_floats(int64_t n, int64_t k);
+void pack(const Right& right, int64_t n, int64_t k, float* packed);
+void multiply(const Product& product);

@@ -1,0 +1,104 @@
+"""The C++ kernels behind the interface of ``tandem.kernels.api``.
+
+Checks are few, because a small model spends as long in Python as in arithmetic: dtype, device and the sizes that a
+wrong call would turn into a stray read. A gradient's bookkeeping is set up only where one is wanted.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.cpu import autograd
+from tandem.kernels.cpu.calls import Calls, dense, expect
+from tandem.kernels.cpu.library import Library
+
+
+class CpuKernels:
+    """fp32 on CPU, with the same bits on every instruction set (see ``vec.h``)."""
+
+    name = "cpu"
+
+    def __init__(self, library: Library) -> None:
+        self._calls = Calls(library)
+        self._library = library
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if _wants_grad(x, weight, bias):
+            return autograd.Linear.apply(x, weight, bias, self._calls)  # type: ignore[no-any-return]
+        return self._calls.linear(dense(x), dense(weight), None if bias is None else dense(bias))
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        return self._calls.pack(dense(weight.detach()))
+
+    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        data, rows, columns = weight
+        x = dense(x)
+        count, width = x.shape
+        expect(width == columns, "linear x", x, f"[T, {columns}]")
+        out = torch.empty((count, rows), dtype=torch.float32)
+        at_bias = 0 if bias is None else dense(bias).data_ptr()
+        self._library.linear(x.data_ptr(), data.data_ptr(), 1, at_bias, count, rows, columns, out.data_ptr())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if _wants_grad(x, weight, None):
+            return autograd.RmsNorm.apply(x, weight, eps, self._calls)  # type: ignore[no-any-return]
+        return self._calls.rms_norm(dense(x), dense(weight), eps, None)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if _wants_grad(x, weight, residual):
+            return autograd.AddRmsNorm.apply(x, residual, weight, eps, self._calls)  # type: ignore[no-any-return]
+        return self._calls.add_rms_norm(dense(x), dense(residual), dense(weight), eps, None)
+
+    def rope(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _wants_grad(qkv, q_norm, k_norm):
+            return autograd.Rope.apply(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, self._calls)  # type: ignore[no-any-return]
+        return self._calls.rope(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps)
+
+    def rope_to_cache(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
+    ) -> Tensor:
+        return self._calls.rope_to_cache(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
+
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+    ) -> Tensor:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._calls)  # type: ignore[no-any-return]
+        return self._calls.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None)
+
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+        return self._calls.paged_attention(dense(q), cache, batch, scale, window)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.requires_grad and torch.is_grad_enabled():
+            return autograd.SiluMul.apply(gate_up, self._calls)  # type: ignore[no-any-return]
+        return self._calls.silu_mul(dense(gate_up))
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+        if not temperature > 0:
+            raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
+        raw, scaled, entropy = autograd.TokenLogprobs.apply(hidden, weight, targets, temperature, self._calls)
+        return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
+
+    def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        raw = torch.empty(logits.shape[0], dtype=torch.float32)
+        self._calls.logprobs(dense(logits.detach()), targets, 1.0, raw, None, None)
+        return raw
+
+    def sample_rows(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> SampledRows:
+        return self._calls.sample_rows(dense(logits.detach()), temperature, top_k, top_p, min_p, uniform)
+
+
+def _wants_grad(first: Tensor, second: Tensor | None, third: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        first.requires_grad
+        or (second is not None and second.requires_grad)
+        or (third is not None and third.requires_grad)
+    )

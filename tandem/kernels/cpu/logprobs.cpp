@@ -1,0 +1,76 @@
+// Log-probabilities of given tokens, their entropy, and the gradient by the logits.
+#include "parallel.h"
+#include "softmax.h"
+
+namespace {
+
+constexpr int64_t COST_OF_EXP = 16;  // in multiply-adds
+
+// -sum p log p, with p log p = 0 where p = 0.
+float entropy_of(const float* logits, int64_t width, const Softmax& s) {
+  const V by = set1(s.scale), shift = set1(s.highest), floor = set1(-3.0e38f);
+  V along = zero();
+  each_vector(width, [&](int64_t i, int n) {
+    const V below = max(floor, sub(mul(get(logits + i, n), by), shift));
+    along = fma(exp_shifted(logits, i, n, by, shift), below, along);
+  });
+  return s.log_sum - sum(along) / s.sum;
+}
+
+bool targets_fit(const int64_t* targets, int64_t rows, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r)
+    if (targets[r] < 0 || targets[r] >= width) return false;
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+// raw[rows] at temperature 1; scaled[rows] (null where inverse_temperature is 1) and entropy[rows] (or null) at the other.
+// Returns 1 where a target lies outside the row.
+int tandem_logprobs(const float* logits, const int64_t* targets, int64_t rows, int64_t width, float inverse_temperature, float* raw,
+                    float* scaled, float* entropy) {
+  if (!targets_fit(targets, rows, width)) return 1;
+  const int threads = threads_for(rows * width * COST_OF_EXP);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = logits + r * width;
+    Softmax s = softmax(row, width, 1.0f);
+    raw[r] = s.logprob(row[targets[r]]);
+    if (scaled) {
+      s = softmax(row, width, inverse_temperature);
+      scaled[r] = s.logprob(row[targets[r]]);
+    }
+    if (entropy) entropy[r] = entropy_of(row, width, s);
+  }
+  return 0;
+}
+
+// The logits are replaced by the gradient: grad (onehot - softmax) of each of the two temperatures, added.
+void tandem_logprobs_backward(float* logits, const int64_t* targets, int64_t rows, int64_t width, float inverse_temperature,
+                              const float* grad_raw, const float* grad_scaled) {
+  const int threads = threads_for(rows * width * COST_OF_EXP);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = logits + r * width;
+    const Softmax one = softmax(row, width, 1.0f);
+    const V minus = set1(-grad_raw[r] / one.sum), by = set1(1.0f), shift = set1(one.highest);
+    float at_target = grad_raw[r];
+    if (grad_scaled) {
+      const Softmax other = softmax(row, width, inverse_temperature);
+      const float slope = grad_scaled[r] * inverse_temperature;
+      const V other_minus = set1(-slope / other.sum), other_by = set1(inverse_temperature), other_shift = set1(other.highest);
+      at_target += slope;
+      each_vector(width, [&](int64_t i, int n) {
+        const V e = mul(exp_shifted(row, i, n, by, shift), minus);
+        put(row + i, fma(exp_shifted(row, i, n, other_by, other_shift), other_minus, e), n);
+      });
+    } else {
+      each_vector(width, [&](int64_t i, int n) { put(row + i, mul(exp_shifted(row, i, n, by, shift), minus), n); });
+    }
+    row[targets[r]] += at_target;
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,99 @@
+// Row-wise kernels: RMS norm (with and without a residual) and the gated activation, forward and backward.
+//
+// A row's sums run in sixteen lanes over its columns and close with one fixed tree. Sums over rows (gradients of norm weights)
+// run in order inside chunks of ROWS_PER_SUM rows and then over the chunks, whoever computed them.
+#include "rows.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+
+namespace {
+
+constexpr int64_t ROWS_PER_SUM = 64;
+
+void add_norm_row(const float* x, const float* residual, const float* weight, int64_t width, float eps, float* out, float* total,
+                  float* rstd) {
+  if (residual) {
+    each_vector(width, [&](int64_t i, int n) { put(total + i, add(get(x + i, n), get(residual + i, n)), n); });
+    x = total;
+  }
+  *rstd = norm_row(x, weight, width, eps, out);
+}
+
+// The gradient of one row into grad_x, and of the weight added to weight_sum.
+void norm_row_backward(const float* x, const float* weight, const float* grad, const float* grad_total, float rstd, int64_t width,
+                       float* grad_x, float* weight_sum) {
+  norm_row_grad(x, weight, grad, rstd, width, grad_x, weight_sum);
+  if (grad_total) each_vector(width, [&](int64_t i, int n) { put(grad_x + i, add(get(grad_x + i, n), get(grad_total + i, n)), n); });
+}
+
+}  // namespace
+
+void sum_partials(const float* partials, int64_t count, int64_t width, float* out) {
+  each_vector(width, [&](int64_t i, int n) {
+    V total = zero();
+    for (int64_t c = 0; c < count; ++c) total = add(total, get(partials + c * width + i, n));
+    put(out + i, total, n);
+  });
+}
+
+extern "C" {
+
+// out = norm(x [+ residual]), total = x + residual (where there is one), rstd[rows].
+void tandem_rms_norm(const float* x, const float* residual, const float* weight, int64_t rows, int64_t width, float eps, float* out,
+                     float* total, float* rstd) {
+  const int threads = threads_for(rows * width * 8);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    float scale;
+    add_norm_row(x + r * width, residual ? residual + r * width : nullptr, weight, width, eps, out + r * width,
+                 residual ? total + r * width : nullptr, rstd ? rstd + r : &scale);
+  }
+}
+
+// grad_x also receives grad_total (the gradient that reaches x + residual by its other way), where given.
+void tandem_rms_norm_backward(const float* x, const float* weight, const float* grad, const float* grad_total, const float* rstd,
+                              int64_t rows, int64_t width, float* grad_x, float* grad_weight) {
+  const int64_t chunks = (rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM;
+  std::vector<float> partials(static_cast<size_t>(chunks * width), 0.0f);
+  const int threads = threads_for(rows * width * 8);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t c = 0; c < chunks; ++c)
+    for (int64_t r = c * ROWS_PER_SUM; r < std::min(rows, (c + 1) * ROWS_PER_SUM); ++r)
+      norm_row_backward(x + r * width, weight, grad + r * width, grad_total ? grad_total + r * width : nullptr, rstd[r], width,
+                        grad_x + r * width, partials.data() + c * width);
+  sum_partials(partials.data(), chunks, width, grad_weight);
+}
+
+void tandem_silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) {
+  const int threads = threads_for(rows * width * 16);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *gate = gate_up + r * 2 * width, *up = gate + width;
+    float* to = out + r * width;
+    each_vector(width, [&](int64_t i, int n) {
+      const V g = get(gate + i, n);
+      put(to + i, mul(div(g, add(set1(1.0f), exp(sub(zero(), g)))), get(up + i, n)), n);
+    });
+  }
+}
+
+void tandem_silu_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, float* grad_gate_up) {
+  const int threads = threads_for(rows * width * 16);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *gate = gate_up + r * 2 * width, *up = gate + width, *from = grad + r * width;
+    float *to_gate = grad_gate_up + r * 2 * width, *to_up = to_gate + width;
+    each_vector(width, [&](int64_t i, int n) {
+      const V g = get(gate + i, n), u = get(up + i, n), d = get(from + i, n), one = set1(1.0f);
+      const V sigmoid = div(one, add(one, exp(sub(zero(), g))));
+      const V slope = mul(sigmoid, fma(g, sub(one, sigmoid), one));  // silu'
+      put(to_gate + i, mul(mul(d, u), slope), n);
+      put(to_up + i, mul(d, mul(g, sigmoid)), n);
+    });
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,63 @@
+// What the row kernels share: walking a row in vectors, and the RMS norm of one row.
+#pragma once
+
+#include "vec.h"
+
+INLINE V get(const float* p, int n) { return n == LANES ? load(p) : load_n(p, n); }
+INLINE void put(float* p, V v, int n) {
+  if (n == LANES)
+    store(p, v);
+  else
+    store_n(p, v, n);
+}
+
+// step(i, n) for every vector of a row: n = LANES columns from i, and what is left at the end.
+template <typename Step>
+INLINE void each_vector(int64_t width, Step step) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) step(i, LANES);
+  if (i < width) step(i, static_cast<int>(width - i));
+}
+
+INLINE float sum_of_squares(const float* x, int64_t width) {
+  V even = zero(), odd = zero();
+  int64_t i = 0;
+  for (; i + 2 * LANES <= width; i += 2 * LANES) {
+    const V a = load(x + i), b = load(x + i + LANES);
+    even = fma(a, a, even);
+    odd = fma(b, b, odd);
+  }
+  each_vector(width - i, [&](int64_t j, int n) {
+    const V a = get(x + i + j, n);
+    even = fma(a, a, even);
+  });
+  return sum(add(even, odd));
+}
+
+// out = weight x / sqrt(mean(x^2) + eps); returns 1 / sqrt(...). out may be x.
+INLINE float norm_row(const float* x, const float* weight, int64_t width, float eps, float* out) {
+  const float rstd = 1.0f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + eps);
+  const V scale = set1(rstd);
+  each_vector(width, [&](int64_t i, int n) { put(out + i, mul(get(weight + i, n), mul(get(x + i, n), scale)), n); });
+  return rstd;
+}
+
+// With h = x rstd and u = grad weight: grad_x = rstd (u - h mean(u h)), weight_sum += grad h. grad_x may be grad.
+INLINE void norm_row_grad(const float* x, const float* weight, const float* grad, float rstd, int64_t width, float* grad_x,
+                          float* weight_sum) {
+  const V scale = set1(rstd);
+  V along = zero();
+  each_vector(width, [&](int64_t i, int n) {
+    const V h = mul(get(x + i, n), scale), d = get(grad + i, n);
+    along = fma(mul(d, get(weight + i, n)), h, along);
+    put(weight_sum + i, fma(d, h, get(weight_sum + i, n)), n);
+  });
+  const V mean = set1(sum(along) / static_cast<float>(width));
+  each_vector(width, [&](int64_t i, int n) {
+    const V h = mul(get(x + i, n), scale);
+    put(grad_x + i, mul(scale, fnma(h, mean, mul(get(grad + i, n), get(weight + i, n)))), n);
+  });
+}
+
+// out[width] = the partials[count][width] added in order.
+void sum_partials(const float* partials, int64_t count, int64_t width, float* out);

@@ -1,0 +1,136 @@
+// Drawing tokens: temperature, min-p, top-k, top-p and the inverse of the cumulative distribution, row by row.
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+#include "softmax.h"
+
+namespace {
+
+struct Candidate {
+  float logit, weight;
+  int64_t token;
+};
+
+struct Filters {
+  int64_t top_k;
+  float top_p, min_p;
+
+  bool any(int64_t width) const { return (top_k > 0 && top_k < width) || top_p < 1.0f || min_p > 0.0f; }
+};
+
+struct RowMemory {
+  Scratch weights;
+  std::vector<double> cumulative;
+  std::vector<Candidate> candidates;
+};
+
+bool comes_first(const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.token < b.token; }
+
+// Sets the weights of the tokens that the filters drop to 0.
+void filter(const float* logits, float* weights, int64_t width, const Filters& filters, std::vector<Candidate>& candidates) {
+  candidates.clear();
+  for (int64_t i = 0; i < width; ++i)
+    if (weights[i] > 0.0f && weights[i] >= filters.min_p) candidates.push_back({logits[i], weights[i], i});
+  if (filters.top_k > 0 && filters.top_k < static_cast<int64_t>(candidates.size())) {
+    std::nth_element(candidates.begin(), candidates.begin() + filters.top_k, candidates.end(), comes_first);
+    candidates.resize(static_cast<size_t>(filters.top_k));
+  }
+  if (filters.top_p < 1.0f && !candidates.empty()) {
+    double total = 0.0;
+    for (const Candidate& c : candidates) total += c.weight;
+    const double wanted = total * static_cast<double>(filters.top_p);
+    // Sort no more of the head than the wanted mass needs.
+    size_t sorted = 0, kept = 0;
+    double before = 0.0;
+    do {
+      const size_t upto = std::min(candidates.size(), std::max<size_t>(256, sorted * 4));
+      std::partial_sort(candidates.begin() + static_cast<int64_t>(sorted), candidates.begin() + static_cast<int64_t>(upto),
+                        candidates.end(), comes_first);
+      sorted = upto;
+      for (; kept < sorted && (kept == 0 || before < wanted); ++kept) before += candidates[kept].weight;
+    } while (kept == sorted && sorted < candidates.size() && before < wanted);
+    candidates.resize(kept);
+  }
+  std::fill_n(weights, width, 0.0f);
+  for (const Candidate& c : candidates) weights[c.token] = c.weight;
+}
+
+// The first token, in order, whose cumulative weight exceeds uniform times the total.
+int64_t draw(const float* weights, int64_t width, double uniform, std::vector<double>& cumulative) {
+  cumulative.clear();
+  double total = 0.0;
+  each_vector(width, [&](int64_t i, int n) {
+    total += static_cast<double>(sum(get(weights + i, n)));
+    cumulative.push_back(total);
+  });
+  const double threshold = uniform * total;
+  const auto at = std::upper_bound(cumulative.begin(), cumulative.end(), threshold);
+  int64_t last = width;
+  if (at != cumulative.end()) {
+    const int64_t first = (at - cumulative.begin()) * LANES;
+    last = std::min(width, first + LANES);
+    double sum_so_far = first == 0 ? 0.0 : *(at - 1);
+    for (int64_t i = first; i < last; ++i) {
+      sum_so_far += static_cast<double>(weights[i]);
+      if (weights[i] > 0.0f && sum_so_far > threshold) return i;
+    }
+  }
+  // Rounding carried the threshold past the last sum: the last token that has any weight.
+  while (last > 1 && !(weights[last - 1] > 0.0f)) --last;
+  return last - 1;
+}
+
+int64_t first_highest(const float* logits, int64_t width) {
+  const float highest = highest_logit(logits, width);
+  const float* at = std::find(logits, logits + width, highest);
+  return at == logits + width ? 0 : at - logits;
+}
+
+struct Drawn {
+  int64_t token;
+  float raw, sampling;
+};
+
+Drawn sample_row(const float* logits, int64_t width, float temperature, const Filters& filters, double uniform, RowMemory& memory) {
+  const Softmax one = softmax(logits, width, 1.0f);
+  if (temperature == 0.0f) {
+    const int64_t token = first_highest(logits, width);
+    return {token, one.logprob(logits[token]), 0.0f};
+  }
+  const float scale = 1.0f / temperature;
+  const V by = set1(scale), shift = set1(one.highest * scale);
+  float* weights = memory.weights.floats(width + LANES);
+  V total = zero();
+  const auto weigh = [&](int64_t i, int n) {
+    const V e = exp_shifted(logits, i, n, by, shift);
+    total = add(total, e);
+    put(weights + i, e, n);
+  };
+  each_vector(width, weigh);
+  if (filters.any(width)) {
+    filter(logits, weights, width, filters, memory.candidates);
+    total = zero();
+    each_vector(width, [&](int64_t i, int n) { total = add(total, get(weights + i, n)); });
+  }
+  const int64_t token = draw(weights, width, uniform, memory.cumulative);
+  const float all = sum(total);
+  const Softmax tempered = {scale, one.highest * scale, all, log_of(all)};
+  return {token, one.logprob(logits[token]), tempered.logprob(logits[token])};
+}
+
+}  // namespace
+
+extern "C" void tandem_sample(const float* logits, int64_t rows, int64_t width, const float* temperature, const int64_t* top_k,
+                              const float* top_p, const float* min_p, const double* uniform, int64_t* tokens, float* raw,
+                              float* sampling) {
+  const int threads = threads_for(rows * width * 32);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    thread_local RowMemory memory;
+    const Drawn drawn = sample_row(logits + r * width, width, temperature[r], {top_k[r], top_p[r], min_p[r]}, uniform[r], memory);
+    tokens[r] = drawn.token;
+    raw[r] = drawn.raw;
+    sampling[r] = drawn.sampling;
+  }
+}
