@@ -1,0 +1,72 @@
+"""Copy and digest in one pass, a chunk at a time, so that the digest reads what the copy left in the cache. No torch.
+
+``ctypes`` and ``xxhash`` both let go of the interpreter lock, so threads of one process do this side by side.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import xxhash
+
+# Measured from 64 KiB to 4 MiB: from 256 KiB on two threads are twice as fast as one, below they wait for the lock.
+CHUNK_BYTES = 512 * 1024
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def address_of(memory: memoryview) -> int:
+    """Where the first byte of a writable buffer lies. Good for as long as the buffer is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def copy_and_digest(destination: int, source: int, size_bytes: int, *, of_source: bool) -> str:
+    """Copy ``size_bytes`` between two addresses that do not overlap; returns the xxh3-128, in hexadecimal, of the
+    source or of the copy. Where another process may write the source meanwhile, only the copy's digest means
+    anything."""
+    digest = xxhash.xxh3_128()
+    hashed = source if of_source else destination
+    for at in range(0, size_bytes, CHUNK_BYTES):
+        count = min(CHUNK_BYTES, size_bytes - at)
+        ctypes.memmove(destination + at, source + at, count)
+        digest.update((ctypes.c_char * count).from_address(hashed + at))
+    return digest.hexdigest()
+
+
+class Threads:
+    """Runs one function over many items on ``count`` threads, each taking items of about the same weight together."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="copy") if count > 1 else None
+
+    def map(self, function: Callable[[T], R], items: Sequence[T], weights: Sequence[int]) -> list[R]:
+        """``function`` of every item, in order. ``weights``: bytes of each. An exception of any is raised."""
+        if self._pool is None:
+            return [function(item) for item in items]
+        results: dict[int, R] = {}
+
+        def run(share: list[int]) -> None:
+            for i in share:
+                results[i] = function(items[i])
+
+        for future in [self._pool.submit(run, share) for share in balanced(weights, self._count)]:
+            future.result()
+        return [results[i] for i in range(len(items))]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def balanced(weights: Sequence[int], count: int) -> list[list[int]]:
+    """Indices in ``count`` shares of nearly the same weight: the heaviest first, each to the lightest share."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(i)
+        loads[lightest] += weights[i]
+    return shares

@@ -1,0 +1,55 @@
+"""Which weights are the current ones: one key in the store, moved forward by compare-and-swap."""
+
+from tandem.checkpoint_engine.manifest import from_json, to_json
+from tandem.runtime.coordination.store import Conflict, Store
+from tandem.types.errors import RunError
+from tandem.types.sample import WeightVersion
+from tandem.types.weights import WeightManifest
+
+KEY = "weights/current"
+
+
+def current(store: Store) -> tuple[WeightManifest, int] | None:
+    """The published manifest and its revision, or ``None`` before the first. Raises ``RunError`` where it is
+    damaged."""
+    entry = store.get(KEY)
+    if entry is None:
+        return None
+    try:
+        return from_json(entry.value), entry.revision
+    except ValueError as error:
+        raise RunError(f"the published weights cannot be used: {error}; register them again") from None
+
+
+def check_newer(version: WeightVersion, digest: str | None, published: WeightManifest | None) -> None:
+    """Raises ``RunError`` unless ``version`` may follow what is published: a larger (incarnation, step). The same
+    version may be published again with the same ``digest`` (``None``: not known yet), from a trainer that was asked
+    twice."""
+    if published is None or version > published.version:
+        return
+    if version == published.version and digest in (None, published.digest):
+        return
+    if version.incarnation < published.version.incarnation:
+        raise RunError(
+            f"weights {describe(version)} are of a trainer that has been replaced: "
+            f"those {describe(published.version)} are published"
+        )
+    raise RunError(f"weights {describe(version)} are not newer than the published ones {describe(published.version)}")
+
+
+def publish(store: Store, manifest: WeightManifest) -> int:
+    """Make ``manifest`` the current one; returns the revision. Raises ``RunError`` where something newer is, or comes
+    while this is tried: a stale incarnation loses every race."""
+    value = to_json(manifest)
+    while True:
+        found = current(store)
+        check_newer(manifest.version, manifest.digest, found[0] if found else None)
+        try:
+            return store.compare_and_swap(KEY, found[1] if found else None, value)
+        except Conflict:
+            # Somebody published in between; look again at what.
+            continue
+
+
+def describe(version: WeightVersion) -> str:
+    return f"of step {version.step} (incarnation {version.incarnation})"
