@@ -56,8 +56,10 @@ class Layer(nn.Module):
 
 class _Step(NamedTuple):
     """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
-    ``next_norm`` is the norm after the layer: the next layer's first, or the final one."""
+    ``input_norm`` stands before the layer; ``next_norm`` after it: the next layer's ``input_norm``, or the final
+    one."""
 
+    input_norm: Tensor
     attention: AttentionLayer
     qkv: Any
     qkv_bias: Tensor | None
@@ -108,12 +110,13 @@ class Decoder(nn.Module):
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient.
         """
-        if self._packed is None and isinstance(attention, PackedContext):
-            if attention.max_seqlen > self.shapes.max_positions:
-                raise ValueError(
-                    f"a sequence of {attention.max_seqlen} tokens is longer than "
-                    f"the model's {self.shapes.max_positions} positions"
-                )
+        is_packed_batch = isinstance(attention, PackedContext)
+        if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_positions:
+            raise ValueError(
+                f"a sequence of {attention.max_seqlen} tokens is longer than "
+                f"the model's {self.shapes.max_positions} positions"
+            )
+        if self._packed is None and is_packed_batch:
             return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention)
         with torch.no_grad():
             if self._packed is None:
@@ -126,7 +129,7 @@ class Decoder(nn.Module):
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
         residual = F.embedding(tokens, self.embed_tokens)
-        x = kernels.rms_norm(residual, self._first_norm, eps)
+        x = kernels.rms_norm(residual, steps[0].input_norm, eps)
         for step in steps:
             x = attend(kernels, step.attention, linear(x, step.qkv, step.qkv_bias), positions, cos_sin, context)
             x = linear(x, step.output, step.output_bias)
@@ -152,10 +155,6 @@ class Decoder(nn.Module):
         return self.lm_head.weight
 
     @property
-    def _first_norm(self) -> Tensor:
-        return cast(Layer, self.layers[0]).input_layernorm.weight
-
-    @property
     def is_packed(self) -> bool:
         return self._packed is not None
 
@@ -167,14 +166,14 @@ class Decoder(nn.Module):
         Weights that change afterwards are not seen until ``pack`` is called again; ``load_tensors`` leaves the decoder
         unpacked for that. Calling it on a packed decoder packs a tied head again and nothing else.
         """
-        packed = self._packed is None
-        if packed:
+        was_plain = self._packed is None
+        if was_plain:
             self._packed = self._steps(
                 [tuple(self._pack_linear(m) for m in layer.linears()) for layer in self._layers()]
             )
         if self.lm_head is None:
             self._packed_head = self.kernels.pack(self.embed_tokens)
-        elif packed:
+        elif was_plain:
             self._packed_head = self._pack_linear(self.lm_head)
 
     def unpack(self) -> None:
@@ -204,7 +203,7 @@ class Decoder(nn.Module):
         shapes = self.shapes
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         layers = self._layers()
-        norms = [layer.input_layernorm.weight for layer in layers[1:]] + [self.norm.weight]
+        norms = [*(layer.input_layernorm.weight for layer in layers), self.norm.weight]
         steps = []
         for index, layer in enumerate(layers):
             q_norm = layer.q_norm.weight if layer.q_norm is not None else None
@@ -213,6 +212,7 @@ class Decoder(nn.Module):
             qkv, output, gate_up, down = matrices[index]
             steps.append(
                 _Step(
+                    norms[index],
                     attention,
                     qkv,
                     layer.qkv_proj.bias,
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
                     layer.gate_up_proj.bias,
                     down,
                     layer.down_proj.bias,
-                    norms[index],
+                    norms[index + 1],
                 )
             )
         return steps

@@ -1,0 +1,111 @@
+"""Random models of transformers, and an engine's flat batches over a cache with shuffled blocks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, select
+from tandem.model.decoder import Decoder, PackedContext, PagedContext
+from tandem.types import UserError
+
+Step = Sequence[tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    try:
+        return select(request.param)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def peer_model() -> Callable[..., Any]:
+    """``peer_model(model_type, seed=0, **config)``: a transformers model in which no parameter is at a special
+    value."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    small = {
+        "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+
+    def make(model_type: str, seed: int = 0, **config: Any) -> Any:
+        torch.manual_seed(seed)
+        settings = transformers.AutoConfig.for_model(model_type, **{**small, **config})
+        model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed_logits() -> Callable[..., list[Tensor]]:
+    """The trainer's path: all sequences in one packed forward, as one [L, V] a sequence."""
+
+    def run(decoder: Decoder, sequences: Sequence[Tensor]) -> list[Tensor]:
+        lengths = [len(s) for s in sequences]
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        hidden = decoder(torch.cat(list(sequences)), positions, PackedContext(bounds, max(lengths)))
+        return list(decoder.logits(hidden).split(lengths))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def paged_logits() -> Callable[..., list[Tensor]]:
+    """The engine's path: each step takes ``(sequence, how many of its next tokens)``; blocks are dealt at random."""
+
+    def run(decoder: Decoder, sequences: Sequence[Tensor], steps: Sequence[Step], seed: int = 0) -> list[Tensor]:
+        shapes, generator = decoder.shapes, torch.Generator().manual_seed(seed)
+        blocks_each = max(-(-len(s) // BLOCK_TOKENS) for s in sequences)
+        count = blocks_each * len(sequences) + 3
+        tables = torch.randperm(count, generator=generator)[: count - 3].view(len(sequences), -1).to(torch.int32)
+        dtype, device = decoder.embed_tokens.dtype, decoder.embed_tokens.device
+        caches = empty_cache((count, shapes.num_kv_heads, shapes.head_dim), shapes.num_layers, dtype, device)
+        for cache in caches:
+            # What stands in a block before it is written must not matter.
+            cache.keys.fill_(7.0)
+            cache.values.fill_(-7.0)
+        done, parts = [0] * len(sequences), [[] for _ in sequences]
+        for step in steps:
+            spans = [(s, done[s], min(done[s] + n, len(sequences[s]))) for s, n in step if done[s] < len(sequences[s])]
+            if not spans:
+                continue
+            positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+            owner = torch.cat([torch.full((end - start,), s) for s, start, end in spans])
+            slots = tables[owner, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+            lengths = [end - start for _, start, end in spans]
+            batch = PagedBatch(
+                torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+                torch.tensor([end for _, _, end in spans], dtype=torch.int32),
+                tables[[s for s, _, _ in spans]].contiguous(),
+                slots,
+            )
+            tokens = torch.cat([sequences[s][start:end] for s, start, end in spans])
+            logits = decoder.logits(decoder(tokens, positions, PagedContext(batch, caches)))
+            for (s, _, end), part in zip(spans, logits.split(lengths), strict=True):
+                parts[s].append(part)
+                done[s] = end
+        assert done == [len(s) for s in sequences]
+        return [torch.cat(part) for part in parts]
+
+    return run

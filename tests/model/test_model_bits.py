@@ -1,0 +1,207 @@
+"""The gate: decode == chunked prefill == full prefill == the trainer's forward under grad, bit for bit, in any mix.
+
+The same check must fail for a sum in another order and for a stale weight: a check that cannot fail proves nothing.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.kernels import Kernels, PackedWeight
+from tandem.kernels.reference import ReferenceKernels
+from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.model.initialise import initialise
+
+SHAPES = {
+    "qwen3": ModelShapes("qwen3", 99, 64, 3, 4, 2, 32, 96, 160, True, qk_norm=True),
+    "qwen2 with windows": ModelShapes(
+        "qwen2", 131, 72, 3, 6, 2, 16, 88, 160, False, attention_bias=True, layer_windows=(None, 19, 40)
+    ),
+    "llama, one key head, yarn": ModelShapes(
+        "llama", 70, 48, 2, 3, 1, 24, 56, 160, False, attention_bias=True, output_bias=True, mlp_bias=True,
+        rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=40),
+    ),
+}  # fmt: skip
+LENGTHS = (1, 17, 64, 65, 130, 33)
+Steps = list[list[tuple[int, int]]]
+
+
+def sequences_for(shapes: ModelShapes) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, shapes.vocab_size, (n,), generator=generator) for n in LENGTHS]
+
+
+def schedules() -> dict[str, Steps]:
+    """How an engine may come to the same tokens, as ``(sequence, tokens)`` a step."""
+    everyone = range(len(LENGTHS))
+    draw = random.Random(3)
+    mixed: Steps = []
+    for _ in range(60):
+        chosen = draw.sample(everyone, draw.randint(1, len(LENGTHS)))
+        mixed.append([(s, draw.choice((1, 1, 1, 3, 7, 16, 31))) for s in chosen])
+    mixed.append([(s, 1000) for s in everyone])
+    return {
+        "decode": [[(s, 1) for s in everyone]] * max(LENGTHS),
+        "decode alone": [[(1, 1)]] * LENGTHS[1] + [[(s, 1000)] for s in (3, 0, 5, 2, 4)],
+        "chunked prefill": [[(s, (13, 29, 5)[(s + i) % 3]) for s in everyone] for i in range(30)],
+        "full prefill": [[(s, 1000) for s in reversed(everyone)]],
+        "full prefill alone": [[(s, 1000)] for s in everyone],
+        "prefill, then decode": [[(s, LENGTHS[s] // 2 + 1) for s in everyone], *([[(s, 1) for s in everyone]] * 70)],
+        "mixed": mixed,
+    }
+
+
+def decoder_for(shapes: ModelShapes, kernels: Kernels) -> Decoder:
+    """Random weights with no parameter at a special value; matrices large enough for distinct logits."""
+    decoder = Decoder(shapes, kernels)
+    initialise(decoder, 1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, tensor in to_huggingface(decoder):
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.15 * noise)
+    return decoder
+
+
+def copy_of(decoder: Decoder, kernels: Kernels) -> Decoder:
+    copy = Decoder(decoder.shapes, kernels)
+    load_tensors(copy, to_huggingface(decoder))
+    return copy
+
+
+Run = Callable[..., list[Tensor]]
+
+
+def disagreements(trained: Sequence[Tensor], runs: dict[str, Sequence[Tensor]]) -> list[str]:
+    """The runs in which some sequence's logits [L, V] are not the trainer's, bit for bit."""
+    return [
+        name
+        for name, logits in runs.items()
+        if not all(torch.equal(ours, theirs) for ours, theirs in zip(logits, trained, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
+    architecture: str,
+    kernels: Kernels,
+    packed_logits: Run,
+    paged_logits: Run,
+    record_property: Callable[[str, object], None],
+) -> None:
+    shapes = SHAPES[architecture]
+    sequences = sequences_for(shapes)
+    trainer = decoder_for(shapes, kernels)
+    engine = copy_of(trainer, kernels)
+    engine.pack()
+
+    trained = packed_logits(trainer, sequences)
+    assert all(logits.requires_grad for logits in trained)
+    runs = {
+        name: paged_logits(engine, sequences, steps, seed) for seed, (name, steps) in enumerate(schedules().items())
+    }
+    runs["trainer, one sequence at a time"] = [packed_logits(trainer, [s])[0] for s in sequences]
+    runs["trainer, other order"] = packed_logits(trainer, sequences[::-1])[::-1]
+    runs["packed weights, packed sequences"] = packed_logits(engine, sequences)
+    runs["plain weights, paged cache"] = paged_logits(trainer, sequences, schedules()["mixed"], 99)
+    torch.set_num_threads(2)
+    runs["trainer, two threads"] = packed_logits(trainer, sequences)
+    runs["engine, two threads"] = paged_logits(engine, sequences, schedules()["mixed"])
+    assert disagreements(trained, runs) == []
+
+    torch.cat(trained).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainer.parameters())
+
+    exact = Decoder(shapes, ReferenceKernels(), dtype=torch.float64)
+    load_tensors(exact, ((name, tensor.double()) for name, tensor in to_huggingface(trainer)))
+    truth = torch.cat(packed_logits(exact, sequences))
+    distance = (torch.cat(trained).double() - truth).abs().max().item()
+    record_property("distance_to_float64", distance)
+    print(f"{architecture}, {kernels.name}: logits within {distance:.1e} of float64, whose scale is {truth.std():.2f}")
+    assert distance < 2e-5
+
+
+class ReorderedSum:
+    """The same kernels, but a lone row's products are summed from the last to the first."""
+
+    def __init__(self, inner: Kernels, reverse: bool) -> None:
+        self.inner = inner
+        self.reverse = reverse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.reverse and len(x) == 1:
+            return self.inner.linear(x.flip(1), weight.flip(1), bias)
+        return self.inner.linear(x, weight, bias)
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        return PackedWeight(weight.detach().clone(), *weight.shape)
+
+    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        return self.linear(x, weight.data, bias)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_check_sees_a_sum_in_another_order(
+    reverse: bool, kernels: Kernels, packed_logits: Run, paged_logits: Run
+) -> None:
+    shapes = SHAPES["qwen3"]
+    sequences = sequences_for(shapes)
+    trainer = decoder_for(shapes, kernels)
+    engine = copy_of(trainer, ReorderedSum(kernels, reverse))  # type: ignore[arg-type]
+    engine.pack()
+    with torch.no_grad():
+        trained = packed_logits(trainer, sequences)
+        runs = {name: paged_logits(engine, sequences, schedules()[name]) for name in ("decode alone", "full prefill")}
+    assert disagreements(trained, runs) == (["decode alone"] if reverse else [])
+    if reverse:
+        difference = torch.cat(runs["decode alone"]) - torch.cat(trained)
+        assert 0 < difference.abs().max() < 1e-4, "the fault must be one of rounding"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2 with windows"])
+def test_the_check_sees_a_stale_packed_weight(
+    architecture: str, kernels: Kernels, packed_logits: Run, paged_logits: Run
+) -> None:
+    """The head is tied to the embedding in one model; in both, only the packed copy of the head is old."""
+    shapes = SHAPES[architecture]
+    sequences = sequences_for(shapes)
+    trainer = decoder_for(shapes, kernels)
+    engine = copy_of(trainer, kernels)
+    engine.pack()
+    stale_head = engine._packed_head
+    steps = {"full prefill": schedules()["full prefill"]}
+    with torch.no_grad():
+        trainer.head_weight[7, 3] += 1e-3
+        trained = packed_logits(trainer, sequences)
+        load_tensors(engine, to_huggingface(trainer))
+        engine.pack()
+        fresh = {name: paged_logits(engine, sequences, s) for name, s in steps.items()}
+        engine._packed_head = stale_head
+        stale = {name: paged_logits(engine, sequences, s) for name, s in steps.items()}
+    assert disagreements(trained, fresh) == []
+    assert disagreements(trained, stale) == ["full prefill"]
+
+
+def test_an_in_place_change_reaches_a_packed_decoder_only_when_it_is_packed_again(
+    kernels: Kernels, packed_logits: Run
+) -> None:
+    trainer = decoder_for(SHAPES["qwen3"], kernels)
+    engine = copy_of(trainer, kernels)
+    engine.pack()
+    with torch.no_grad():
+        for decoder in (trainer, engine):
+            decoder.embed_tokens[5] *= 1.01
+        tokens = [torch.tensor([5, 6, 7])]
+        trained = packed_logits(trainer, tokens)
+        assert disagreements(trained, {"stale": packed_logits(engine, tokens)}) == ["stale"]
+        engine.pack()
+        assert disagreements(trained, {"packed again": packed_logits(engine, tokens)}) == []

@@ -1,0 +1,149 @@
+"""config.json: what is read, with which defaults, and what is refused in one line."""
+
+import json
+
+import pytest
+
+from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.model.huggingface import config_json, read_shapes
+from tandem.types import UserError
+
+BASE = {
+    "model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 80,
+}  # fmt: skip
+
+
+def read(folder, **changes) -> ModelShapes:
+    content = {key: value for key, value in {**BASE, **changes}.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(content))
+    return read_shapes(folder)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type=model_type)
+    peer = AutoConfig.from_pretrained(tmp_path)
+    assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
+    assert shapes.max_positions == peer.max_position_embeddings
+    assert shapes.rms_norm_eps == peer.rms_norm_eps
+    assert shapes.rope_theta == peer.rope_parameters["rope_theta"]
+    assert shapes.tie_embeddings == peer.tie_word_embeddings
+    assert shapes.layer_windows == ()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    content = {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4}
+    for absent in ("absent", None):
+        shapes = read(tmp_path, **content, num_key_value_heads=absent)
+        assert shapes.num_kv_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
+
+
+@pytest.mark.parametrize("style", ["rope_scaling of 4", "type of 4", "rope_parameters of 5"])
+def test_both_key_styles_of_rotary_scaling_mean_the_same(style, tmp_path) -> None:
+    fields = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    changes = {
+        "rope_scaling of 4": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **fields}},
+        "type of 4": {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **fields}},
+        "rope_parameters of 5": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **fields}},
+    }[style]
+    shapes = read(tmp_path, model_type="llama", **changes)
+    expected = RopeScaling("llama3", 8.0, 1.0, 4.0, original_max_position_embeddings=512)
+    assert (shapes.rope_theta, shapes.rope_scaling) == (5e5, expected)
+
+
+def test_yarn_takes_its_context_from_the_positions_where_none_is_given(tmp_path) -> None:
+    shapes = read(tmp_path, max_position_embeddings=4096, rope_scaling={"type": "yarn", "factor": 4.0})
+    assert shapes.rope_scaling == RopeScaling("yarn", 4.0, original_max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}, ()),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, ()),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, (None, 16, 16)),
+        ({"use_sliding_window": True, "max_window_layers": 2}, (None, None, 4096)),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (16, None, 16),
+        ),
+        ({"layer_types": ["full_attention"] * 3}, ()),
+    ],
+)
+def test_windows_follow_the_rules_of_the_checkpoint(changes, windows, tmp_path) -> None:
+    assert read(tmp_path, **changes).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, qwen2, qwen3"]),
+        ({"model_type": "absent"}, ["model_type", "None"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"vocab_size": "absent"}, ["vocab_size"]),
+        ({"vocab_size": "61"}, ["vocab_size", "'61'"]),
+        ({"hidden_size": 0}, ["hidden_size", "0"]),
+        ({"num_key_value_heads": 3}, ["num_kv_heads 3"]),
+        ({"head_dim": 11}, ["head_dim 11"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "'longrope'"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor", "'2'"]),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            ["high_"],
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0, "mrope_section": [1]}}, ["mrope_section"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling", "'yarn'"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "3 layers"]),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, ["chunked_attention"]),
+        ({"layer_types": ["sliding_attention"] * 3}, ["layer_types", "use_sliding_window"]),
+        ({"max_window_layers": -1}, ["max_window_layers", "-1"]),
+    ],
+)
+def test_what_is_not_supported_is_named_in_one_line(changes, named, tmp_path) -> None:
+    with pytest.raises(UserError) as error:
+        read(tmp_path, **changes)
+    message = str(error.value)
+    assert "\n" not in message and "config.json" in message
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(("content", "named"), [(None, "no config.json"), ("{", "JSON"), ("[1]", "list")])
+def test_a_folder_that_is_no_model_is_named(content, named, tmp_path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=named) as error:
+        read_shapes(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_shapes_that_the_format_has_no_words_for_are_refused() -> None:
+    common = dict(  # noqa: C408
+        vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
+        max_positions=8, tie_embeddings=True,
+    )  # fmt: skip
+    for shapes in (
+        ModelShapes("qwen2", **common),
+        ModelShapes("qwen3", **common),
+        ModelShapes("llama", **common, attention_bias=True),
+        ModelShapes("llama", **common, layer_windows=(None, 4)),
+        ModelShapes("qwen3", **common, qk_norm=True, layer_windows=(2, 4)),
+    ):
+        with pytest.raises(ValueError, match=r"cannot say"):
+            config_json(shapes)

@@ -1,0 +1,80 @@
+"""Chat templates give the text that transformers gives."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from tandem.text.chat import apply_chat_template
+from tandem.types import UserError
+
+TEMPLATE = """{%- if tools %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}{{ tool | tojson }}{% endfor %}
+    {{- '</tools>' }}
+{%- endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'nobody' %}{{ raise_exception('unknown role nobody') }}{% endif %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {{- '<|' + message.role + '|>\n' + message['content'] | trim + eos_token + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think></think>' }}
+    {%- endif %}
+{%- endif %}
+"""
+MESSAGES = [
+    {"role": "system", "content": "Be <brief> & 'kind'. "},
+    {"role": "skip", "content": ""},
+    {"role": "user", "content": "你好"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "a <b> 'é'", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(params=["settings", "file", "named list"])
+def folder(request, byte_level, tmp_path):
+    shutil.copytree(byte_level, tmp_path / "t")
+    path = tmp_path / "t" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    if request.param == "file":
+        (tmp_path / "t" / "chat_template.jinja").write_text(TEMPLATE)
+    elif request.param == "settings":
+        settings["chat_template"] = TEMPLATE
+    else:
+        settings["chat_template"] = [{"name": name, "template": TEMPLATE} for name in ("default", "tool_use")]
+    path.write_text(json.dumps(settings))
+    return tmp_path / "t"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"tools": TOOLS}]
+)
+def test_text_is_that_of_transformers(options, folder) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    options = {"add_generation_prompt": True, **options}
+    peer = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = peer.apply_chat_template(MESSAGES, tokenize=False, **options)
+    assert apply_chat_template(folder, MESSAGES, **options) == expected
+
+
+def test_faults_are_named_in_one_line(folder, byte_level, tmp_path, monkeypatch) -> None:
+    with pytest.raises(UserError, match="unknown role nobody"):
+        apply_chat_template(folder, [{"role": "nobody", "content": ""}])
+    with pytest.raises(UserError, match="no chat template"):
+        apply_chat_template(byte_level, MESSAGES)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        apply_chat_template(tmp_path / "nowhere", MESSAGES)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"tandem-rl\[chat\]"):
+        apply_chat_template(folder, MESSAGES)
+
+
+def test_a_template_cannot_reach_outside_its_sandbox(folder) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(UserError, match="refuses"):
+        apply_chat_template(folder, MESSAGES)
