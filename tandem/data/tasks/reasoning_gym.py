@@ -4,14 +4,14 @@ Some of its generators depend on the order of Python's sets, hence on the proces
 that a prompt is the same after a restart, and keeps the package's many imports out of this process.
 """
 
-import contextlib
 import json
 import os
-import select
+import socket
 import subprocess
 import sys
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -20,11 +20,11 @@ from tandem.data.counter import counter_seed
 from tandem.data.split import Split, split_of
 from tandem.data.tasks.base import Demonstration, TaskItem
 from tandem.data.tasks.reasoning_gym_host import BLOCK_INSTANCES
+from tandem.runtime.processes import Threads, kill, spawn
 from tandem.types import RunError, UserError
 
 DEADLINE_S = 120.0
 MOST_DRAWS = 300
-BOOTSTRAP = "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); from tandem.data.tasks.reasoning_gym_host import main; main()"
 
 
 class ReasoningGymTask:
@@ -39,11 +39,13 @@ class ReasoningGymTask:
         self.settings = dict(config.settings)
         self.held_out_share = config.share_held_out
         self.seed = seed
-        self._host = subprocess.Popen(
-            ["env", "PYTHONHASHSEED=0", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, json.dumps(sys.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-        )
-        self._end = weakref.finalize(self, _end, self._host)
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._host = spawn(
+                "tandem.data.tasks.reasoning_gym_host", [str(theirs.fileno())], threads=Threads(), pass_fds=[theirs.fileno()],
+                output=Path(os.devnull), environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        self._end = weakref.finalize(self, _end, self._host, self._channel)
         self._buffer = b""
         try:
             version = self._ask({"dataset": self.dataset, "settings": self.settings})["version"]
@@ -86,21 +88,19 @@ class ReasoningGymTask:
         )
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._host.stdin is not None and self._host.stdout is not None
+        end = monotonic() + DEADLINE_S
         try:
-            self._host.stdin.write(json.dumps(request).encode() + b"\n")
-            self._host.stdin.flush()
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+            while b"\n" not in self._buffer:
+                self._channel.settimeout(max(end - monotonic(), 0.001))
+                chunk = self._channel.recv(65536)
+                if not chunk:
+                    raise ConnectionError
+                self._buffer += chunk
+        except TimeoutError:
+            raise RunError(f"'{self.name}' made no prompt in {DEADLINE_S:.0f} s; give it easier 'task.settings'") from None
         except OSError:
             raise RunError(f"the process that makes prompts of '{self.name}' ended; start the run again") from None
-        end = monotonic() + DEADLINE_S
-        pipe = self._host.stdout.fileno()
-        while b"\n" not in self._buffer:
-            if not select.select([pipe], [], [], max(end - monotonic(), 0))[0]:
-                raise RunError(f"'{self.name}' made no prompt in {DEADLINE_S:.0f} s; give it easier 'task.settings'")
-            chunk = os.read(pipe, 65536)
-            if not chunk:
-                raise RunError(f"the process that makes prompts of '{self.name}' ended; start the run again")
-            self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -108,10 +108,6 @@ class ReasoningGymTask:
         return answer
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # what was still to be written has no reader any more
-                pipe.close()
+def _end(process: "subprocess.Popen[bytes]", channel: socket.socket) -> None:
+    channel.close()
+    kill(process)

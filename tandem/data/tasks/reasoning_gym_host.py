@@ -1,11 +1,11 @@
-"""The process behind a ``reasoning_gym`` task: a line of JSON in, a line of JSON out. Ends when its input does.
+"""The process behind a ``reasoning_gym`` task: a line of JSON in, a line of JSON out.
 
 The first line names ``dataset`` and ``settings``; every further one a ``seed`` and the ``index`` of the instance to give.
 """
 
 import difflib
 import json
-import os
+import socket
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -39,6 +39,13 @@ def make_dataset(dataset: str, settings_json: str, seed: int) -> Any:
         raise UserError(f"'task.settings' do not fit reasoning_gym:{dataset}: {problem}") from None
 
 
+def instance_of(columns: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The dataset and the entry that ``columns`` of a ``ReasoningGymTask`` tell of. Needs a process with the host's hash
+    seed."""
+    dataset = make_dataset(columns["dataset"], json.dumps(columns["settings"], sort_keys=True), columns["seed"])
+    return dataset, dataset[columns["index"]]
+
+
 def answer_request(state: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """What the line ``request`` is answered with. ``state`` keeps dataset and settings between lines."""
     try:
@@ -56,11 +63,14 @@ def answer_request(state: dict[str, Any], request: Mapping[str, Any]) -> dict[st
         return {"error": f"reasoning_gym:{state['dataset']} failed: {type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def main() -> None:
-    """Serve standard input until it ends. What the package prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def main(descriptor: int) -> None:
+    """Serve the socket ``descriptor`` until the other side closes it."""
     state: dict[str, Any] = {}
-    for line in sys.stdin:
-        answers.write(json.dumps(answer_request(state, json.loads(line)), default=str) + "\n")
-        answers.flush()
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("rw", encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            lines.write(json.dumps(answer_request(state, json.loads(line)), default=str) + "\n")
+            lines.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,135 @@
+"""Compare a completion with the ground truth."""
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from tandem.config.rewards import AnswerMatcherConfig
+from tandem.rl.rewards.judgement import Item, Judgement, describe, infrastructure_fault, model_fault, number, shortened
+from tandem.types import UserError
+
+_LAST_NUMBER = re.compile(r"(?<![\w.])(?:[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d{1,4})?(?:/\d+)?")
+_PLAIN = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?")
+
+
+def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig, fault_value: float) -> Judgement:
+    """1.0 where ``completion`` is the answer, else 0.0; ``fault_value`` and a model fault where there is nothing in it to
+    compare. ``ground_truth``: a text, a number or a list of which any one counts; anything else is a fault of the data,
+    and so is a truth that has no numeric value where one is asked for."""
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    if not truths or any(isinstance(truth, bool) or not isinstance(truth, str | int | float) for truth in truths):
+        return infrastructure_fault(f"the ground truth {shortened(ground_truth)} is neither a text nor a number")
+    answer = extract_answer(completion, config)
+    if answer is None:
+        return model_fault(fault_value, f"no answer found ({_sought(config)})")
+    if config.compare == "math_verify":
+        return _math_verify(answer, truths, fault_value)
+    if config.compare == "numeric":
+        return _numeric(answer, truths, config, fault_value)
+    texts = [str(truth).strip() for truth in truths]
+    if config.ignore_case:
+        answer, texts = answer.casefold(), [text.casefold() for text in texts]
+    return number(float(answer in texts), correct=answer in texts)
+
+
+def extract_answer(completion: str, config: AnswerMatcherConfig) -> str | None:
+    """The part of ``completion`` that is compared, ``None`` where there is none."""
+    if config.after:
+        _, found, completion = completion.rpartition(config.after)
+        if not found:
+            return None
+    if config.extract == "boxed":
+        found_text = last_boxed(completion)
+    elif config.extract == "last_number":
+        found_text = last_number(completion)
+    else:
+        found_text = completion
+    return (found_text or "").strip() or None
+
+
+def last_boxed(text: str) -> str | None:
+    """The inside of the last complete ``\\boxed{...}``, braces matched; ``None`` without one."""
+    at = len(text)
+    while (at := text.rfind("\\boxed{", 0, at)) >= 0:
+        depth, start = 0, at + len("\\boxed{")
+        for i in range(start, len(text)):
+            if text[i] == "{" and text[i - 1] != "\\":
+                depth += 1
+            elif text[i] == "}" and text[i - 1] != "\\":
+                if depth == 0:
+                    return text[start:i]
+                depth -= 1
+    return None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in ``text`` (1,000, -3.5, 2e-3, 3/4), as it stands there; ``None`` without one."""
+    found = None
+    for match in _LAST_NUMBER.finditer(text):
+        if match[0]:
+            found = match[0]
+    return found
+
+
+def numeric_value(text: str) -> Fraction | None:
+    """The exact value of a number or fraction; ``None`` where ``text`` is not one. A currency sign in front, thousands
+    separators and a full stop at the end are overlooked; a percent sign divides by 100."""
+    text = text.strip().removeprefix("$").removesuffix(".").replace("\u2212", "-").strip()
+    scale = 1
+    if text.endswith(("%", "\\%")):
+        text, scale = text.rstrip("%").rstrip("\\").strip(), 100
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?([eE][-+]?\d{1,4})?", text):
+        text = text.replace(",", "")
+    parts = [part.strip() for part in text.split("/")]
+    if len(parts) > 2 or not all(_PLAIN.fullmatch(part) for part in parts):
+        return None
+    try:
+        values = [Fraction(part) for part in parts]
+        return (values[0] / values[1] if len(values) == 2 else values[0]) / scale
+    except (ValueError, ZeroDivisionError):  # more digits than Python converts, or a fraction over 0
+        return None
+
+
+def answer_matcher(config: AnswerMatcherConfig, fault_value: float) -> Callable[[Sequence[Item]], list[Judgement]]:
+    """The judge. Raises ``UserError`` where ``math_verify`` is asked for and not installed."""
+    if config.compare == "math_verify":
+        try:
+            import math_verify  # noqa: F401
+        except ImportError:
+            raise UserError(
+                "'answer.compare: math_verify' needs the package; install it with: pip install 'tandem-rl[math]'"
+            ) from None
+    return lambda items: [match_answer(item.completion, item.ground_truth, config, fault_value) for item in items]
+
+
+def _numeric(answer: str, truths: list[Any], config: AnswerMatcherConfig, fault_value: float) -> Judgement:
+    wanted = [numeric_value(str(truth)) for truth in truths]
+    if None in wanted:
+        return infrastructure_fault(f"the ground truth {shortened(truths[wanted.index(None)])} is no number")
+    value = numeric_value(answer)
+    if value is None:
+        return model_fault(fault_value, f"{shortened(answer)} is no number")
+    right = any(abs(value - want) <= Fraction(config.tolerance) * abs(want) for want in wanted if want is not None)
+    return number(float(right), correct=right)
+
+
+def _math_verify(answer: str, truths: list[Any], fault_value: float) -> Judgement:
+    from math_verify import parse, verify
+
+    try:
+        wanted = [parse(str(truth)) or parse(f"${truth}$") for truth in truths]
+    except Exception as error:
+        return infrastructure_fault(f"math-verify failed on the ground truth: {describe(error)}")
+    if not all(wanted):
+        return infrastructure_fault(f"math-verify cannot read the ground truth {shortened(truths[wanted.index([])])}")
+    given = parse(answer) or parse(f"${answer}$")
+    if not given:
+        return model_fault(fault_value, f"math-verify cannot read {shortened(answer)}")
+    right = any(verify(want, given) for want in wanted)
+    return number(float(right), correct=right)
+
+
+def _sought(config: AnswerMatcherConfig) -> str:
+    what = {"whole": "any text", "last_number": "a number", "boxed": "\\boxed{...}"}[config.extract]
+    return f"looked for {what}" + (f" after {config.after!r}" if config.after else "")

@@ -1,0 +1,91 @@
+"""Judge one batch on one worker, whatever becomes of the functions: who is asked again, and whose fault a failure is."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from tandem.config.rewards import RewardsConfig
+from tandem.rl.rewards.judgement import Item, Judgement, infrastructure_fault
+from tandem.rl.rewards.worker_process import JudgeHung, JudgeRaised, WorkerDied
+from tandem.types import ScoreState, UserError
+
+Call = Callable[[int, Sequence[Item], float], list[Judgement]]
+"""Judge number, items, deadline in seconds: ``WorkerProcess.judge`` of whichever worker lives, replaced where it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Items, by their place in the batch, that one call is made for; ``deaths``: workers that ended during it."""
+
+    places: tuple[int, ...]
+    deaths: int = 0
+
+    def split(self) -> list["_Unit"]:
+        """One by one. A death in company says nothing of any one sample, so each may see one of its own."""
+        return [_Unit((place,)) for place in self.places]
+
+
+def judge_batch(
+    items: Sequence[Item], batched: Sequence[bool], call: Call, config: RewardsConfig
+) -> list[dict[str, Judgement]]:
+    """What every function of ``config.composition`` says of every item, by its label.
+
+    A call for many items that fails (it raises, hangs or ends its process twice) is made again one by one, so that a bad
+    sample does not take its neighbours with it. A sample whose own call raises or hangs, or ends the process twice, is an
+    infrastructure fault and no further function sees it; so is what the batch's deadline leaves unjudged. A call for many
+    may take half of the time that is left, which leaves the other half for one by one.
+    """
+    ends = monotonic() + config.deadline_s
+    said: list[dict[str, Judgement]] = [{} for _ in items]
+    broken: set[int] = set()
+    delay = ""
+
+    def fault(places: Sequence[int], problem: str) -> None:
+        for place in places:
+            reason = f"reward function '{label}' on sample '{items[place].sample_id}': {problem}"
+            said[place][label] = infrastructure_fault(reason)
+            broken.add(place)
+
+    for judge, function in enumerate(config.composition):
+        label = function.label
+        places = [place for place in range(len(items)) if place not in broken]
+        together = _Unit(tuple(places))
+        units = deque([together] if batched[judge] and places else together.split())
+        while units:
+            unit = units.popleft()
+            left = ends - monotonic()
+            if left <= 0:
+                fault(unit.places, f"not judged within rewards.deadline_s ({config.deadline_s:g} s){delay}")
+                continue
+            alone = len(unit.places) == 1
+            limit = min(config.sample_deadline_s, left) if alone else left / 2
+            try:
+                judgements = call(judge, [items[place] for place in unit.places], limit)
+            except JudgeRaised as error:
+                if alone:
+                    fault(unit.places, f"it raised {error}")
+                else:
+                    units.extendleft(reversed(unit.split()))
+            except JudgeHung:
+                delay = f"; '{label}' hung before, on sample '{items[unit.places[0]].sample_id}'" if alone else delay
+                if alone:
+                    fault(unit.places, f"no answer within {limit:.3g} s, and its process was ended")
+                else:
+                    units.extendleft(reversed(unit.split()))
+            except WorkerDied as death:
+                if unit.deaths == 0:
+                    units.appendleft(_Unit(unit.places, 1))
+                elif alone:
+                    fault(unit.places, f"it ended its process twice ({death})")
+                else:
+                    units.extendleft(reversed(unit.split()))
+            except UserError as error:  # the worker cannot be replaced
+                fault([place for waiting in (unit, *units) for place in waiting.places], str(error))
+                units.clear()
+            else:
+                for place, judgement in zip(unit.places, judgements, strict=True):
+                    said[place][label] = judgement
+                    if judgement.state is ScoreState.INFRASTRUCTURE_FAULT:
+                        fault([place], judgement.reason)
+    return said

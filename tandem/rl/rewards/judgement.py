@@ -1,0 +1,94 @@
+"""What a judge is shown and what it says."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tandem.types import ScoreState
+
+
+class Item(NamedTuple):
+    """One sample as a judge sees it. ``completion`` is its text, ``prompt`` the text the model read."""
+
+    sample_id: str
+    prompt: str
+    completion: str
+    completion_ids: Sequence[int]
+    ground_truth: Any
+    task: str
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One judge on one sample, with the states of a ``Score``. ``correct``: where the judge says so itself. ``details``:
+    further numbers it gave, by name."""
+
+    state: ScoreState
+    value: float | None
+    reason: str = ""
+    correct: bool | None = None
+    details: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """``judge`` takes items to judgements in the same order, or raises. ``batched``: it takes many at once; one that
+    does not is given one at a time. ``reads_ids``: it looks at ``completion_ids``, which are empty otherwise."""
+
+    label: str
+    batched: bool
+    judge: Callable[[Sequence[Item]], list[Judgement]]
+    reads_ids: bool = False
+
+
+def number(value: float, *, correct: bool | None = None, details: Mapping[str, float] | None = None) -> Judgement:
+    return Judgement(ScoreState.NUMBER, value, correct=correct, details=details or {})
+
+
+def model_fault(value: float, reason: str) -> Judgement:
+    return Judgement(ScoreState.MODEL_FAULT, value, one_line(reason), correct=False)
+
+
+def infrastructure_fault(reason: str) -> Judgement:
+    return Judgement(ScoreState.INFRASTRUCTURE_FAULT, None, one_line(reason))
+
+
+def checked_number(value: Any) -> float:
+    """``value`` as a finite float. Raises ``ValueError`` that says what it is instead."""
+    if value is None:
+        raise ValueError("it gave None instead of a number")
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        raise ValueError(f"it gave {type(value).__name__} {shortened(value)} instead of a number")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise ValueError(f"it gave {type(value).__name__} {shortened(value)}, which is no number: {error}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it gave {number}")
+    return number
+
+
+def shortened(value: Any) -> str:
+    """``repr(value)``, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"<repr failed: {type(error).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line of at most 400 characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 400 else line[:397] + "..."
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: its type and what it says."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "<its text cannot be had>"
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -1,0 +1,182 @@
+"""The reward pool: judges in processes of their own, so that a function that raises, hangs or dies costs its sample alone."""
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+
+from tandem.config.rewards import RewardsConfig
+from tandem.rl.rewards.batch import judge_batch
+from tandem.rl.rewards.judgement import Item, Judgement
+from tandem.rl.rewards.rule_based import compose
+from tandem.rl.rewards.worker_process import JudgeHung, PoolClosed, WorkerDied, WorkerProcess
+from tandem.types import Prompt, RunError, Sample, Score
+
+logger = logging.getLogger(__name__)
+
+
+class RewardPool:
+    """``config.workers`` processes that judge samples. They wait without using the CPU, die with this process however it
+    dies, and are replaced when they die themselves. Their output goes to ``log_dir/reward-worker-N.log``.
+
+    Starting it loads every function: raises ``UserError`` where one cannot be loaded.
+    """
+
+    def __init__(self, config: RewardsConfig, *, log_dir: Path | None = None) -> None:
+        config.check()
+        self.config = config
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        self._close_sender, closing = socket.socketpair()
+        self._closing = closing
+        self._slots: list[_Slot] = []
+        try:
+            for i in range(config.workers):
+                log = log_dir / f"reward-worker-{i}.log" if log_dir is not None else Path(os.devnull)
+                self._slots.append(_Slot(config, log, closing))
+            for slot in self._slots:
+                slot.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        for slot in self._slots:
+            slot.thread.start()
+
+    def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> "Future[list[Score]]":
+        """Begin to judge; the future gives the scores in the order of ``samples``. ``prompts`` holds each sample's prompt."""
+        by_id = {prompt.id: prompt for prompt in prompts}
+        items = [_item(sample, by_id[sample.prompt_id]) for sample in samples]
+        result: Future[list[Score]] = Future()
+        result.set_running_or_notify_cancel()
+        parts = divide([sample.prompt_id for sample in samples], len(self._slots))
+        if self._close_sender.fileno() < 0:
+            result.set_exception(RunError("the reward pool is closed"))
+            return result
+        gathered = _Gathered(len(parts), result, self.config)
+        for i, part in enumerate(parts):
+            self._slots[i].work.put(_Work(items[part], i, gathered))
+        if not parts:
+            result.set_result([])
+        return result
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Score]:
+        """Judge and wait: the scores in the order of ``samples``."""
+        return self.submit(samples, prompts).result()
+
+    def close(self) -> None:
+        """End every worker and whatever it started; scores still awaited raise ``RunError``."""
+        self._close_sender.close()  # which makes the other end readable for every thread that waits
+        for slot in self._slots:
+            slot.work.put(None)
+        for slot in self._slots:
+            if slot.thread.ident is not None:
+                slot.thread.join()
+            slot.worker.kill()
+        self._closing.close()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_fault_share(scores: Sequence[Score], config: RewardsConfig) -> None:
+    """Raise ``RunError`` where more than ``max_fault_share`` of ``scores`` are infrastructure faults."""
+    faults = [score for score in scores if score.value is None]
+    if len(faults) > config.max_fault_share * len(scores):
+        raise RunError(
+            f"{len(faults)} of {len(scores)} samples could not be judged, a share of {len(faults) / len(scores):.3f} and more than "
+            f"rewards.max_fault_share ({config.max_fault_share:g}); the first: {faults[0].reason}"
+        )
+
+
+def divide(prompt_ids: Sequence[str], parts: int) -> list[slice]:
+    """At most ``parts`` runs of about equal length, none empty, that never cut between samples of one prompt."""
+    starts = [i for i, prompt_id in enumerate(prompt_ids) if i == 0 or prompt_id != prompt_ids[i - 1]]
+    cuts = [0]
+    for part in range(1, parts):
+        wanted = part * len(prompt_ids) / parts
+        cut = next((start for start in starts if start >= wanted), len(prompt_ids))
+        if cut > cuts[-1]:
+            cuts.append(cut)
+    ends = [*cuts[1:], len(prompt_ids)]
+    return [slice(start, end) for start, end in zip(cuts, ends, strict=True) if end > start]
+
+
+def _item(sample: Sample, prompt: Prompt) -> Item:
+    return Item(
+        sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns
+    )
+
+
+class _Gathered:
+    """Collects the parts of a batch and gives the whole to its future."""
+
+    def __init__(self, parts: int, result: "Future[list[Score]]", config: RewardsConfig) -> None:
+        self._parts: list[list[Score] | None] = [None] * parts
+        self._result, self._config, self._lock = result, config, threading.Lock()
+
+    def give(self, part: int, items: Sequence[Item], said: Sequence[dict[str, Judgement]]) -> None:
+        scores = [compose(item.sample_id, judged, self._config) for item, judged in zip(items, said, strict=True)]
+        with self._lock:
+            self._parts[part] = scores
+            done = [found for found in self._parts if found is not None]
+            if len(done) == len(self._parts) and not self._result.done():
+                self._result.set_result([score for found in done for score in found])
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._result.done():
+                self._result.set_exception(error)
+
+
+class _Work:
+    def __init__(self, items: Sequence[Item], part: int, gathered: _Gathered) -> None:
+        self.items, self.part, self.gathered = items, part, gathered
+
+
+class _Slot:
+    """One worker, whichever process it is at the time, and the thread that speaks with it."""
+
+    def __init__(self, config: RewardsConfig, log: Path, closing: socket.socket) -> None:
+        self.config, self.log, self.closing = config, log, closing
+        self.work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.worker = WorkerProcess(config, log, closing)
+        self.thread = threading.Thread(target=self._run, name=f"rewards-{log.stem}", daemon=True)
+
+    def wait_ready(self) -> None:
+        self.worker.wait_ready(self.config.start_deadline_s)
+
+    def _run(self) -> None:
+        closed = False
+        while (work := self.work.get()) is not None:
+            try:
+                if closed:
+                    raise PoolClosed
+                said = judge_batch(work.items, self.worker.batched, self._call, self.config)
+                work.gathered.give(work.part, work.items, said)
+            except PoolClosed:
+                closed = True
+                work.gathered.fail(RunError("the reward pool was closed before the samples were judged"))
+            except Exception as error:
+                logger.exception("judging failed")
+                work.gathered.fail(error)
+
+    def _call(self, judge: int, items: Sequence[Item], deadline_s: float) -> list[Judgement]:
+        if self.worker.ended():
+            self.worker.kill()
+            self.worker = WorkerProcess(self.config, self.log, self.closing)
+            self.worker.wait_ready(self.config.start_deadline_s)
+        try:
+            return self.worker.judge(judge, items, deadline_s)
+        except (JudgeHung, WorkerDied) as failure:
+            logger.warning("%s: a reward worker was lost: %s", self.log.name, str(failure) or "it hung and was ended")
+            raise
