@@ -61,7 +61,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """``data`` with each ``key.sub=value`` (leading dashes allowed, value in YAML) set. Returns a new mapping."""
-    result = _deep_copy(data)
+    result: dict[str, Any] = _deep_copy(data)
     for override in overrides:
         name, equals, text = override.lstrip("-").partition("=")
         if not equals or not name:

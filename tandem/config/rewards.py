@@ -31,7 +31,9 @@ class AnswerMatcherConfig:
         if not 0 <= self.tolerance < 1:
             raise UserError(f"'answer.tolerance' of a reward function is {self.tolerance}; it must be at least 0 and below 1")
         if self.tolerance and self.compare != "numeric":
-            raise UserError(f"'answer.tolerance' of a reward function is {self.tolerance} but 'answer.compare' is '{self.compare}'; use numeric")
+            raise UserError(
+                f"'answer.tolerance' of a reward function is {self.tolerance} but 'answer.compare' is '{self.compare}'; use numeric"
+            )
 
 
 @dataclass(frozen=True, slots=True)

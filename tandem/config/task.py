@@ -62,7 +62,9 @@ class TaskConfig:
         if "{prompt}" not in self.prompt_template:
             raise UserError(f"'task.prompt_template' is {self.prompt_template!r}; it must hold {{prompt}} where the task's text goes")
         if self.system_prompt and not self.chat:
-            raise UserError("'task.system_prompt' is given but 'task.chat' is false; set task.chat to true or put it in task.prompt_template")
+            raise UserError(
+                "'task.system_prompt' is given but 'task.chat' is false; set task.chat to true or put it in task.prompt_template"
+            )
 
     def digits(self) -> tuple[int, int]:
         """The fewest and the most digits, the task's own where none are given."""

@@ -18,7 +18,7 @@ from tandem.rl.step_metrics import sample_metrics, staleness
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
-from tandem.types import Prompt, Sample, Score
+from tandem.types import Prompt, RunError, Sample, Score
 
 
 @dataclass
@@ -72,14 +72,25 @@ class Run:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def target_holds(self, pod: Pod, step: int) -> bool:
-        """Evaluate where ``step`` is due; whether the last ``consecutive`` sampled evaluations all reached the target."""
-        settings = self.recipe.evaluation
+        """Evaluate where ``step`` is due; whether the run may end here."""
+        settings, warm_up = self.recipe.evaluation, self.recipe.warm_up
         if step % settings.every_steps:
             return False
         if self.journal.evaluation(step, "sampled") is None:
-            self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts))
-        recent = [self.journal.evaluation(step - k * settings.every_steps, "sampled") for k in range(settings.consecutive)]
-        return all(result is not None and result["accuracy"] >= settings.target_accuracy for result in recent)
+            result = self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts))
+            if step == 0 and warm_up is not None and result.accuracy > warm_up.max_accuracy:
+                raise RunError(
+                    f"the warm start already has a held-out sampled accuracy of {result.accuracy:.3f}, more than warm_up.max_accuracy "
+                    f"({warm_up.max_accuracy:g}); lower warm_up.steps or raise warm_up.corrupted_share"
+                )
+        return self.target_reached(step)
+
+    def target_reached(self, step: int) -> bool:
+        """Whether the last ``consecutive`` sampled evaluations up to ``step`` all reached the target."""
+        settings = self.recipe.evaluation
+        last = step - step % settings.every_steps
+        recent = [self.journal.evaluation(last - k * settings.every_steps, "sampled") for k in range(settings.consecutive)]
+        return all(found is not None and found["accuracy"] >= settings.target_accuracy for found in recent)
 
     def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:
         """The final figure on prompts with a fresh seed, sampled and greedy; the sampled one is returned."""

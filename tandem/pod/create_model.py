@@ -1,6 +1,5 @@
 """Make a small model and its tokenizer from a recipe, as a Hugging Face folder."""
 
-import string
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,8 +11,6 @@ from tandem.model.huggingface import save_model
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import Tokenizer
-
-PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
@@ -40,9 +37,8 @@ def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    characters = PRINTABLE if config.characters == "ascii" else config.characters
     with TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as tokenizer_folder:
-        make_character_tokenizer(characters, Path(tokenizer_folder))
+        make_character_tokenizer(config.characters, Path(tokenizer_folder))
         tokenizer = Tokenizer.from_folder(Path(tokenizer_folder))
         model = Decoder(shapes_of(config, tokenizer.vocab_size), ReferenceKernels())
         initialise(model, seed)

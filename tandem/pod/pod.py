@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 class Pod:
     """Two sidecars and where they stand.
 
+    ``start``: the folder of the model before the first step, which is the reference model too. ``segment_bytes``: of one of
+    the two weight buffers.
+
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
     is there. ``timings``: seconds of each phase since ``take_timings``.
@@ -32,11 +36,15 @@ class Pod:
 
     trainer: TrainerSidecar
     rollout: RolloutSidecar
+    start: Path
+    segment_bytes: int
     journal: Journal
     listener: Listener
     between_steps: str
     max_recoveries: int
     incarnation: int = 0
+    kernels: str = ""
+    buffers: tuple[str, ...] = ()
     trainer_state: TrainerState = TrainerState.DOWN
     rollout_state: RolloutState = RolloutState.DOWN
     trainer_step: int | None = None
@@ -53,16 +61,21 @@ class Pod:
         with self._trainer_does(TrainerState.START, step or 0):
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
-            self.trainer_step = self.trainer.load(step)
-            self.online = True
+            loaded = self.trainer.load(self.start, step)
+            self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
+            self.buffers = self.trainer.channel.allocate(self.segment_bytes)
         return self.trainer_step
 
     def start_engine(self, step: int) -> None:
         """Bring up the rollout sidecar with dummy weights."""
         with self._rollout_does(RolloutState.START_ENGINE, step):
             self.rollout.channel.start()
-            self.rollout.start_engine()
+            self.rollout.start_engine(self.start)
             self.engine_step = None
+
+    def export(self, folder: Path) -> None:
+        """Write the actor as a Hugging Face folder."""
+        self.trainer.export(folder)
 
     def close(self) -> None:
         """End both sidecars and everything they own."""
@@ -84,7 +97,7 @@ class Pod:
             self.trainer.convert()
         version = WeightVersion(self.incarnation, step)
         with self._trainer_does(TrainerState.REGISTER, step):
-            self.trainer.register(version)
+            self.trainer.register(version, self.buffers)
         if self.rollout_state in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE):
             self.start_engine(step)
         with self._trainer_does(TrainerState.UPDATE_WEIGHT, step), self._rollout_does(RolloutState.UPDATE_WEIGHT, step):
@@ -98,7 +111,7 @@ class Pod:
         """Samples of ``prompts`` under the weights after ``step`` steps."""
         self.serve_weights(step)
         with self._rollout_does(state, step):
-            report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "sequences")  # noqa: E731
+            report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "sequences")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
         return samples
@@ -127,7 +140,7 @@ class Pod:
         """One optimizer step; returns its metrics."""
         self.hand_over(step)
         with self._trainer_does(TrainerState.TRAIN, step):
-            report = lambda progress: self.listener.progress("train", progress["done"], progress["total"], "micro-batches")  # noqa: E731
+            report = lambda progress: self.listener.progress("train", progress["done"], progress["total"], "micro-batches")
             metrics = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
         self._measure("train", self.trainer.memory())
@@ -145,11 +158,7 @@ class Pod:
         """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_recoveries``."""
         began = monotonic()
         while True:
-            self.recoveries += 1
-            if self.recoveries > self.max_recoveries:
-                raise RunError(f"{death}; that is more than machine.max_recoveries ({self.max_recoveries}): see the run's logs")
-            logger.warning("%s; replacing it", death)
-            self.listener.message(f"{death}; replacing it")
+            self._count(death)
             try:
                 self._replace(death, step)
                 break
@@ -160,16 +169,28 @@ class Pod:
             "recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step, "seconds": round(seconds, 3)}
         )
 
+    def clear(self, death: SidecarDied, step: int) -> None:
+        """Count a death before the run has a state to be brought back to, and clear the sidecar away."""
+        self._count(death)
+        sidecar = self.trainer if death.role == "trainer" else self.rollout
+        sidecar.channel.discard()
+        self._trainer_enters(TrainerState.DOWN, step)
+        self.journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step})
+
+    def _count(self, death: SidecarDied) -> None:
+        self.recoveries += 1
+        if self.recoveries > self.max_recoveries:
+            raise RunError(f"{death}; that is more than machine.max_recoveries ({self.max_recoveries}): see the run's logs")
+        logger.warning("%s; replacing it", death)
+        self.listener.message(f"{death}; replacing it")
+
     def _replace(self, death: SidecarDied, step: int) -> None:
         if death.role == "rollout":
             self.rollout.channel.discard()
             self._rollout_enters(RolloutState.DOWN, step)
             self.engine_step = None
-            if self.trainer_state is TrainerState.UPDATE_WEIGHT:
-                self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
-            if self.trainer_state is TrainerState.WAIT_ROLLOUT:
-                # The weights still stand in the trainer's segments, but bringing the trainer back and publishing once more
-                # keeps one way through the cycle.
+            if not self.online:
+                # The weights still stand in the trainer's segments, but to publish once more keeps one way through the cycle.
                 with self._trainer_does(TrainerState.ONLOAD, step):
                     self.trainer.onload()
                     self.online = True
@@ -178,8 +199,9 @@ class Pod:
         self._trainer_enters(TrainerState.DOWN, step)
         self.online, self.engine_step, self.trainer_step = False, None, None
         if self.rollout_state not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE):
-            self._rollout_enters(RolloutState.DOWN, step)
+            # It may be in the middle of reading weights that went with the trainer.
             self.rollout.channel.discard()
+            self._rollout_enters(RolloutState.DOWN, step)
         at = self.start_trainer()
         for replayed in range(at, step):
             samples, scores = self.journal.samples(replayed), self.journal.scores(replayed)

@@ -3,9 +3,9 @@
 Whether a call crosses two processes or none is the channel's business (``tandem.pod.channel``).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.pod.channel import Channel
@@ -21,17 +21,18 @@ class TrainerSidecar:
 
     channel: Channel
 
-    def create_model(self, on_progress: Progress | None = None) -> dict[str, Any]:
-        """Make or check the model folder and say what stands in it: shapes, folder, context, special tokens."""
-        return self.channel.call("create_model", on_progress=on_progress).meta
+    def create_model(self, folder: Path) -> None:
+        """Make the model that the recipe describes as ``folder``, once."""
+        self.channel.call("create_model", {"folder": str(folder)})
 
-    def warm_up(self, on_progress: Progress | None = None) -> dict[str, Any]:
-        """SFT on demonstrations; writes the warm start's folder once and returns its figures."""
-        return self.channel.call("warm_up", on_progress=on_progress).meta
+    def warm_up(self, source: Path, destination: Path, on_progress: Progress | None = None) -> None:
+        """Fine-tune ``source`` on the task's demonstrations and write ``destination``, once."""
+        self.channel.call("warm_up", {"source": str(source), "destination": str(destination)}, on_progress=on_progress)
 
-    def load(self, step: int | None) -> int:
-        """Load checkpoint ``step`` (``None``: the newest committed one, or the start); returns the step it stands at."""
-        return int(self.channel.call("load", {"step": step}).meta["step"])
+    def load(self, start: Path, step: int | None) -> dict[str, Any]:
+        """Stand at checkpoint ``step`` or before (``None``: the newest that is whole), or at the folder ``start`` where there
+        is none. The reference model is ``start``. Returns the ``step`` it stands at and the name of its ``kernels``."""
+        return self.channel.call("load", {"start": str(start), "step": step}).meta
 
     def inference(self, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
         """The reference model's log-probabilities of ``samples``, kept by the worker for ``train``."""
@@ -54,17 +55,17 @@ class TrainerSidecar:
     def convert(self) -> dict[str, Any]:
         return self.channel.call("convert").meta
 
-    def register(self, version: WeightVersion) -> dict[str, Any]:
-        """Write the converted weights to the segment that is free and publish their manifest."""
-        return self.channel.call("register", {"version": list(version)}).meta
+    def register(self, version: WeightVersion, buffers: Sequence[str]) -> dict[str, Any]:
+        """Write the converted weights to the one of ``buffers`` that is free and publish their manifest."""
+        return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
 
     def save(self, step: int) -> dict[str, Any]:
         """Commit a checkpoint of the state after ``step`` optimizer steps."""
         return self.channel.call("save", {"step": step}).meta
 
-    def export(self, folder: str) -> dict[str, Any]:
-        """Write the actor as a Hugging Face folder."""
-        return self.channel.call("export", {"folder": folder}).meta
+    def export(self, folder: Path) -> None:
+        """Write the actor as a Hugging Face folder, once."""
+        self.channel.call("export", {"folder": str(folder)})
 
     def memory(self) -> dict[str, int]:
         return self.channel.memory()
@@ -76,9 +77,9 @@ class RolloutSidecar:
 
     channel: Channel
 
-    def start_engine(self) -> dict[str, Any]:
-        """Start the worker's engine with dummy weights."""
-        return self.channel.call("start_engine").meta
+    def start_engine(self, folder: Path) -> None:
+        """Start the worker's engine with dummy weights for the model in ``folder``."""
+        self.channel.call("start_engine", {"folder": str(folder)})
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:
         """Read, verify and apply the weights published as ``version``."""
@@ -99,8 +100,3 @@ class RolloutSidecar:
 
     def memory(self) -> dict[str, int]:
         return self.channel.memory()
-
-
-def describe(meta: dict[str, Any]) -> str:
-    """``meta`` on one line, for logs."""
-    return json.dumps(meta, sort_keys=True, default=str)

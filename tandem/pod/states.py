@@ -2,6 +2,7 @@
 
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
 Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``.
+When the rollout sidecar dies under it, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
 """
 
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ TRAINER_TRANSITIONS: Mapping[TrainerState, frozenset[TrainerState]] = {
     _T.CHECKPOINT: frozenset({_T.OFFLOAD, _T.TRAIN}),
     _T.OFFLOAD: frozenset({_T.CONVERT}),
     _T.CONVERT: frozenset({_T.REGISTER}),
-    _T.REGISTER: frozenset({_T.UPDATE_WEIGHT}),
-    _T.UPDATE_WEIGHT: frozenset({_T.WAIT_ROLLOUT}),
+    _T.REGISTER: frozenset({_T.UPDATE_WEIGHT, _T.ONLOAD}),
+    _T.UPDATE_WEIGHT: frozenset({_T.WAIT_ROLLOUT, _T.ONLOAD}),
     _T.WAIT_ROLLOUT: frozenset({_T.ONLOAD}),
     _T.ONLOAD: frozenset({_T.INFERENCE, _T.TRAIN, _T.OFFLOAD}),
     _T.INFERENCE: frozenset({_T.TRAIN}),

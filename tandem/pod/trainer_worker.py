@@ -13,23 +13,28 @@ from torch import Tensor
 
 from tandem.checkpoint_engine.convert import convert
 from tandem.checkpoint_engine.register import WeightWriter
+from tandem.checkpoint_engine.shared_memory import WeightBuffers
 from tandem.config.recipe import Recipe
-from tandem.data.tasks import demonstrations
-from tandem.kernels import Kernels
+from tandem.kernels import select
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, save_model
 from tandem.pod.create_model import create_model
+from tandem.pod.prompts import prompt_source
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.supervised import fine_tune
 from tandem.rl.algorithms.update import sequence_logprobs, update_policy
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.save import load_checkpoint, newest_committed, prune, save_checkpoint
-from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire import decode_samples, decode_scores
 
 logger = logging.getLogger(__name__)
+
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+"""What makes a checkpoint a Hugging Face folder, besides the weights."""
 
 Meta = Mapping[str, Any]
 Blobs = Mapping[str, bytes]
@@ -38,10 +43,15 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 class TrainerWorker:
-    """The state of the worker between calls. ``steps``: optimizer steps that the actor has taken since the warm start."""
+    """The state of the worker between calls. ``steps``: optimizer steps that the actor has taken since the start model
+    ``start``; ``inferred``: the reference's log-probabilities of a step's samples."""
 
-    def __init__(self, recipe: Recipe, directory: Path, kernels: Kernels, writer: WeightWriter, numerics: Mapping[str, Any]) -> None:
-        self.recipe, self.directory, self.kernels, self.writer, self.numerics = recipe, directory, kernels, writer, numerics
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        self.recipe, self.directory = recipe, directory
+        self.kernels = select(recipe.machine.kernels)
+        self.store = EmbeddedStore(directory / "pod" / "store.sqlite")
+        self.writer: WeightWriter | None = None
+        self.start: Path | None = None
         self.model: Decoder | None = None
         self.optimizer: AdamW | None = None
         self.reference: Decoder | None = None
@@ -60,9 +70,9 @@ class TrainerWorker:
     # -- before reinforcement learning -------------------------------------------------------------------------------
 
     def create_model(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Make the model that the recipe describes as the folder ``models/initial``, once."""
+        """Make the model that the recipe describes as ``folder``, once."""
         assert self.recipe.model.create is not None
-        create_model(self.recipe.model.create, self.recipe.run.seed, self.directory / "models" / "initial")
+        create_model(self.recipe.model.create, self.recipe.run.seed, Path(meta["folder"]))
         return {}, {}
 
     def warm_up(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -71,26 +81,32 @@ class TrainerWorker:
         assert config is not None
         if destination.exists():
             return {"metrics": {}}, {}
-        model = load_model(Path(meta["source"]), self.kernels)
-        tokenizer = Tokenizer.from_folder(Path(meta["source"]))
-        examples = demonstrations(self.recipe.task, tokenizer.encode, tokenizer.eos_token_ids[0], self.recipe.run.seed + config.seed, config.corrupted_share)
-        rows = fine_tune(
-            model, examples, config, self.recipe.trainer, lambda step, row: progress({"done": step, "total": config.steps, "loss": row["sft/loss"]})
-        )
-        save_model(model, destination, Path(meta["source"]))
+        source = Path(meta["source"])
+        model = load_model(source, self.kernels)
+        prompts = prompt_source(self.recipe, source)
+        shown = prompts.demonstrations(config.seed, config.corrupted_share, Tokenizer.from_folder(source).eos_token_ids[0])
+        examples = ((d.prompt_token_ids, d.completion_token_ids) for d in shown)
+
+        def report(done: int, row: dict[str, float]) -> None:
+            progress({"done": done, "total": config.steps, "loss": row["sft/loss"]})
+
+        rows = fine_tune(model, examples, config, self.recipe.trainer, report)
+        prompts.close()
+        save_model(model, destination, source)
         return {"metrics": rows[-1]}, {}
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The actor as a Hugging Face folder, written whole or not at all."""
+        """The actor as a Hugging Face folder, written whole or not at all, once."""
         model, _ = self._actor()
-        save_model(model, Path(meta["folder"]), Path(meta["tokenizer"]))
+        if not Path(meta["folder"]).exists():
+            save_model(model, Path(meta["folder"]), self.start)
         return {}, {}
 
     # -- the state ---------------------------------------------------------------------------------------------------
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Stand at checkpoint ``step`` or before (``None``: the newest), or at the start model where there is none."""
-        start = Path(meta["start"])
+        start = self.start = Path(meta["start"])
         self.model = load_model(start, self.kernels)
         self.optimizer = AdamW(self.model.named_parameters(), self.recipe.trainer)
         if self.recipe.algorithm.kl_coefficient > 0:
@@ -101,16 +117,17 @@ class TrainerWorker:
             load_checkpoint(found.folder, self.model, self.optimizer)
             self.steps = found.step
         self.inferred = self.converted = None
-        return {"step": self.steps}, {}
+        return {"step": self.steps, "kernels": self.kernels.name}, {}
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Commit the checkpoint of ``step`` and remove those that the recipe does not keep."""
         model, optimizer = self._actor()
         self._expect(int(meta["step"]))
-        start = Path(meta["start"])
-        companions = [path for path in sorted(start.iterdir()) if path.suffix in (".json", ".jinja", ".txt") and "safetensors" not in path.name]
-        checkpoint = save_checkpoint(self.directory / "checkpoints", self.steps, model, optimizer, {"numerics": dict(self.numerics)}, companions)
-        prune(self.directory / "checkpoints", self.recipe.checkpoint.keep)
+        assert self.start is not None
+        checkpoints = self.directory / "checkpoints"
+        companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
+        checkpoint = save_checkpoint(checkpoints, self.steps, model, optimizer, {}, companions)
+        prune(checkpoints, self.recipe.checkpoint.keep)
         return {"digest": checkpoint.digest}, {}
 
     # -- the cycle ---------------------------------------------------------------------------------------------------
@@ -141,6 +158,9 @@ class TrainerWorker:
         self._expect(version.step)
         if self.converted is None:
             raise RunError("register was asked for before convert")
+        if self.writer is None:
+            first, second = meta["buffers"]
+            self.writer = WeightWriter(WeightBuffers.open((first, second)), self.store)
         manifest = self.writer.publish(self.converted, version)
         return {"bytes": manifest.size_bytes, "digest": manifest.digest}, {}
 

@@ -13,6 +13,10 @@ from typing import Any
 import plotly.graph_objects as graph
 from plotly.offline import get_plotlyjs
 
+from tandem.runtime.journal import Journal
+from tandem.runtime.metrics import read_rows
+from tandem.types import UserError
+
 Row = Mapping[str, Any]
 
 _STYLE = """
@@ -38,6 +42,47 @@ class RunFacts:
     examples_after: Sequence[Mapping[str, Any]]
     commands: Sequence[str]
     headline: str
+
+
+def report_run(directory: Path) -> Path:
+    """Write ``report.html`` of the run in ``directory`` and return its path. Raises ``UserError`` where there is no run."""
+    if not (directory / "journal.sqlite").is_file():
+        raise UserError(f"'{directory}' is not a run: it has no journal.sqlite; name a folder under runs/")
+    path = directory / "report.html"
+    write_report(read_facts(directory), path)
+    return path
+
+
+def read_facts(directory: Path) -> RunFacts:
+    """What the run's own files say."""
+    with Journal(directory / "journal.sqlite", read_only=True) as journal:
+        evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
+        events = [{"kind": event.kind, "detail": event.detail} for event in journal.events()]
+        memory, commands = journal.get("memory", {}), journal.get("commands", [])
+    sampled = [e for e in evaluations if e["kind"] == "sampled"]
+    return RunFacts(
+        name=directory.name,
+        rows=read_rows(directory / "metrics.jsonl"),
+        evaluations=evaluations,
+        events=events,
+        predicted_memory={"train": memory.get("trainer"), "rollout": memory.get("rollout")} if memory else {},
+        examples_before=sampled[0].get("examples", []) if sampled else [],
+        examples_after=sampled[-1].get("examples", []) if sampled else [],
+        commands=commands,
+        headline=_headline(evaluations),
+    )
+
+
+def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    by_kind = {kind: [e for e in evaluations if e["kind"] == kind] for kind in ("sampled", "greedy", "final", "final_greedy")}
+    said = []
+    if by_kind["sampled"]:
+        said.append(f"held-out sampled accuracy {by_kind['sampled'][0]['accuracy']:.3f} before")
+    for kind, words in (("final", "sampled"), ("final_greedy", "greedy")):
+        if by_kind[kind]:
+            last = by_kind[kind][-1]
+            said.append(f"{last['accuracy']:.3f} {words} on {last['count']} fresh prompts after {last['step']} steps")
+    return "; ".join(said) or "This run has not been evaluated yet."
 
 
 def write_report(facts: RunFacts, path: Path) -> None:

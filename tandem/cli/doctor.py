@@ -1,0 +1,64 @@
+"""Say what this machine has and what Tandem will use of it.
+
+example:
+  tandem doctor
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from tandem.runtime.numerics import instruction_set
+from tandem.runtime.processes import available_cores
+
+OPTIONAL = {
+    "jinja2": "chat templates (pip install tandem-rl[chat])",
+    "reasoning_gym": "tasks by name (pip install tandem-rl[reasoning-gym])",
+    "math_verify": "answers in mathematics (pip install tandem-rl[math])",
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Nothing to say."""
+
+
+def run(options: argparse.Namespace) -> int:
+    memory = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    lines = [
+        ("Python", sys.version.split()[0]),
+        ("machine", f"{platform.machine()}, {available_cores()} cores this process may use"),
+        ("instruction set", instruction_set()),
+        ("memory", _memory()),
+        ("shared memory", f"{memory.free / 2**30:.1f} GiB free in /dev/shm" if memory else "no /dev/shm: a pod cannot run here"),
+        ("disk", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here"),
+        ("torch", importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "missing: pip install torch"),
+        ("kernels", _kernels()),
+    ]
+    for module, use in OPTIONAL.items():
+        lines.append((module, "present" if importlib.util.find_spec(module) else f"absent; for {use}"))
+    for name, value in lines:
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def _memory() -> str:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return "unknown"
+    facts = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines() if line.split()[1:]}
+    return f"{facts['MemAvailable'] / 2**20:.1f} of {facts['MemTotal'] / 2**20:.1f} GiB available"
+
+
+def _kernels() -> str:
+    from tandem.kernels import select
+    from tandem.types import UserError
+
+    try:
+        return f"{select('cpu').name} (C++, built)"
+    except UserError as error:
+        return f"reference (plain torch, slower): {error}"

@@ -1,0 +1,207 @@
+"""How the controller reaches a sidecar: through its shim over HTTP, or inside its own process for a debugger.
+
+The two kinds answer the same calls with the same values; everything above this file is the same code for both.
+"""
+
+import gc
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
+from tandem.pod.failures import Role, SidecarDied
+from tandem.runtime.calls import Blobs, Meta, Method, PeerDied, Progress, RpcTimeout, WorkerDied
+from tandem.runtime.faults import FaultPlan
+from tandem.runtime.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
+from tandem.runtime.rpc import RpcClient
+from tandem.types import RunError
+from tandem.types.wire import Frame
+
+logger = logging.getLogger(__name__)
+
+START_DEADLINE_S = 120.0
+TRAINER_SEGMENTS = "trainer"
+"""How a reader of shared memory names the peer that owned it."""
+
+
+class Channel(Protocol):
+    """A sidecar's life and its calls. Everything but ``close`` and ``discard`` raises ``SidecarDied`` where the sidecar is
+    gone or gives no sign of life."""
+
+    def start(self) -> None:
+        """Bring up what is not running: the shim, then its worker."""
+        ...
+
+    def call(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
+    ) -> Frame:
+        """One call of the worker."""
+        ...
+
+    def allocate(self, size_bytes: int) -> tuple[str, ...]:
+        """The names of two weight buffers of ``size_bytes`` each, which live as long as the shim."""
+        ...
+
+    def stop_worker(self) -> None:
+        """End the worker's process; the shim, and what it owns, stays."""
+        ...
+
+    def discard(self) -> None:
+        """Clear away what is left after a death, so that ``start`` begins anew."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the worker's process now: ``rss_bytes``, ``pss_bytes``, ``shared_bytes``."""
+        ...
+
+    def close(self) -> None:
+        """End worker and shim."""
+        ...
+
+
+@dataclass
+class RemoteChannel:
+    """A shim in a process of its own. ``deadline_s`` bounds every call."""
+
+    role: Role
+    directory: Path
+    pod_id: str
+    credential_file: Path
+    credential: str
+    deadline_s: float
+    threads: int
+    faults: FaultPlan | None = None
+    shim: "subprocess.Popen[bytes] | None" = None
+    client: RpcClient | None = None
+    starts: int = 0
+
+    def start(self) -> None:
+        if self.client is None:
+            self._start_shim()
+        self._ask("start_worker", deadline_s=START_DEADLINE_S)
+
+    def _start_shim(self) -> None:
+        self.starts += 1
+        port_file = self.directory / "pod" / f"{self.role}-{self.starts}.port"
+        port_file.unlink(missing_ok=True)
+        arguments = [
+            "--role", self.role, "--run", str(self.directory), "--pod-id", self.pod_id, "--credential", str(self.credential_file),
+            "--port-file", str(port_file), "--threads", str(self.threads), "--deadline", str(self.deadline_s),
+        ]
+        if self.faults is not None:
+            arguments += ["--faults", str(self.faults)]
+        self.shim = spawn(
+            "tandem.pod.shim", arguments, threads=Threads(1), new_session=True, output=self.directory / "logs" / f"{self.role}_shim.out"
+        )
+        port = _wait_for_port(port_file, self.shim)
+        if port is None:
+            status = describe_exit(kill(self.shim))
+            raise SidecarDied(self.role, "shim", f"it did not start ({status}); see logs/{self.role}_shim.out")
+        self.client = RpcClient(f"the {self.role} sidecar", port, self.credential)
+
+    def call(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
+    ) -> Frame:
+        return self._ask(name, meta, blobs, deadline_s=self.deadline_s + 10, on_progress=on_progress)
+
+    def _ask(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None
+    ) -> Frame:
+        if self.client is None:
+            raise SidecarDied(self.role, "shim", f"it is not running, so it cannot be asked for '{name}'")
+        try:
+            return self.client.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
+        except WorkerDied as error:
+            raise SidecarDied(self.role, "worker", str(error)) from None
+        except (PeerDied, RpcTimeout) as error:
+            if error.peer == TRAINER_SEGMENTS:
+                raise SidecarDied("trainer", "shim", str(error)) from None
+            part = "worker" if isinstance(error, RpcTimeout) and "killed" in str(error) else "shim"
+            raise SidecarDied(self.role, part, str(error)) from None  # type: ignore[arg-type]
+
+    def allocate(self, size_bytes: int) -> tuple[str, ...]:
+        return tuple(self._ask("allocate", {"bytes": size_bytes}, deadline_s=START_DEADLINE_S).meta["names"])
+
+    def stop_worker(self) -> None:
+        self._ask("stop_worker", deadline_s=60)
+
+    def memory(self) -> dict[str, int]:
+        return {name: int(value) for name, value in self._ask("memory", deadline_s=30).meta.items()}
+
+    def discard(self) -> None:
+        if self.shim is not None and self.shim.poll() is None and self.client is not None:
+            try:
+                self._ask("stop_worker", deadline_s=30)
+                return
+            except SidecarDied:
+                logger.warning("the %s shim does not answer; it is killed", self.role)
+        if self.shim is not None:
+            kill(self.shim)
+        self.shim = self.client = None
+
+    def close(self) -> None:
+        if self.shim is not None:
+            terminate(self.shim, grace_s=10)
+        self.shim = self.client = None
+
+
+def _wait_for_port(port_file: Path, process: "subprocess.Popen[bytes]") -> int | None:
+    """The port that a starting shim writes down, or ``None`` where its process ends first."""
+    ends = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < ends:
+        if port_file.exists():
+            return int(port_file.read_text(encoding="ascii"))
+        if process.poll() is not None:
+            return None
+        time.sleep(0.01)
+    return None
+
+
+@dataclass
+class InlineChannel:
+    """The worker inside this process. ``make`` builds it and returns its calls."""
+
+    role: Role
+    pod_id: str
+    make: Callable[[], Mapping[str, Method]]
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    buffers: WeightBuffers | None = None
+
+    def start(self) -> None:
+        if not self.methods:
+            self.methods = self.make()
+
+    def call(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
+    ) -> Frame:
+        if name not in self.methods:
+            raise RunError(f"the inline {self.role} sidecar has no call '{name}' (is it started?)")
+        reply, payload = self.methods[name](meta or {}, blobs or {}, on_progress or (lambda _: None))
+        return Frame(reply, payload, "result")
+
+    def allocate(self, size_bytes: int) -> tuple[str, ...]:
+        if self.buffers is None:
+            sweep(self.pod_id)
+            self.buffers = WeightBuffers.create(self.pod_id, size_bytes)
+        return self.buffers.names
+
+    def stop_worker(self) -> None:
+        self.methods = {}
+        gc.collect()
+
+    def memory(self) -> dict[str, int]:
+        found = memory_of(os.getpid())
+        return {"rss_bytes": found.rss_bytes, "pss_bytes": found.pss_bytes, "shared_bytes": found.shared_bytes}
+
+    def discard(self) -> None:
+        self.stop_worker()
+
+    def close(self) -> None:
+        self.stop_worker()
+        if self.buffers is not None:
+            self.buffers.close()

@@ -1,0 +1,83 @@
+"""The rollout sidecar's worker: the engine, and the calls that the pod makes of it."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.checkpoint_engine.update import WeightReader
+from tandem.config.recipe import Recipe
+from tandem.engine.llm import LLM
+from tandem.engine.sampling_params import SamplingParams
+from tandem.pod.prompts import context_tokens
+from tandem.pod.residents import kv_cache_tokens
+from tandem.rl.rollout.dispatch import request_key
+from tandem.rl.rollout.groups import samples_of
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.types import RunError, WeightVersion
+from tandem.types.wire import decode_prompts, encode_samples
+
+logger = logging.getLogger(__name__)
+
+Meta = Mapping[str, Any]
+Blobs = Mapping[str, bytes]
+Reply = tuple[dict[str, Any], dict[str, bytes]]
+Progress = Callable[[dict[str, Any]], None]
+
+
+class RolloutWorker:
+    """The state of the worker between calls: an engine, and a reader that keeps its staging memory warm."""
+
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        self.recipe = recipe
+        self.reader = WeightReader(EmbeddedStore(directory / "pod" / "store.sqlite"))
+        self.llm: LLM | None = None
+
+    def methods(self) -> dict[str, Callable[[Meta, Blobs, Progress], Reply]]:
+        """Every call by its name."""
+        return {"start_engine": self.start_engine, "update_weight": self.update_weight, "rollout": self.rollout}
+
+    def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """An engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not."""
+        folder, rollout = Path(meta["folder"]), self.recipe.rollout
+        length = context_tokens(self.recipe, folder)
+        self.llm = LLM(
+            folder,
+            load_format="dummy",
+            seed=self.recipe.run.seed,
+            max_model_len=length,
+            kv_cache_tokens=kv_cache_tokens(self.recipe, length),
+            max_num_seqs=rollout.max_sequences,
+            max_num_batched_tokens=max(rollout.max_batched_tokens, rollout.max_sequences),
+            enable_prefix_caching=rollout.prefix_cache,
+            kernels=self.recipe.machine.kernels,
+        )
+        return {}, {}
+
+    def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies."""
+        llm, version = self._engine(), WeightVersion(*meta["version"])
+        if llm.weight_version != version:
+            self.reader.update(llm.update_weights, version)
+        return {"version": list(llm.weight_version)}, {}
+
+    def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Samples of the prompts under the weights that the engine holds."""
+        llm, settings, step = self._engine(), meta["settings"], int(meta["step"])
+        if llm.weight_version.step != step:
+            raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
+        prompts = decode_prompts(blobs["prompts"])
+        params = SamplingParams(
+            n=settings["n"], temperature=settings["temperature"], top_k=settings["top_k"], top_p=settings["top_p"],
+            min_p=settings["min_p"], max_tokens=settings["max_tokens"], stop=settings["stop"], seed=settings["seed"],
+        )
+        keys = [request_key(step, prompt.id, settings["purpose"]) for prompt in prompts]
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], params, use_tqdm=False, request_keys=keys
+        )
+        return {}, {"samples": encode_samples(samples_of(step, prompts, outputs))}
+
+    def _engine(self) -> LLM:
+        if self.llm is None:
+            raise RunError("the rollout's worker has no engine yet; this is a fault of the pod's order of calls")
+        return self.llm

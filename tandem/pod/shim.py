@@ -1,0 +1,144 @@
+"""A sidecar's shim: answers the controller over HTTP, owns the shared memory, and starts and ends the worker.
+
+``python -m tandem.pod.shim --role trainer|rollout ...``. It imports no torch, so it is up in a tenth of a second and may
+stand beside a worker that is being replaced. It dies with the controller, and its worker with it.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
+from tandem.runtime.calls import Blobs, Meta, Method, Progress, WorkerDied
+from tandem.runtime.faults import FaultPlan, no_fault
+from tandem.runtime.logs import log_uncaught, setup
+from tandem.runtime.processes import Threads, memory_of
+from tandem.runtime.rpc import read_credential
+from tandem.runtime.rpc_server import RpcServer
+from tandem.runtime.worker_pipe import Worker
+
+logger = logging.getLogger(__name__)
+
+TRAINER_CALLS = (
+    "create_model", "warm_up", "export", "load", "inference", "train", "offload", "onload", "convert", "register", "save"
+)
+ROLLOUT_CALLS = ("start_engine", "update_weight", "rollout")
+CALLS = {"trainer": TRAINER_CALLS, "rollout": ROLLOUT_CALLS}
+
+Reply = tuple[dict[str, Any], Mapping[str, bytes]]
+
+
+class Shim:
+    """``role`` is ``trainer`` or ``rollout``. The lock guards which worker is the current one, not its calls."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.role, self.run = options, str(options.role), Path(options.run)
+        self.worker: Worker | None = None
+        self.buffers: WeightBuffers | None = None
+        self.lock = threading.Lock()
+
+    def methods(self) -> dict[str, Method]:
+        """The shim's own calls, and its worker's passed on."""
+        own: dict[str, Method] = {
+            "allocate": self.allocate, "start_worker": self.start_worker, "stop_worker": self.stop_worker, "memory": self.memory
+        }
+        return {**{name: self._pass_on(name) for name in CALLS[self.role]}, **own}
+
+    def allocate(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The two weight buffers, made once and kept for the life of this shim; their names."""
+        with self.lock:
+            if self.buffers is None:
+                sweep(self.options.pod_id)
+                self.buffers = WeightBuffers.create(self.options.pod_id, int(meta["bytes"]))
+            return {"names": list(self.buffers.names)}, {}
+
+    def start_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Start the worker's process where none lives."""
+        with self.lock:
+            if self.worker is None or not self.worker.alive:
+                arguments = ["--role", self.role, "--run", str(self.run), "--threads", str(self.options.threads)]
+                if self.options.faults:
+                    arguments += ["--faults", self.options.faults]
+                self.worker = Worker(
+                    f"the {self.role} worker", "tandem.pod.worker", arguments, threads=Threads(self.options.threads),
+                    output=self.run / "logs" / f"{self.role}_worker.out",
+                )
+            return {"pid": self.worker.pid}, {}
+
+    def stop_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """End the worker's process, alive or dead."""
+        with self.lock:
+            worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.stop()
+        return {}, {}
+
+    def memory(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Bytes of the worker's process; zeros where none lives."""
+        worker = self.worker
+        try:
+            found = memory_of(worker.pid) if worker is not None else None
+        except ProcessLookupError:
+            found = None
+        if found is None:
+            return {"rss_bytes": 0, "pss_bytes": 0, "shared_bytes": 0}, {}
+        return {"rss_bytes": found.rss_bytes, "pss_bytes": found.pss_bytes, "shared_bytes": found.shared_bytes}, {}
+
+    def _pass_on(self, name: str) -> Method:
+        def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+            worker = self.worker
+            if worker is None:
+                raise WorkerDied(f"the {self.role} worker", name, f"the {self.role} worker is not running")
+            frame = worker.call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
+            return frame.meta, frame.blobs
+
+        return call
+
+    def close(self) -> None:
+        """End the worker and remove the shared memory."""
+        if self.worker is not None:
+            self.worker.stop(grace_s=2)
+        if self.buffers is not None:
+            self.buffers.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=tuple(CALLS), required=True)
+    for name in ("--run", "--pod-id", "--credential", "--port-file"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--deadline", type=float, required=True)
+    parser.add_argument("--faults", default="")
+    options = parser.parse_args()
+    setup(f"{options.role}_shim", Path(options.run) / "logs")
+    log_uncaught()
+    shim = Shim(options)
+    point = FaultPlan.parse(options.faults).point(f"{options.role}_shim", Path(options.run)) if options.faults else no_fault
+    server = RpcServer(
+        shim.methods(), read_credential(Path(options.credential)), name=f"the {options.role} sidecar", fault_point=point
+    )
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server.start()
+    port_file = Path(options.port_file)
+    fresh = port_file.with_suffix(".tmp")
+    fresh.write_text(str(server.port), encoding="ascii")
+    fresh.replace(port_file)
+    logger.info("listening on port %d", server.port)
+    ended.wait()
+    shim.close()
+    # Calls that still run stand in threads that nobody waits for.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

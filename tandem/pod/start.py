@@ -1,0 +1,39 @@
+"""Put a pod's two channels together: sidecars in processes of their own, or both inline."""
+
+import secrets
+from pathlib import Path
+
+from tandem.config.recipe import Recipe
+from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
+from tandem.pod.failures import Role
+from tandem.pod.worker import make_worker
+from tandem.runtime.faults import FaultPlan
+from tandem.runtime.processes import available_cores
+from tandem.runtime.rpc import new_credential, write_credential
+
+
+def threads_of(recipe: Recipe) -> int:
+    """Threads of each worker: the recipe's, or every core this process may use (the workers take turns)."""
+    return recipe.machine.threads or available_cores()
+
+
+def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None) -> tuple[Channel, Channel]:
+    """Channels to the trainer's and to the rollout's sidecar; nothing runs yet. ``directory`` has the recipe's
+    ``config.yaml``."""
+    pod_id, folder, threads = secrets.token_hex(6), directory / "pod", threads_of(recipe)
+    folder.mkdir(exist_ok=True)
+
+    def inline_channel(role: Role) -> Channel:
+        return InlineChannel(role, pod_id, lambda: make_worker(role, recipe, directory, threads))
+
+    if inline:
+        return inline_channel("trainer"), inline_channel("rollout")
+    credential = new_credential()
+    write_credential(folder / "credential", credential)
+
+    def remote_channel(role: Role) -> Channel:
+        return RemoteChannel(
+            role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, threads, faults
+        )
+
+    return remote_channel("trainer"), remote_channel("rollout")
