@@ -40,7 +40,8 @@ def is_hidden_stop(request: Request, token: int) -> bool:
 
 
 def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
-    """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence token."""
+    """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence
+    token."""
     last, request = sequence.token_ids[-1], sequence.request
     if sequence.text_watch is not None and sequence.text_watch.stopped is not None:
         return FinishReason.STOP, sequence.text_watch.stopped
@@ -83,7 +84,7 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
 
 
 def _logprobs(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    return {
-        token: Logprob(value, rank, None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False))
-        for token, value, rank in entries
-    }
+    def decoded(token: int) -> str | None:
+        return None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False)
+
+    return {token: Logprob(value, rank, decoded(token)) for token, value, rank in entries}

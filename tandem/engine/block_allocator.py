@@ -1,9 +1,8 @@
 """Blocks of the KV cache: who holds which, in O(1) a call.
 
-A block is *held* (by one or more tables), *cached* (held by nobody, but its content still has a key under which it can be
-found) or *free*. Free blocks are given out first, the last released first, since its memory is warm; then cached ones,
-the least recently used first.
-"""
+A block is *held* (by one or more tables), *cached* (held by nobody, but its content still has a key under which it can
+be found) or *free*. Free blocks are given out first, the last released first, since its memory is warm; then cached
+ones, the least recently used first. """
 
 from collections import OrderedDict
 
@@ -87,8 +86,8 @@ class BlockAllocator:
             self._keys[block] = None
 
     def check_integrity(self, held: dict[int, int] | None = None) -> None:
-        """Raise ``AssertionError`` unless every block is in exactly one state and keys agree in both directions. ``held``:
-        the reference count that each held block must have (none: nothing is held)."""
+        """Raise ``AssertionError`` unless every block is in exactly one state and keys agree in both directions.
+        ``held``: the reference count that each held block must have (none: nothing is held)."""
         held = held or {}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is twice in the free list"

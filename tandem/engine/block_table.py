@@ -40,8 +40,8 @@ def needs_block(allocator: BlockAllocator, table: list[int], position: int) -> b
 
 
 def make_writable(allocator: BlockAllocator, table: list[int], position: int) -> tuple[int, int, BlockCopy | None]:
-    """Give ``position`` a block of its own where ``needs_block`` says so; returns (column, block, copy). A shared block is
-    copied where it already holds tokens before ``position``. The caller has looked at ``free_count``."""
+    """Give ``position`` a block of its own where ``needs_block`` says so; returns (column, block, copy). A shared
+    block is copied where it already holds tokens before ``position``. The caller has looked at ``free_count``."""
     column = position // BLOCK_TOKENS
     block = allocator.allocate()
     if column == len(table):

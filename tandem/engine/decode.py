@@ -16,7 +16,8 @@ def rows(state: SchedulerState) -> tuple[int, ...]:
 
 
 def join(state: SchedulerState, prefill: Prefill) -> None:
-    """The sequences of a prefill whose last chunk stands in this step decode from the next one on, all over its blocks."""
+    """The sequences of a prefill whose last chunk stands in this step decode from the next one on, all over its
+    blocks."""
     tables = [prefill.blocks] + [fork(state.allocator, prefill.blocks) for _ in prefill.sequences[1:]]
     for sequence, row, table in zip(prefill.sequences, prefill.rows, tables, strict=True):
         sequence.row, sequence.blocks, sequence.keys = row, table, prefill.keys
@@ -30,8 +31,8 @@ def join(state: SchedulerState, prefill: Prefill) -> None:
 
 
 def leave(state: SchedulerState, sequences: Iterable[Sequence], keep_cache: bool = True) -> None:
-    """Take the rows and blocks of decoding sequences whose tokens were read back. With ``keep_cache`` their full blocks can
-    be found again. The last token's keys and values were never computed."""
+    """Take the rows and blocks of decoding sequences whose tokens were read back. With ``keep_cache`` their full
+    blocks can be found again. The last token's keys and values were never computed."""
     for sequence in sequences:
         if keep_cache and state.prefix_cache.enabled:
             tokens = sequence.known_tokens

@@ -1,11 +1,12 @@
 """The inference engine: requests in, answers out, one step at a time."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as Series
+from collections.abc import Iterable
+from collections.abc import Sequence as Series
 
 from torch import Tensor
 
-from tandem.engine import decode, prefill, preemption
+from tandem.engine import decode, preemption, prefill
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.outputs import RequestOutput
@@ -51,7 +52,8 @@ class Engine:
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len)
         embedding = decoder.embed_tokens
         sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
-        self._runner = Runner(decoder, empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device), self._table)
+        caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        self._runner = Runner(decoder, caches, self._table)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
         self._arrivals = 0
@@ -89,10 +91,8 @@ class Engine:
             max_length=min(end, self.settings.max_model_len),
         )
         self._arrivals += 1
-        sequences = [
-            Sequence(request, i, random_key(request.seed, request.key, first_index + i), text_watch=self._text_watch(params))
-            for i in range(params.n)
-        ]
+        keys = [random_key(request.seed, request.key, first_index + i) for i in range(params.n)]
+        sequences = [Sequence(request, i, key, text_watch=self._text_watch(params)) for i, key in enumerate(keys)]
         self._answers[request_id] = Answer(request, [None] * params.n, set(sequences))
         # A group takes its rows at once; what no step could hold goes in parts, each of which shares the prompt.
         for first in range(0, params.n, self.settings.max_num_seqs):
@@ -117,8 +117,8 @@ class Engine:
             raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such request
-        is under way."""
+        """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such
+        request is under way."""
         answer = self._answers.get(request_id)
         if answer is None:
             return False

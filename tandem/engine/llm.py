@@ -34,12 +34,12 @@ PromptInput = str | Mapping[str, Any]
 class LLM:
     """A model folder, ready to generate.
 
-    ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context. ``kv_cache_tokens``:
-    size of the KV cache; ``None`` takes what ``max_num_seqs`` sequences can fill, but not more than 1 GiB (and never less
-    than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most, in one forward pass.
-    ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a ``Tokenizer``, or ``None``
-    for the model's own (without one, prompts are token ids). ``seed``: of requests that bring none.
-    """
+    ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context.
+    ``kv_cache_tokens``: size of the KV cache; ``None`` takes what ``max_num_seqs`` sequences can fill, but not more
+    than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
+    in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
+    ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
+    bring none. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
@@ -79,15 +79,16 @@ class LLM:
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: PromptInput | Sequence[PromptInput], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True, *, request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
+        self, prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
+        request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order.
 
-        A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its cached
-        blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i; without it the
-        key is the prompt's place in this call where its parameters have a seed, else its place among all this engine has
-        seen. ``use_tqdm`` shows the progress on a terminal. Raises ``UserError`` before any work.
+        A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its
+        cached blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i;
+        without it the key is the prompt's place in this call where its parameters have a seed, else its place among
+        all this engine has seen. ``use_tqdm`` shows the progress on a terminal. Raises ``UserError`` before any work.
         """
         asked = self._prompts(prompts)
         params = self._params(sampling_params, len(asked))
@@ -120,7 +121,8 @@ class LLM:
             found = self.engine.step()
             answers.update((output.request_id, output) for output in found)
             if show and found:
-                print(f"\rgenerated {len(wanted & answers.keys())} of {len(names)}", end="", file=sys.stderr, flush=True)
+                count = len(wanted & answers.keys())
+                print(f"\rgenerated {count} of {len(names)}", end="", file=sys.stderr, flush=True)
         if show:
             print(file=sys.stderr)
         return [answers[name] for name in names]
@@ -135,12 +137,14 @@ class LLM:
                 raise UserError(f"prompt is {str(prompt)[:60]!r}; give a text or {{'prompt_token_ids': [...]}}")
             unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown:
-                raise UserError(f"prompt has the key {sorted(unknown)[0]!r}; known are prompt, prompt_token_ids and cache_salt")
+                known = "prompt, prompt_token_ids and cache_salt"
+                raise UserError(f"prompt has the key {sorted(unknown)[0]!r}; known are {known}")
             text, salt = given.get("prompt"), str(given.get("cache_salt") or "")
             tokens = given.get("prompt_token_ids")
             if tokens is None:
                 if self.engine.tokenizer is None:
-                    raise UserError("the prompt is a text and this engine has no tokenizer; give {'prompt_token_ids': [...]}")
+                    fix = "give {'prompt_token_ids': [...]}"
+                    raise UserError(f"prompt is a text and this engine has no tokenizer; {fix}")
                 tokens = self.engine.tokenizer.encode(str(text), add_special_tokens=True)
             asked.append((text, [int(token) for token in tokens], salt))
         return asked
@@ -150,7 +154,9 @@ class LLM:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
         if len(given) != count:
-            raise UserError(f"generate sampling_params has {len(given)} entries for {count} prompts; give one, or one for each")
+            raise UserError(
+                f"generate sampling_params has {len(given)} entries for {count} prompts; give one, or one for each"
+            )
         return list(given)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -159,7 +165,9 @@ class LLM:
     def weight_version(self) -> WeightVersion:
         return self.engine.weight_version
 
-    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion) -> None:
+    def update_weights(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion
+    ) -> None:
         """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version)
 
@@ -175,7 +183,8 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _blocks(shapes: ModelShapes, dtype: torch.dtype, tokens: int | None, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks of the KV cache: ``tokens`` of them, or by default what all sequences fill within ``DEFAULT_CACHE_BYTES``."""
+    """Blocks of the KV cache: ``tokens`` of them, or by default what all sequences fill within
+    ``DEFAULT_CACHE_BYTES``."""
     if tokens is not None:
         return tokens // BLOCK_TOKENS
     per_block = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch.")) * BLOCK_TOKENS

@@ -20,11 +20,10 @@ class CompletionOutput:
     """One completion. ``token_ids``, ``raw_logprobs``, ``sampling_logprobs`` and ``weight_versions`` have one entry a
     token; the end token, where one was drawn, is among them.
 
-    ``raw_logprobs``: temperature 1, nothing filtered or biased. ``sampling_logprobs``: in the distribution that the token
-    was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``. ``stop_reason``: the stop text
-    or the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each position the asked
-    number of most likely tokens and the drawn one, or ``None`` where none were asked for.
-    """
+    ``raw_logprobs``: temperature 1, nothing filtered or biased. ``sampling_logprobs``: in the distribution that the
+    token was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``. ``stop_reason``: the
+    stop text or the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each
+    position the asked number of most likely tokens and the drawn one, or ``None`` where none were asked for. """
 
     index: int
     text: str
@@ -43,8 +42,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids were
-    given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read."""
+    """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids
+    were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read."""
 
     request_id: str
     prompt: str | None

@@ -6,7 +6,8 @@ from tandem.engine.state import SchedulerState
 
 
 def preempt_last(state: SchedulerState) -> list[tuple[str, int]]:
-    """Preempt whatever goes last in order among all that hold blocks; returns the (request id, index) of its sequences."""
+    """Preempt whatever goes last in order among all that hold blocks; returns the (request id, index) of its
+    sequences."""
     last = max(state.decoding.values(), key=lambda sequence: sequence.order, default=None)
     waiting = state.prefilling
     if waiting is not None and (last is None or waiting.order > last.order):

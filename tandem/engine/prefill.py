@@ -31,7 +31,8 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
     if prefill is None or len(prefill.sequences) > len(state.free_rows):
         return None
     allocator, forks, length = state.allocator, len(prefill.sequences), len(prefill.tokens)
-    keys = state.prefix_cache.keys(root_key(state.version, salt=prefill.sequences[0].request.cache_salt), prefill.tokens)
+    root = root_key(state.version, salt=prefill.sequences[0].request.cache_salt)
+    keys = state.prefix_cache.keys(root, prefill.tokens)
     found = state.prefix_cache.match(keys, length)
     computed = len(found) * BLOCK_TOKENS
     missing = blocks_for(length) - len(found)
@@ -48,8 +49,8 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
 
 
 def take(state: SchedulerState, prefill: Prefill, budget: int) -> tuple[int, list[int]]:
-    """The next chunk, at most ``budget`` tokens, as (start, tokens). Its full blocks can be found at once: a step writes
-    all its keys and values before it reads any."""
+    """The next chunk, at most ``budget`` tokens, as (start, tokens). Its full blocks can be found at once: a step
+    writes all its keys and values before it reads any."""
     start = prefill.computed
     tokens = prefill.tokens[start : start + budget]
     prefill.computed += len(tokens)

@@ -43,8 +43,8 @@ class PrefixCache:
         return chain(root, tokens) if self.enabled else []
 
     def match(self, keys: list[bytes], tokens: int) -> list[int]:
-        """The longest cached start, each block with one reference more. At least one of the ``tokens`` is left over, since
-        its logits are wanted."""
+        """The longest cached start, each block with one reference more. At least one of the ``tokens`` is left over,
+        since its logits are wanted."""
         found = []
         for key in keys[: (tokens - 1) // BLOCK_TOKENS]:
             block = self.allocator.find(key)

@@ -10,10 +10,10 @@ from tandem.types import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. ``key`` and ``params.seed`` (or the engine's ``seed``) fix every random number of the request;
-    completion i draws as index ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival`` breaks ties.
-    ``stop_token_ids``: all tokens that end a completion; ``end_token_ids``: those of them that the tokenizer declares.
-    """
+    """What was asked for. ``key`` and ``params.seed`` (or the engine's ``seed``) fix every random number of the
+    request; completion i draws as index ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival``
+    breaks ties. ``stop_token_ids``: all tokens that end a completion; ``end_token_ids``: those of them that the
+    tokenizer declares. """
 
     id: str
     prompt: str | None
@@ -33,10 +33,11 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One completion under way. ``row``: its place in the engine's per-row buffers, -1 while it has none. ``blocks``: its
-    table and ``keys`` the prefix-cache keys of its first full ones; both empty while it has no row. ``offset``: while it
-    decodes, the position fed at engine step t is ``offset + t``. ``due``: the step before which it needs a block. ``cached``: tokens that
-    the prefix cache held when it was first computed. ``is_done``: it is answered, and a prefill that waits for it is void.
+    """One completion under way. ``row``: its place in the engine's per-row buffers, -1 while it has none. ``blocks``:
+    its table and ``keys`` the prefix-cache keys of its first full ones; both empty while it has no row. ``offset``:
+    while it decodes, the position fed at engine step t is ``offset + t``. ``due``: the step before which it needs a
+    block. ``cached``: tokens that the prefix cache held when it was first computed. ``is_done``: it is answered, and a
+    prefill that waits for it is void.
 
     The lists hold the tokens that were read back from the row's buffers: all of them whenever it has no row.
     """
@@ -71,8 +72,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known tokens
-    of one sequence that lost its cache. ``computed`` tokens are in ``blocks`` already, ``cached`` of them from the prefix cache. ``rows`` are taken at admission."""
+    """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known
+    tokens of one sequence that lost its cache. ``computed`` tokens are in ``blocks`` already, ``cached`` of them from
+    the prefix cache. ``rows`` are taken at admission."""
 
     sequences: list[Sequence]
     tokens: list[int]

@@ -5,7 +5,7 @@ leaves or crosses a block.
 """
 
 from collections.abc import Sequence as Series
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from tandem.engine.request import Sequence
 from tandem.types import WeightVersion
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Selection:
     """Rows of one step with what sampling needs of them, each tensor [R]. ``stop_tokens[R, K]`` is padded with -1."""
 
     rows: tuple[int, ...]
@@ -54,7 +55,8 @@ class RowTable:
         self.with_stop_texts: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
-        """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being known."""
+        """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being
+        known."""
         index = torch.tensor([sequence.row for sequence in sequences])
         integers, numbers, stops = [], [], []
         for sequence, length in zip(sequences, lengths, strict=True):
@@ -110,7 +112,8 @@ class RowTable:
         )
 
     def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
-        """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop token."""
+        """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop
+        token."""
         index = selection.index
         length = self.length.index_select(0, index)
         column = length - selection.start
@@ -121,11 +124,12 @@ class RowTable:
         length += 1
         # The length comes last: an interrupted step leaves the rows as they were before it.
         self.length[index] = length
-        return (length >= selection.limit) | (tokens.unsqueeze(1) == selection.stop_tokens).any(1)
+        ended: Tensor = (length >= selection.limit) | (tokens.unsqueeze(1) == selection.stop_tokens).any(1)
+        return ended
 
     def read_back(self, sequences: Series[Sequence], version: WeightVersion) -> None:
-        """Move what the rows have drawn since they joined, all under ``version``, to the sequences' lists. The rows have
-        no sequence afterwards."""
+        """Move what the rows have drawn since they joined, all under ``version``, to the sequences' lists. The rows
+        have no sequence afterwards."""
         if not sequences:
             return
         index = torch.tensor([sequence.row for sequence in sequences])

@@ -1,5 +1,6 @@
 """From a decision to flat tensors, through the model, to one token for every row that draws."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,12 @@ from tandem.engine.scheduler import Chunk, Decision
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch, SampledRows
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
+from tandem.types import RunError
 
 
 class FlatBatch(NamedTuple):
-    """``tokens[T]`` and ``positions[T]``: the decoding rows, one token each, then the chunks. ``logit_rows``: the rows of
-    the hidden state whose logits are wanted, one for each selected row; ``None``: all, in order."""
+    """``tokens[T]`` and ``positions[T]``: the decoding rows, one token each, then the chunks. ``logit_rows``: the rows
+    of the hidden state whose logits are wanted, one for each selected row; ``None``: all, in order."""
 
     tokens: Tensor
     positions: Tensor
@@ -50,7 +52,10 @@ class Runner:
             return []
         logits = self._logits(hidden, batch.logit_rows)
         drawn = self._draw(logits, selection)
-        ended = self.table.record(selection, *(values.to("cpu") for values in drawn))
+        tokens, raw, sampling = (values.to("cpu") for values in drawn)
+        if not bool(raw.isfinite().all()):
+            raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
+        ended = self.table.record(selection, tokens, raw, sampling)
         return selection.index[ended].tolist() if ended.any() else []
 
     def _select(self, decode: tuple[int, ...], joined: tuple[int, ...]) -> Selection:
@@ -102,7 +107,11 @@ class Runner:
         adjustments = self._adjustments(selection) if table.adjusted else []
         drawn = self.decoder.kernels.sample_rows(
             adjust(logits, adjustments) if adjustments else logits,
-            selection.temperature.to(to), selection.top_k.to(to), selection.top_p.to(to), selection.min_p.to(to), uniform.to(to),
+            selection.temperature.to(to),
+            selection.top_k.to(to),
+            selection.top_p.to(to),
+            selection.min_p.to(to),
+            uniform.to(to),
         )
         if adjustments:
             drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
@@ -116,15 +125,17 @@ class Runner:
             sequence = self.table.adjusted.get(row)
             if sequence is None:
                 continue
-            values = dict(sequence.request.params.logit_bias or {})
-            if int(self.table.length[row]) - len(sequence.request.prompt_token_ids) < sequence.request.params.min_tokens:
-                values |= dict.fromkeys(sequence.request.end_token_ids.union(sequence.request.stop_token_ids), -float("inf"))
+            request = sequence.request
+            values = dict(request.params.logit_bias or {})
+            if int(self.table.length[row]) - len(request.prompt_token_ids) < request.params.min_tokens:
+                values |= dict.fromkeys(request.end_token_ids.union(request.stop_token_ids), -math.inf)
             if values:
                 found.append(Adjustment(i, list(values), list(values.values())))
         return found
 
     def _note_top_logprobs(self, logits: Tensor, tokens: Tensor, selection: Selection) -> None:
-        asking = [(i, self.table.with_top_logprobs[r]) for i, r in enumerate(selection.rows) if r in self.table.with_top_logprobs]
+        wanted = self.table.with_top_logprobs
+        asking = [(i, wanted[row]) for i, row in enumerate(selection.rows) if row in wanted]
         if asking:
             index = torch.tensor([i for i, _ in asking], device=self.device)
             counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]

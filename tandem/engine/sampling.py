@@ -12,8 +12,8 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """``keys[R]`` and ``positions[R]`` int64 -> float64 [R] in [0, 1): number ``positions[r]`` of the SplitMix64 stream that
-    starts from ``keys[r]``, whatever stands in the other rows."""
+    """``keys[R]`` and ``positions[R]`` int64 -> float64 [R] in [0, 1): number ``positions[r]`` of the SplitMix64
+    stream that starts from ``keys[r]``, whatever stands in the other rows."""
     z = keys + (positions + 1) * _GAMMA
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
@@ -43,8 +43,8 @@ def adjust(logits: Tensor, adjustments: list[Adjustment]) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[list[tuple[int, float, int]]]:
-    """For row r of ``logits[R, V]`` the ``counts[r]`` most likely tokens, and the drawn one of ``tokens[R]`` where it is not
-    among them, as (token id, raw log-probability, rank from 1)."""
+    """For row r of ``logits[R, V]`` the ``counts[r]`` most likely tokens, and the drawn one of ``tokens[R]`` where it
+    is not among them, as (token id, raw log-probability, rank from 1)."""
     logprobs = logits.contiguous().log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
     drawn = logprobs.gather(1, tokens.unsqueeze(1))

@@ -85,20 +85,22 @@ class SamplingParams:
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise UserError(f"sampling seed is {self.seed!r}; it must be a whole number or None")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UserError(f"sampling min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})")
+            raise UserError(
+                f"sampling min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
+            )
         for token in self.stop_token_ids or ():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise UserError(f"sampling stop_token_ids holds {token!r}; every entry must be a token id")
 
     def _check_numbers(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"sampling temperature is {self.temperature}; it must be a number of at least 0 (0 is greedy)")
+            raise UserError(f"sampling temperature is {self.temperature}; it must be at least 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"sampling top_p is {self.top_p}; it must be above 0 and at most 1 (1 turns it off)")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"sampling min_p is {self.min_p}; it must be from 0 to 1 (0 turns it off)")
         if self.n > 1 and self.is_greedy:
-            raise UserError(f"sampling n is {self.n} at temperature 0; greedy completions are all equal, so n must be 1")
+            raise UserError(f"sampling n is {self.n} at temperature 0; greedy completions are equal, so n must be 1")
 
     @property
     def is_greedy(self) -> bool:
@@ -114,4 +116,6 @@ class SamplingParams:
         for name, tokens in (("stop_token_ids", self.stop_token_ids or ()), ("logit_bias", self.logit_bias or {})):
             for token in tokens:
                 if not 0 <= token < vocab_size:
-                    raise UserError(f"sampling {name} names token {token}; the vocabulary has the ids 0 to {vocab_size - 1}")
+                    raise UserError(
+                        f"sampling {name} names token {token}; the vocabulary has the ids 0 to {vocab_size - 1}"
+                    )

@@ -8,8 +8,8 @@ from tandem.engine.state import SchedulerState
 
 
 class Chunk(NamedTuple):
-    """Tokens ``start .. start + len(tokens) - 1`` of a prefill. With its last chunk ``rows`` draw their next token from it
-    (one row for each sequence of the group); before that ``rows`` is empty."""
+    """Tokens ``start .. start + len(tokens) - 1`` of a prefill. With its last chunk ``rows`` draw their next token
+    from it (one row for each sequence of the group); before that ``rows`` is empty."""
 
     request_id: str
     start: int
@@ -19,8 +19,9 @@ class Chunk(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One step. ``decode``: rows that feed one token each. ``copies`` and then ``changes`` are applied to the cache and to
-    the block tables before anything is computed. ``preempted``: (request id, index) of sequences that lost their cache."""
+    """One step. ``decode``: rows that feed one token each. ``copies`` and then ``changes`` are applied to the cache
+    and to the block tables before anything is computed. ``preempted``: (request id, index) of sequences that lost
+    their cache."""
 
     decode: tuple[int, ...] = ()
     prefill: tuple[Chunk, ...] = ()
@@ -34,8 +35,8 @@ class Decision(NamedTuple):
 
 
 def schedule(state: SchedulerState) -> Decision:
-    """The next step: every decoding sequence advances by one token, then prefill chunks fill what is left of the budget.
-    Where blocks run out, the sequences that go last lose theirs; nothing new is admitted in such a step."""
+    """The next step: every decoding sequence advances by one token, then prefill chunks fill what is left of the
+    budget. Where blocks run out, the sequences that go last lose theirs; nothing new is admitted in such a step."""
     state.step += 1
     changes, copies, preempted = growth.give_blocks(state)
     rows = decode.rows(state)

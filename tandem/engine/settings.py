@@ -8,9 +8,9 @@ from tandem.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV cache.
-    ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes at most.
-    ``seed``: of requests that bring none."""
+    """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
+    cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
+    at most. ``seed``: of requests that bring none."""
 
     max_model_len: int
     num_blocks: int
@@ -34,11 +34,11 @@ class EngineSettings:
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise UserError(
-                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked prefill it must be at least "
-                f"max_model_len ({self.max_model_len})"
+                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked prefill it must be "
+                f"at least max_model_len ({self.max_model_len})"
             )
         if self.num_blocks < blocks_for(self.max_model_len):
             raise UserError(
-                f"engine KV cache has {self.num_blocks} blocks; one sequence of max_model_len ({self.max_model_len}) tokens "
-                f"needs {blocks_for(self.max_model_len)}: enlarge the cache or lower max_model_len"
+                f"engine KV cache has {self.num_blocks} blocks; one sequence of max_model_len ({self.max_model_len}) "
+                f"tokens needs {blocks_for(self.max_model_len)}: enlarge the cache or lower max_model_len"
             )

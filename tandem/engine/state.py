@@ -11,8 +11,8 @@ from tandem.types import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_num_seqs``: rows, that is sequences that decode at once. ``max_num_batched_tokens``: the budget of one step;
-    at least ``max_num_seqs``, so that every decoding sequence advances in every step."""
+    """``max_num_seqs``: rows, that is sequences that decode at once. ``max_num_batched_tokens``: the budget of one
+    step; at least ``max_num_seqs``, so that every decoding sequence advances in every step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -1,0 +1,72 @@
+"""Tiny random models, in folders as Hugging Face writes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.llm import LLM
+from tandem.kernels import select
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import save_model, to_huggingface
+from tandem.model.initialise import initialise
+from tandem.text.characters import make_character_tokenizer
+
+torch.set_num_threads(1)
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
+VOCABULARY = len(CHARACTERS) + 3
+TRAITS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_embeddings": False},
+    "qwen2": {"tie_embeddings": True, "attention_bias": True},
+    "qwen3": {"tie_embeddings": True, "qk_norm": True},
+}
+
+
+def shapes_of(architecture: str) -> ModelShapes:
+    return ModelShapes(
+        architecture=architecture, vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        intermediate_size=48, max_positions=128, **TRAITS[architecture],
+    )
+
+
+def random_decoder(architecture: str, seed: int) -> Decoder:
+    """Weights ten times the usual size: distributions with a shape, in which a wrong token shows."""
+    decoder = Decoder(shapes_of(architecture), select("reference"))
+    initialise(decoder, seed)
+    with torch.no_grad():
+        for name, tensor in to_huggingface(decoder):
+            if not name.endswith("norm.weight"):
+                tensor.mul_(10 if "proj" in name else 3)
+    return decoder
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``make_folder(architecture, seed)``: the folder of a random model, the same for the same arguments."""
+    made: dict[tuple[str, int], Path] = {}
+    tokenizer = tmp_path_factory.mktemp("tokenizer")
+    make_character_tokenizer(CHARACTERS, tokenizer)
+
+    def make(architecture: str = "qwen3", seed: int = 0) -> Path:
+        if (architecture, seed) not in made:
+            folder = tmp_path_factory.mktemp("models") / f"{architecture}-{seed}"
+            save_model(random_decoder(architecture, seed), folder, tokenizer)
+            made[architecture, seed] = folder
+        return made[architecture, seed]
+
+    return make
+
+
+@pytest.fixture
+def make_llm(make_folder: Callable[..., Path]) -> Callable[..., LLM]:
+    """``make_llm(architecture, seed, **engine settings)``."""
+
+    def make(architecture: str = "qwen3", weights: int = 0, **settings: Any) -> LLM:
+        settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
+        return LLM(make_folder(architecture, weights), **settings)
+
+    return make
