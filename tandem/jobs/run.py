@@ -110,7 +110,7 @@ class Run:
             settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=greedy, purpose=kind)
             return pod.roll_out(step, chosen, settings, RolloutState.EVALUATE)
 
-        result = evaluate(generate, prompts, self.rewards.score)
+        result = evaluate(generate, prompts, self.rewards.score, examples=self.recipe.evaluation.examples)
         self.journal.commit_evaluation(step, kind, result.to_json())
         self.listener.evaluated(step, result.accuracy, result.count, kind)
         return result

@@ -8,11 +8,10 @@ from typing import Any
 from tandem.checkpoint_engine.update import WeightReader
 from tandem.config.recipe import Recipe
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
 from tandem.rl.rollout.dispatch import request_key
-from tandem.rl.rollout.groups import samples_of
+from tandem.rl.rollout.groups import samples_of, sampling_params
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import RunError, WeightVersion
 from tandem.types.wire import decode_prompts, encode_samples
@@ -67,13 +66,9 @@ class RolloutWorker:
         if llm.weight_version.step != step:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
         prompts = decode_prompts(blobs["prompts"])
-        params = SamplingParams(
-            n=settings["n"], temperature=settings["temperature"], top_k=settings["top_k"], top_p=settings["top_p"],
-            min_p=settings["min_p"], max_tokens=settings["max_tokens"], stop=settings["stop"], seed=settings["seed"],
-        )
         keys = [request_key(step, prompt.id, settings["purpose"]) for prompt in prompts]
         outputs = llm.generate(
-            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], params, use_tqdm=False, request_keys=keys
+            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling_params(settings), use_tqdm=False, request_keys=keys
         )
         return {}, {"samples": encode_samples(samples_of(step, prompts, outputs))}
 

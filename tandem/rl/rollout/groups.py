@@ -1,10 +1,18 @@
-"""From the engine's outputs to samples in groups."""
+"""Between the rollout's settings and the engine: parameters in, samples in groups out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tandem.engine.outputs import RequestOutput
+from tandem.engine.sampling_params import SamplingParams
 from tandem.rl.rollout.dispatch import sample_id
 from tandem.types import FinishReason, Prompt, Sample
+
+
+def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
+    """The engine's parameters for settings of ``tandem.rl.rollout.dispatch``."""
+    names = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "seed")
+    return SamplingParams(**{name: settings[name] for name in names})
 
 
 def samples_of(step: int, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> list[Sample]:

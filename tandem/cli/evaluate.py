@@ -1,0 +1,77 @@
+"""Measure a model on a task's held-out prompts.
+
+MODEL is a Hugging Face folder (a run's is runs/NAME/model). The task and the judge come from a recipe (a run's own is
+runs/NAME/config.yaml), or from --task alone, judged by the task's own judge. Keys of the recipe can be set as in tandem train.
+
+examples:
+  tandem evaluate runs/sort/model --recipe runs/sort/config.yaml
+  tandem evaluate runs/sort/model --task sort --greedy --prompts 1024
+  tandem evaluate runs/sort/model --task reasoning_gym:chain_sum --json
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tandem.types import Prompt, Sample, UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a Hugging Face folder")
+    parser.add_argument("--task", help="sort, addition or reasoning_gym:DATASET; a JSONL file needs --recipe")
+    parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used")
+    parser.add_argument("--prompts", type=int, default=1024, help="how many prompts (those of a run's final figure)")
+    parser.add_argument("--greedy", action="store_true", help="greedy instead of sampled at temperature 1")
+    parser.add_argument("--max-tokens", type=int, help="new tokens at most; the recipe's, or 32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON")
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.engine.llm import LLM
+    from tandem.evaluation.tasks import evaluate
+    from tandem.pod.prompts import prompt_source
+    from tandem.rl.rewards.pool import RewardPool
+    from tandem.rl.rollout.dispatch import evaluation_settings, request_key
+    from tandem.rl.rollout.groups import samples_of, sampling_params
+
+    if options.prompts < 1:
+        raise UserError(f"--prompts is {options.prompts}; it must be at least 1")
+    recipe = _recipe(options)
+    settings = evaluation_settings(recipe.rollout, options.seed, greedy=options.greedy, purpose="evaluate")
+    with closing(prompt_source(recipe, Path(options.model))) as source, RewardPool(recipe.rewards) as rewards:
+        prompts = source.fresh(options.prompts)
+        llm = LLM(options.model, kernels=recipe.machine.kernels)
+
+        def generate(asked: Sequence[Prompt]) -> list[Sample]:
+            keys = [request_key(0, prompt.id, settings["purpose"]) for prompt in asked]
+            tokens = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in asked]
+            return samples_of(0, asked, llm.generate(tokens, sampling_params(settings), request_keys=keys))
+
+        result = evaluate(generate, prompts, rewards.score)
+    kind = "greedy" if options.greedy else "sampled"
+    if options.json:
+        print(json.dumps({"kind": kind, **result.to_json()}, ensure_ascii=False))
+    else:
+        print(f"{kind} accuracy {result.accuracy:.4f} +- {result.standard_error:.4f} on {result.count} prompts")
+        print(f"mean reward {result.mean_reward:.4f}; {result.faults} samples could not be judged")
+    return 0
+
+
+def _recipe(options: argparse.Namespace) -> Any:
+    from tandem.config.load import apply_overrides, build, read_yaml
+    from tandem.config.recipe import Recipe
+
+    if (options.task is None) == (options.recipe is None):
+        raise UserError("give either --task or --recipe; for example --task sort")
+    data = read_yaml(options.recipe) if options.recipe else {"task": {"name": options.task}}
+    data["model"] = {"path": options.model}
+    data.pop("warm_up", None)
+    overrides = list(options.overrides)
+    if options.max_tokens is not None:
+        overrides.append(f"rollout.max_tokens={options.max_tokens}")
+    return build(Recipe, apply_overrides(data, overrides))
