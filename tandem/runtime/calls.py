@@ -33,15 +33,15 @@ class CallError(Exception):
         self.peer, self.call = peer, call
 
 
-class RpcTimeout(CallError):  # noqa: N818
+class RpcTimeout(CallError):
     """No answer within the deadline, or no sign of life."""
 
 
-class PeerDied(CallError):  # noqa: N818
+class PeerDied(CallError):
     """The other side is not there, or went away before it answered."""
 
 
-class WorkerDied(CallError):  # noqa: N818
+class WorkerDied(CallError):
     """A sidecar's worker ended, however: the text has its exit status or signal."""
 
 

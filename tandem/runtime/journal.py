@@ -87,9 +87,7 @@ class Journal:
     line where the file is damaged, locked or cannot be written.
     """
 
-    def __init__(
-        self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0
-    ) -> None:
+    def __init__(self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0) -> None:
         self.path = path
         self._fault_point = fault_point
         self._lock = threading.RLock()
@@ -140,9 +138,7 @@ class Journal:
             detail["failed"] = type(error).__name__
             raise
         finally:
-            self._write(
-                "UPDATE transitions SET ended_s = ?, detail = ? WHERE id = ?", (time.time(), _json(detail), row)
-            )
+            self._write("UPDATE transitions SET ended_s = ?, detail = ? WHERE id = ?", (time.time(), _json(detail), row))
         self._fault_point(f"after:{state}:{step}")
 
     def transitions(self, step: int | None = None) -> list[Transition]:
@@ -163,13 +159,9 @@ class Journal:
         with self._commit("commit_samples", step):
             found = self._step_batch(step)
             if found is None:
-                self._connection.execute(
-                    "INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None))
-                )
+                self._connection.execute("INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None)))
             elif found[0] != blob:
-                raise RunError(
-                    f"the run's journal already has other samples for step {step}; a step's samples are drawn once"
-                )
+                raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
 
     def commit_scores(self, step: int, scores: Sequence[Score]) -> None:
         """The scores of ``step``, once, faults included, before they are trained on. Raises ``RunError``."""
@@ -206,10 +198,7 @@ class Journal:
             return None
         samples, scores, digest = rows[0]
         if _digest(samples, scores) != digest:
-            raise RunError(
-                f"the run's journal: {self.path} is damaged (samples of step {step}); "
-                "restore it from a copy or start a new run"
-            )
+            raise RunError(f"the run's journal: {self.path} is damaged (samples of step {step}); restore it from a copy or start a new run")
         return samples, scores
 
     # -- evaluations, checkpoints, events ------------------------------------------------------------------------------
@@ -239,16 +228,12 @@ class Journal:
 
     def checkpoints(self) -> list[Checkpoint]:
         """In the order of the steps."""
-        return [
-            Checkpoint(*row) for row in self._read("SELECT step, digest, committed_s FROM checkpoints ORDER BY step")
-        ]
+        return [Checkpoint(*row) for row in self._read("SELECT step, digest, committed_s FROM checkpoints ORDER BY step")]
 
     def record_event(self, kind: str, detail: dict[str, Any]) -> None:
         """Events are history: ``cut_after`` leaves them."""
         with self._commit("record_event", int(detail.get("step", 0))):
-            self._connection.execute(
-                "INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail))
-            )
+            self._connection.execute("INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail)))
 
     def events(self) -> list[Event]:
         rows = self._read("SELECT id, time_s, kind, detail FROM events ORDER BY id")
@@ -263,9 +248,7 @@ class Journal:
         to ``step`` (they are of weights that the checkpoint has or had), every event, all samples and scores.
         """
         with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):
-            committed = self._connection.execute(
-                "SELECT last_transition FROM checkpoints WHERE step = ?", (step,)
-            ).fetchone()
+            committed = self._connection.execute("SELECT last_transition FROM checkpoints WHERE step = ?", (step,)).fetchone()
             if committed is None:
                 # Killed between the checkpoint's own commit on the disk and the journal's: its transition is still the
                 # boundary.

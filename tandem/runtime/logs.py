@@ -62,6 +62,4 @@ def _log_exception(kind: type[BaseException], error: BaseException, trace: Trace
 def _log_thread(args: threading.ExceptHookArgs) -> None:
     error = args.exc_value or args.exc_type()
     name = args.thread.name if args.thread else "?"
-    logging.getLogger("tandem").critical(
-        "uncaught exception in thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback)
-    )
+    logging.getLogger("tandem").critical("uncaught exception in thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))

@@ -40,17 +40,13 @@ class MetricsFile:
             raise ValueError(f"a metrics row needs an int 'step'; it has {row.get('step')!r}")
         for key, value in row.items():
             if value is not None and type(value) not in (int, float, str, bool):
-                raise TypeError(
-                    f"the metric '{key}' is a {type(value).__name__}; make it an int, float, str or bool first"
-                )
+                raise TypeError(f"the metric '{key}' is a {type(value).__name__}; make it an int, float, str or bool first")
         line = json.dumps(dict(row)).encode("ascii") + b"\n"
         try:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise RunError(
-                f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume"
-            ) from None
+            raise RunError(f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume") from None
 
     def sync(self) -> None:
         """Every row appended so far is on the disk when this returns."""

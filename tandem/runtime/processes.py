@@ -58,14 +58,15 @@ def spawn(
     pass_fds: Sequence[int] = (),
     stdin: int | IO[bytes] | None = subprocess.DEVNULL,
     output: Path | None = None,
+    capture: bool = False,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start the Python module ``module`` (or ``program``) as a child that dies with this process, even by ``kill -9``.
 
-    ``output``: a file to which standard output and error are appended (``None``: this process's own). ``new_session``:
-    a session and process group of its own, so that ``kill_group`` reaches what it starts and a terminal's Ctrl-C does
-    not.
+    ``output``: a file to which standard output and error are appended (``None``: this process's own). ``capture``:
+    standard output comes to this process through ``.stdout``, whatever ``output`` says. ``new_session``: a session and
+    process group of its own, so that ``kill_group`` reaches what it starts and a terminal's Ctrl-C does not.
     """
     kind, target = ("module", module) if module is not None else ("exec", program)
     assert target is not None, "spawn needs a module or a program"
@@ -75,9 +76,15 @@ def spawn(
         with contextlib.ExitStack() as stack:
             sink = stack.enter_context(output.open("ab")) if output is not None else None
             return subprocess.Popen(
-                command, stdin=stdin, stdout=sink, stderr=sink, pass_fds=tuple(pass_fds), start_new_session=new_session,
-                cwd=directory, env={**os.environ, **threads.environment(), **(environment or {})},
-            )  # fmt: skip
+                command,
+                stdin=stdin,
+                stdout=subprocess.PIPE if capture else sink,
+                stderr=sink,
+                pass_fds=tuple(pass_fds),
+                start_new_session=new_session,
+                cwd=directory,
+                env={**os.environ, **threads.environment(), **(environment or {})},
+            )
 
     # The kernel sends the parent-death signal when the *thread* that forked ends, so a child is never started from a
     # thread that serves one request.

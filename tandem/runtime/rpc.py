@@ -35,9 +35,7 @@ def read_credential(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise UserError(f"the pod's credential {path} cannot be read: {error}") from None
     if mode & 0o077:
-        raise UserError(
-            f"the pod's credential {path} has mode {mode:o}; make it readable by its owner only (chmod 600)"
-        )
+        raise UserError(f"the pod's credential {path} has mode {mode:o}; make it readable by its owner only (chmod 600)")
     return credential
 
 
@@ -114,9 +112,7 @@ class RpcClient:
             if time.monotonic() >= ends:
                 raise self._timeout(name, ends, deadline_s)
 
-    def _reader(
-        self, stream: socket.socket, response: http.client.HTTPResponse, until: float
-    ) -> Callable[[int], bytes]:
+    def _reader(self, stream: socket.socket, response: http.client.HTTPResponse, until: float) -> Callable[[int], bytes]:
         def read_exactly(count: int) -> bytes:
             parts = bytearray()
             while len(parts) < count:

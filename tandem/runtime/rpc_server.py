@@ -51,9 +51,7 @@ class RpcServer:
         try:
             self._http = _Http((host, port), self, max_connections)
         except OSError as error:
-            raise UserError(
-                f"{name}: port {port} on {host} cannot be taken ({error.strerror}); choose a free one, or 0 for any"
-            ) from None
+            raise UserError(f"{name}: port {port} on {host} cannot be taken ({error.strerror}); choose a free one, or 0 for any") from None
         self.port: int = self._http.server_address[1]
         self._thread: threading.Thread | None = None
 
@@ -159,9 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
 
         def run() -> None:
             try:
-                meta, blobs = method(
-                    frame.meta, frame.blobs, lambda progress: spoken.put(encode(progress, kind="progress"))
-                )
+                meta, blobs = method(frame.meta, frame.blobs, lambda progress: spoken.put(encode(progress, kind="progress")))
                 spoken.put(encode(meta, blobs, "result"))
             except BaseException as error:
                 spoken.put(encode(error_meta(error), kind="error"))

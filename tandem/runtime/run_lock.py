@@ -23,8 +23,7 @@ class RunLock:
             holder = os.read(self._file, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(self._file)
             raise UserError(
-                f"the run directory {directory} is in use by process {holder}; "
-                "wait for it, end it, or take another run.name"
+                f"the run directory {directory} is in use by process {holder}; wait for it, end it, or take another run.name"
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)

@@ -8,9 +8,7 @@ from pathlib import Path
 from tandem.types.errors import RunError
 
 
-def connect(
-    path: Path, what: str, version: int, schema: str, *, read_only: bool = False, busy_s: float = 10.0
-) -> sqlite3.Connection:
+def connect(path: Path, what: str, version: int, schema: str, *, read_only: bool = False, busy_s: float = 10.0) -> sqlite3.Connection:
     """A connection in autocommit mode: write-ahead log, every commit flushed to the disk.
 
     ``what`` names the file in errors; ``version`` is its layout's number, kept in ``user_version``. A file that is no
@@ -34,15 +32,10 @@ def connect(
 def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool) -> None:
     damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
-        raise RunError(
-            f"{what}: {path} is damaged ({damage.splitlines()[0]}); restore it from a copy or start a new run"
-        )
+        raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[0]}); restore it from a copy or start a new run")
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found not in (version, 0):
-        raise RunError(
-            f"{what}: {path} has layout {found} and this version of tandem reads {version}; "
-            "use the version that wrote it"
-        )
+        raise RunError(f"{what}: {path} has layout {found} and this version of tandem reads {version}; use the version that wrote it")
     if read_only:
         return
     connection.execute("PRAGMA journal_mode=WAL")

@@ -211,7 +211,7 @@ def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoin
                 return
 
 
-class _ShimGone(Exception):  # noqa: N818
+class _ShimGone(Exception):
     """A call's progress has nobody left to tell it to: the call ends."""
 
 

@@ -79,9 +79,7 @@ class EmbeddedStore:
                 return found
             left = ends - time.monotonic()
             if left <= 0:
-                raise WatchTimeout(
-                    f"key '{key}' did not change after revision {after_revision} within {deadline_s:g} s"
-                )
+                raise WatchTimeout(f"key '{key}' did not change after revision {after_revision} within {deadline_s:g} s")
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, longest_s)
 

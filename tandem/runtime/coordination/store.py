@@ -15,7 +15,7 @@ class Entry:
     revision: int
 
 
-class Conflict(Exception):  # noqa: N818 - it is an answer, not a failure
+class Conflict(Exception):
     """A compare-and-swap lost: ``found`` is the entry that stands there now (``None``: no such key)."""
 
     def __init__(self, key: str, expected: int | None, found: Entry | None) -> None:
@@ -25,7 +25,7 @@ class Conflict(Exception):  # noqa: N818 - it is an answer, not a failure
         self.key, self.expected, self.found = key, expected, found
 
 
-class WatchTimeout(Exception):  # noqa: N818
+class WatchTimeout(Exception):
     """A watched key did not change within its deadline."""
 
 

@@ -1,0 +1,265 @@
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.runtime.calls import PeerDied, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.processes import Threads, kill, spawn
+from tandem.runtime.rpc import RpcClient, new_credential, read_credential, write_credential
+from tandem.runtime.rpc_server import RpcServer
+from tandem.types import RunError, UserError
+from tandem.types.wire import encode
+
+HELPERS = str(Path(__file__).parent / "helpers")
+CREDENTIAL = new_credential()
+
+
+def echo(meta, blobs, progress):
+    for i in range(meta.get("progress", 0)):
+        progress({"done": i})
+    return dict(meta), dict(blobs)
+
+
+def fail(meta, blobs, progress):
+    if meta["kind"] == "WorkerDied":
+        raise WorkerDied("rollout worker", "rollout", "rollout worker died while 'rollout' ran: killed by SIGKILL")
+    raise {"UserError": UserError, "RunError": RunError, "KeyError": KeyError}[meta["kind"]](meta["text"])
+
+
+def slow(meta, blobs, progress):
+    time.sleep(meta["seconds"])
+    return {"slept": meta["seconds"]}, {}
+
+
+MEETING = threading.Barrier(3)
+
+
+def meet(meta, blobs, progress):
+    """Answers once three calls are inside it."""
+    return {"place": MEETING.wait(10)}, {}
+
+
+METHODS = {"echo": echo, "meet": meet, "fail": fail, "slow": slow, "unspeakable": lambda meta, blobs, progress: ({"x": object()}, {})}
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = RpcServer(METHODS, CREDENTIAL, name="trainer shim", heartbeat_s=0.1, request_s=0.5, max_body_bytes=2**24)
+    running.start()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def client(server):
+    return RpcClient("trainer shim", server.port, CREDENTIAL, heartbeat_timeout_s=5)
+
+
+@pytest.fixture
+def shim():
+    process = spawn("rpc_shim", threads=Threads(1), environment={"PYTHONPATH": HELPERS}, stdin=subprocess.PIPE, capture=True)
+    process.stdin.write(CREDENTIAL.encode() + b"\n")
+    process.stdin.flush()
+    yield process, RpcClient("trainer shim", int(process.stdout.readline()), CREDENTIAL, heartbeat_timeout_s=1)
+    kill(process)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def raw(server, data: bytes, shut: bool = False) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(data)
+        if shut:
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+def post(server, body: bytes, credential: str = CREDENTIAL, path: str = "/call/echo") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("POST", path, body, {"Authorization": f"Bearer {credential}"})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def test_a_call_comes_back_with_its_bytes_and_progress(client):
+    heard = []
+    blobs = {"big": os.urandom(3 * 2**20), "empty": b""}
+    reply = client.call("echo", {"x": 0.1, "progress": 3}, blobs, deadline_s=20, on_progress=heard.append)
+    assert reply.meta == {"x": 0.1, "progress": 3} and dict(reply.blobs) == blobs
+    assert heard == [{"done": 0}, {"done": 1}, {"done": 2}]
+
+
+def test_heartbeats_carry_a_long_call_past_the_heartbeat_timeout(server):
+    patient = RpcClient("trainer shim", server.port, CREDENTIAL, heartbeat_timeout_s=0.5)
+    assert patient.call("slow", {"seconds": 1.2}, deadline_s=20).meta == {"slept": 1.2}
+
+
+def test_a_passed_deadline_names_the_side_the_call_and_the_seconds(client):
+    with pytest.raises(RpcTimeout, match=r"^trainer shim is stuck in 'slow': no result within 0\.5 s$") as caught:
+        client.call("slow", {"seconds": 3}, deadline_s=0.5)
+    assert (caught.value.peer, caught.value.call) == ("trainer shim", "slow")
+
+
+def test_a_stopped_process_is_told_from_a_long_call(shim):
+    process, client = shim
+    try:
+        with pytest.raises(RpcTimeout, match=r"trainer shim is stuck in 'wait': no sign of life for 1 s"):
+            client.call("wait", {"seconds": 30}, deadline_s=60, on_progress=lambda p: os.kill(p["pid"], signal.SIGSTOP))
+        with pytest.raises(RpcTimeout, match="no sign of life for 1 s"):
+            client.call("wait", {"seconds": 0}, deadline_s=60)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_a_killed_process_ends_the_wait_at_once(shim):
+    process, client = shim
+    with pytest.raises(PeerDied, match="trainer shim is gone: no answer to 'wait'"):
+        client.call("wait", {"seconds": 30}, deadline_s=60, on_progress=lambda p: os.kill(p["pid"], signal.SIGKILL))
+    process.wait(10)
+    with pytest.raises(PeerDied, match="refused"):
+        client.call("wait", {"seconds": 0}, deadline_s=60)
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError])
+def test_an_error_for_the_user_comes_back_as_itself(client, kind):
+    with pytest.raises(kind) as caught:
+        client.call("fail", {"kind": kind.__name__, "text": "'x' is 3; make it 4"}, deadline_s=20)
+    assert type(caught.value) is kind and str(caught.value) == "'x' is 3; make it 4"
+
+
+def test_a_dead_worker_comes_through_as_such(client):
+    with pytest.raises(WorkerDied, match="killed by SIGKILL") as caught:
+        client.call("fail", {"kind": "WorkerDied"}, deadline_s=20)
+    assert (caught.value.peer, caught.value.call) == ("rollout worker", "rollout")
+
+
+def test_a_defect_carries_its_traceback_to_the_log(client, caplog):
+    with pytest.raises(RemoteError, match="'fail' raised KeyError in trainer shim"):
+        client.call("fail", {"kind": "KeyError", "text": "odd"}, deadline_s=20)
+    assert "Traceback" in caplog.text and "in fail" in caplog.text
+
+
+def test_an_answer_that_is_no_json_is_an_error_not_a_hang(client):
+    with pytest.raises(RemoteError, match="not JSON"):
+        client.call("unspeakable", deadline_s=20)
+
+
+@pytest.mark.parametrize("credential", ["", "wrong", CREDENTIAL[:-1], CREDENTIAL + "0", "é"])
+def test_a_wrong_credential_is_refused(server, credential):
+    head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {credential}\r\nContent-Length: 0\r\n\r\n"
+    assert b" 401 " in raw(server, head.encode()).split(b"\r\n")[0]
+    with pytest.raises(RunError, match="trainer shim refused the call 'echo': 401"):
+        RpcClient("trainer shim", server.port, "wrong").call("echo", deadline_s=20)
+
+
+def test_a_wrong_credential_is_refused_before_a_large_body_is_read(server):
+    assert post(server, b"x" * 500_000, "wrong")[0] == 401
+
+
+@pytest.mark.parametrize("body", [b"", b"x", b"TDM1" + b"\xff" * 12, encode({}) + b"more", encode({}, {"a": b"abc"})[:-1]])
+def test_a_broken_frame_is_refused(server, body):
+    assert post(server, body)[0] == 400
+
+
+def test_an_unknown_call_and_an_unknown_page_are_refused(server):
+    assert post(server, encode({}), path="/call/nothing")[0] == 404
+    assert post(server, encode({}), path="/echo")[0] == 404
+    assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").endswith(b"alive\n")
+
+
+def test_a_body_over_the_limit_or_without_a_length_is_refused(server):
+    head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {CREDENTIAL}\r\n"
+    assert b" 413 " in raw(server, f"{head}Content-Length: {2**40}\r\n\r\n".encode())
+    assert b" 411 " in raw(server, f"{head}\r\n".encode(), shut=True)
+    assert b" 411 " in raw(server, f"{head}Content-Length: -1\r\n\r\n".encode())
+
+
+def test_half_open_and_dripping_clients_are_hung_up_on_and_others_are_served(server, client):
+    head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {CREDENTIAL}\r\nContent-Length: 1000\r\n\r\n".encode()
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+    half = socket.create_connection(("127.0.0.1", server.port))
+    half.sendall(head + b"x")
+    dripping = socket.create_connection(("127.0.0.1", server.port))
+    gone = threading.Event()
+
+    def drip():
+        try:
+            for byte in head:
+                dripping.sendall(bytes([byte]))
+                time.sleep(0.1)
+        except OSError:
+            gone.set()
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    assert client.call("echo", {"x": 1}, deadline_s=20).meta == {"x": 1}
+    for connection in [*silent, half]:
+        connection.settimeout(10)
+        assert connection.recv(100) in (b"", *[b"HTTP/1.0 400"])
+        connection.close()
+    thread.join(20)
+    assert gone.is_set()
+    dripping.close()
+
+
+def test_more_connections_than_allowed_are_refused_and_those_inside_finish():
+    small = RpcServer({"slow": slow}, CREDENTIAL, name="trainer shim", max_connections=1, heartbeat_s=0.1)
+    small.start()
+    client = RpcClient("trainer shim", small.port, CREDENTIAL)
+    inside = {}
+    thread = threading.Thread(target=lambda: inside.update(client.call("slow", {"seconds": 1.0}, deadline_s=20).meta))
+    thread.start()
+    time.sleep(0.4)
+    with pytest.raises(PeerDied):
+        client.call("slow", {"seconds": 0}, deadline_s=20)
+    thread.join(20)
+    assert inside == {"slept": 1.0}
+    small.close()
+
+
+def test_a_taken_port_is_one_line(server):
+    with pytest.raises(UserError, match=f"rollout shim: port {server.port} on 127.0.0.1 cannot be taken") as caught:
+        RpcServer({}, CREDENTIAL, name="rollout shim", port=server.port)
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_run_side_by_side(client):
+    replies = []
+
+    def ask():
+        replies.append(client.call("meet", deadline_s=20).meta)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(reply["place"] for reply in replies) == [0, 1, 2]
+
+
+def test_a_credential_is_for_its_owner_only(tmp_path):
+    path = tmp_path / "credential"
+    write_credential(path, CREDENTIAL)
+    assert path.stat().st_mode & 0o777 == 0o600 and read_credential(path) == CREDENTIAL
+    path.chmod(0o644)
+    with pytest.raises(UserError, match="mode 644"):
+        read_credential(path)
+
+
+def test_the_control_channel_starts_without_torch():
+    code = (
+        "import sys, tandem.runtime.rpc, tandem.runtime.rpc_server, tandem.runtime.worker_pipe, tandem.runtime.journal, "
+        "tandem.runtime.metrics, tandem.runtime.logs, tandem.runtime.numerics, tandem.runtime.coordination.embedded, "
+        "tandem.checkpoint_engine.shared_memory, tandem.checkpoint_engine.publication; "
+        "print([m for m in ('torch', 'numpy', 'rich', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,127 @@
+import contextlib
+import math
+import random
+import struct
+
+import pytest
+
+from tandem.types import Batch, FinishReason, Prompt, Sample, Score, ScoreState, TrainSequence, WeightVersion, wire
+
+AWKWARD_FLOATS = (0.1, -0.0, 5e-324, 1.7976931348623157e308, math.pi, -math.inf, math.inf, 2**-149)
+
+
+def bits(values):
+    return [struct.pack("<d", value) for value in values]
+
+
+def sample(i: int, n: int, seed: int = 0) -> Sample:
+    draw = random.Random(1000 * seed + i)
+    return Sample(
+        id=f"7/sort:{i}/0",
+        prompt_id=f"sort:{i}",
+        index=i,
+        prompt_token_ids=tuple(draw.randrange(2**31) for _ in range(i)),
+        token_ids=tuple(draw.randrange(151_000) for _ in range(n)),
+        logprobs=tuple(draw.choice((-draw.random() * 30, *AWKWARD_FLOATS)) for _ in range(n)),
+        sampling_logprobs=tuple(-draw.random() for _ in range(n)),
+        weight_versions=tuple(WeightVersion(2, draw.randrange(9)) for _ in range(n)),
+        finish_reason=draw.choice(list(FinishReason)),
+        text="héllo \N{SNOWMAN} \ud800 \x00",
+    )
+
+
+def test_samples_come_back_with_the_bits_they_had():
+    samples = [sample(i, n) for i, n in enumerate((5, 0, 1, 33))]
+    back = wire.decode_samples(wire.encode_samples(samples))
+    assert back == samples
+    for old, new in zip(samples, back, strict=True):
+        assert bits(old.logprobs) == bits(new.logprobs)
+        assert type(new.weight_versions) is tuple and all(type(v) is WeightVersion for v in new.weight_versions)
+        assert type(new.finish_reason) is FinishReason
+
+
+def test_the_same_samples_have_the_same_bytes():
+    assert wire.encode_samples([sample(3, 9)]) == wire.encode_samples([sample(3, 9)])
+
+
+def test_scores_of_every_state_come_back():
+    scores = [
+        Score("a", ScoreState.NUMBER, 0.1, {"match": 1.0, "format": -0.0}, True, "right"),
+        Score("b", ScoreState.MODEL_FAULT, 0.0, {}, False),
+        Score("c", ScoreState.INFRASTRUCTURE_FAULT, None, {"judge": math.inf}, None, "the judge hung"),
+        Score("d", ScoreState.NUMBER, 5e-324),
+    ]
+    back = wire.decode_scores(wire.encode_scores(scores))
+    assert back == scores
+    assert [list(score.components) for score in back] == [list(score.components) for score in scores]
+    assert math.copysign(1, back[0].components["format"]) == -1
+
+
+def test_a_batch_comes_back_and_none_is_not_empty():
+    full = TrainSequence("a", (1, 2, 3), 1, (0.0, 1.0, 1.0), (0.0, 0.1, 0.2), (0.0, -1.5, -2.5), (0.0, -1.0, -2.0), (0.0, -3.0, -4.0), 5)
+    bare = TrainSequence("b", (4,), 1, (0.0,))
+    empty = TrainSequence("c", (), 0, (), reference_logprobs=())
+    batch = Batch(9, (full, bare, empty), 32)
+    back = wire.decode_batch(wire.encode_batch(batch))
+    assert back == batch
+    assert back.sequences[1].reference_logprobs is None and back.sequences[2].reference_logprobs == ()
+
+
+def test_prompts_come_back_with_their_json_values():
+    prompts = [Prompt("p", "text", (1, 2), {"answer": [1, 2.5, None]}, "sort", {"n": 3}), Prompt("q", "", (), None)]
+    assert wire.decode_prompts(wire.encode_prompts(prompts)) == prompts
+
+
+def test_a_prompt_that_is_no_json_is_refused():
+    with pytest.raises(ValueError, match="not JSON"):
+        wire.encode_prompts([Prompt("p", "text", (1,), object())])
+
+
+@pytest.mark.parametrize("field", ["logprobs", "sampling_logprobs", "weight_versions"])
+def test_a_sample_with_a_missing_token_value_is_refused(field):
+    import dataclasses
+
+    broken = dataclasses.replace(sample(1, 4), **{field: getattr(sample(1, 4), field)[:-1]})
+    with pytest.raises(ValueError, match=f"{field} has 3 entries for 4 tokens"):
+        wire.encode_samples([broken])
+
+
+def test_every_truncation_is_refused():
+    data = wire.encode_samples([sample(i, 3) for i in range(3)])
+    for length in range(len(data)):
+        with pytest.raises(ValueError):
+            wire.decode_samples(data[:length])
+
+
+def test_a_flipped_byte_never_raises_anything_but_value_error():
+    data = wire.encode_samples([sample(i, 3) for i in range(3)])
+    draw = random.Random(1)
+    for _ in range(2000):
+        at, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+        broken = bytearray(data)
+        broken[at] ^= bit
+        with contextlib.suppress(ValueError):
+            wire.decode_samples(bytes(broken))
+
+
+def test_sizes_that_lie_are_refused_before_anything_is_allocated():
+    with pytest.raises(ValueError, match="allowed"):
+        wire.decode(wire.PREFIX.pack(wire.MAGIC, 2**32 - 1, 2**63) + b"x" * 100)
+    with pytest.raises(ValueError, match="not a frame"):
+        wire.decode(b"PK\x03\x04" + b"\0" * 100)
+
+
+def test_one_kind_of_frame_is_not_taken_for_another():
+    with pytest.raises(ValueError, match="expected scores, found a frame of 'samples'"):
+        wire.decode_scores(wire.encode_samples([]))
+
+
+def test_a_frame_carries_bytes_as_they_are():
+    blobs = {"a": bytes(range(256)), "b": b"", "c": b"\n" * 3}
+    frame = wire.decode(wire.encode({"x": [1, 0.1]}, blobs, "call"))
+    assert (frame.kind, frame.meta, dict(frame.blobs)) == ("call", {"x": [1, 0.1]}, blobs)
+
+
+def test_a_token_beyond_int32_is_refused_not_wrapped():
+    with pytest.raises(ValueError, match="does not fit"):
+        wire.encode_prompts([Prompt("p", "", (2**31,))])
