@@ -134,7 +134,7 @@ def test_a_folder_that_is_no_model_is_named(content, named, tmp_path) -> None:
 
 
 def test_shapes_that_the_format_has_no_words_for_are_refused() -> None:
-    common = dict(  # noqa: C408
+    common = dict(
         vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
         max_positions=8, tie_embeddings=True,
     )  # fmt: skip

@@ -198,6 +198,18 @@ def test_nothing_is_overwritten_and_a_failed_save_leaves_nothing(tmp_path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "model"]
 
 
+def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be saved"):
+            save_model(decoder_of(TIED), tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_folder_keeps_its_dtype(dtype, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
