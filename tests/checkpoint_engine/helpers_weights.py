@@ -1,0 +1,58 @@
+"""Processes for the tests of the checkpoint engine: ``python helpers_weights.py WHAT ARGUMENTS``."""
+
+import sys
+import time
+from pathlib import Path
+
+from tandem.checkpoint_engine.shared_memory import Segment, WeightBuffers
+
+
+def own(pod_id: str, folder: str) -> None:
+    """A shim: owns two small buffers until it is killed."""
+    buffers = WeightBuffers.create(pod_id, 1 << 16, Path(folder))
+    print(*buffers.names, flush=True)
+    time.sleep(60)
+
+
+def write_versions(store_path: str, first: str, second: str, count: str) -> None:
+    """A trainer's worker: publishes ``count`` versions as fast as it can; every tensor of step n is full of n."""
+    import torch
+
+    from tandem.checkpoint_engine.register import WeightWriter
+    from tandem.runtime.coordination.embedded import EmbeddedStore
+    from tandem.types import WeightVersion
+
+    torch.set_num_threads(1)
+    writer = WeightWriter(WeightBuffers.open((first, second)), EmbeddedStore(Path(store_path)), threads=1)
+    for step in range(1, int(count) + 1):
+        writer.publish([(f"t{i}", torch.full((64, 1000 + i), float(step))) for i in range(8)], WeightVersion(1, step))
+    print("done", flush=True)
+
+
+def race(store_path: str, incarnation: str, steps: str) -> None:
+    """Publishes its steps, one by one; prints those that were taken."""
+    from tandem.checkpoint_engine.manifest import make_manifest
+    from tandem.checkpoint_engine.publication import publish
+    from tandem.runtime.coordination.embedded import EmbeddedStore
+    from tandem.types import RunError, WeightVersion
+
+    store = EmbeddedStore(Path(store_path))
+    taken = []
+    for step in range(int(steps)):
+        try:
+            publish(store, make_manifest(WeightVersion(int(incarnation), step), []))
+            taken.append(step)
+        except RunError:
+            pass
+    print(*taken, flush=True)
+
+
+def scribble(name: str) -> None:
+    """A reader that writes to what it opened for reading."""
+    segment = Segment.open(name)
+    segment.memory[0] = 99
+    print(segment.memory[0], flush=True)
+
+
+if __name__ == "__main__":
+    {"own": own, "write_versions": write_versions, "race": race, "scribble": scribble}[sys.argv[1]](*sys.argv[2:])
