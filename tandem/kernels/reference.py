@@ -2,8 +2,8 @@
 
 A matrix product of torch gives a row other bits when the number of rows beside it changes, because the library picks
 its inner kernel by shape. Here every product has a shape that does not depend on the batch: linear layers multiply
-tiles of ``TILE_ROWS`` rows, and attention multiplies tiles of ``TILE_ROWS`` absolute positions in which a query stands at its
-own row. Inputs are copied to aligned memory first, since alignment is the other thing that a library may look at.
+tiles of ``TILE_ROWS`` rows, and attention multiplies tiles of ``TILE_ROWS`` absolute positions in which a query stands
+at its own row. Inputs are copied to aligned memory first: alignment is the other thing that a library may look at.
 
 float64 is the path of truth for values and gradients; it skips the tiles unless asked.
 """
@@ -19,6 +19,8 @@ from torch import Tensor
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
 
 TILE_ROWS = 64
+FEWEST_COLUMNS = 16
+"""Narrower products (2 to 11 columns were seen) give a row other bits by its place in the tile; they are padded."""
 _CHUNK_ELEMENTS = 1 << 22
 """Logits that ``token_logprobs`` holds at a time."""
 
@@ -97,8 +99,10 @@ class ReferenceKernels:
             for s, length in enumerate(lengths):
                 start, end = starts[s], starts[s + 1]
                 if end > start:
-                    k, v = (x.to(q.dtype) for x in _gather(cache, batch.block_tables[s], length))
-                    out[start:end] = _attend(q[start:end], k, v, length - (end - start), scale, window)
+                    first = length - (end - start)
+                    behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
+                    k, v = (x.to(q.dtype) for x in _gather(cache, batch.block_tables[s], length, behind))
+                    out[start:end] = _attend(q[start:end], k, v, first, scale, window)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -145,6 +149,9 @@ def _is_aligned(x: Tensor) -> bool:
 
 def _tiled_product(x: Tensor, weight: Tensor) -> Tensor:
     """``x[T, K] @ weight[N, K].T`` in products of shape [64, K] x [K, N]."""
+    if weight.shape[0] < FEWEST_COLUMNS:
+        wide = F.pad(weight, (0, 0, 0, FEWEST_COLUMNS - weight.shape[0]))
+        return _tiled_product(x, wide)[:, : weight.shape[0]].contiguous()
     rows, columns = x.shape[0], weight.shape[0]
     padded_rows = -(-rows // TILE_ROWS) * TILE_ROWS
     if padded_rows != rows or not _is_aligned(x):
@@ -178,12 +185,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def _gather(cache: KVLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first ``length`` keys and values, each [length, Hkv, D], that ``table[B]`` names."""
-    blocks = table[: -(-length // BLOCK_TOKENS)].long()
-    keys = cache.keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:length]
-    values = cache.values[blocks].permute(0, 2, 1, 3).flatten(0, 1)[:length]
-    return keys, values
+def _gather(cache: KVLayer, table: Tensor, length: int, behind: int) -> tuple[Tensor, Tensor]:
+    """The first ``length`` keys and values, each [length, Hkv, D], that ``table[B]`` names; zeros for its first ``behind``
+    blocks, which no query sees and which may belong to others by now."""
+    blocks = table[behind : -(-length // BLOCK_TOKENS)].long()
+    skipped = behind * BLOCK_TOKENS
+    keys = cache.keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
+    values = cache.values[blocks].permute(0, 2, 1, 3).flatten(0, 1)[: length - skipped]
+    return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:

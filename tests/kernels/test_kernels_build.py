@@ -1,0 +1,148 @@
+"""The build of the C++ kernels and its cache."""
+
+import ctypes
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.kernels import cpu, select
+from tandem.kernels.cpu import build
+from tandem.kernels.cpu.kernels import CpuKernels
+from tandem.kernels.cpu.library import Library
+from tandem.types import UserError
+
+
+@pytest.fixture
+def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(build, "SOURCES", source)
+    return source
+
+
+def answer(library: Path) -> int:
+    return int(ctypes.CDLL(str(library)).answer())
+
+
+def test_the_second_use_finds_the_first_ones_library(small_source: Path, tmp_path: Path) -> None:
+    first = build.built_library("g++", tmp_path / "cache")
+    stamp = first.stat().st_mtime_ns
+    assert build.built_library("g++", tmp_path / "cache") == first
+    assert first.stat().st_mtime_ns == stamp
+    assert answer(first) == 42
+
+
+def test_a_changed_source_is_another_library(small_source: Path, tmp_path: Path) -> None:
+    first = build.built_library("g++", tmp_path / "cache")
+    (small_source / "answer.cpp").write_text('extern "C" int answer() { return 43; }\n')
+    second = build.built_library("g++", tmp_path / "cache")
+    assert (answer(first), answer(second)) == (42, 43)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_a_damaged_library_is_built_again(small_source: Path, tmp_path: Path, damage: str) -> None:
+    path = build.built_library("g++", tmp_path / "cache")
+    data = path.read_bytes()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    path.write_bytes({"cut": data[:middle], "flip": flipped, "empty": b""}[damage])
+    assert not build.is_intact(path)
+    assert build.built_library("g++", tmp_path / "cache") == path
+    assert build.is_intact(path)
+    assert answer(path) == 42
+
+
+def test_builders_at_the_same_time_do_not_disturb_each_other(small_source: Path, tmp_path: Path) -> None:
+    found: list[Path] = []
+    builders = [
+        threading.Thread(target=lambda: found.append(build.built_library("g++", tmp_path / "cache"))) for _ in range(3)
+    ]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    assert build.is_intact(found[0])
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [found[0].name]
+
+
+def test_no_compiler_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no compiler 'no-such-compiler'.*kernels reference") as caught:
+        cpu.load("no-such-compiler", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_compiler_is_said_once_and_leaves_the_choice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert cpu.load_or_none("no-such-compiler", tmp_path) is None
+        assert cpu.load_or_none("no-such-compiler", tmp_path) is None
+    assert len([r for r in caplog.records if "no-such-compiler" in r.message]) == 1
+
+
+def test_a_failing_compiler_is_one_clear_line(small_source: Path, tmp_path: Path) -> None:
+    (small_source / "answer.cpp").write_text("this is no C++\n")
+    with pytest.raises(UserError, match=r"g\+\+ failed \(.*error.*\)") as caught:
+        build.built_library("g++", tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_is_one_clear_line(small_source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(UserError, match="cannot write to"):
+        build.built_library("g++", tmp_path / "cache")
+
+
+def test_a_directory_that_cannot_be_made_is_one_clear_line(small_source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        build.built_library("g++", tmp_path / "file" / "cache")
+
+
+def test_auto_takes_the_reference_for_other_dtypes() -> None:
+    assert select("auto", torch.float64).name == "reference"
+    assert select("auto").name == "cpu"
+
+
+def test_torch_and_the_kernels_share_one_thread_pool() -> None:
+    select("cpu")
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc here")
+    pools = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len(pools) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["-march=haswell", "-march=x86-64-v2 -mtune=generic"])
+def test_every_instruction_set_gives_the_same_bits(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = select("cpu")
+    flags = [f for f in build.FLAGS if f != "-march=native"] + target.split()
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    other = CpuKernels(Library(build.built_library("g++", tmp_path)))
+    x, weight, bias = torch.randn(75, 300), torch.randn(99, 300), torch.randn(99)
+    bounds = torch.tensor([0, 60, 75], dtype=torch.int32)
+    q, kv, targets = torch.randn(75, 4, 24), torch.randn(75, 2, 24), torch.arange(75)
+    settings = (torch.full((75,), 0.7), targets % 3 * 9, 1 - targets % 2 * 0.2, targets % 2 * 0.01)
+
+    def results(kernels: CpuKernels) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias, q, kv)]
+        logits = kernels.linear(*leaves[:3])
+        mixed = kernels.packed_attention(leaves[3], leaves[4], leaves[4] * 2, bounds, 60, 0.2, 33)
+        normed = kernels.rms_norm(kernels.silu_mul(leaves[0]), bias.repeat(2)[:150], 1e-6)
+        logprobs = kernels.token_logprobs(leaves[0], leaves[1], targets, 0.8)
+        total = logits.square().sum() + mixed.square().sum() + normed.sum() + (logprobs.raw * logprobs.scaled).sum()
+        drawn = kernels.sample_rows(logits.detach(), *settings, torch.linspace(0, 0.99, 75).double())
+        return [logits, mixed, normed, *logprobs, *drawn, *torch.autograd.grad(total, leaves)]
+
+    for ours, theirs in zip(results(here), results(other), strict=True):
+        assert torch.equal(ours, theirs)

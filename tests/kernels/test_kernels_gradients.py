@@ -1,0 +1,219 @@
+"""Values and gradients of every kernel against its definition in float64, written with torch's own operations."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels import Kernels
+from tandem.kernels.reference import ReferenceKernels
+
+Outputs = Tensor | Sequence[Tensor]
+
+
+def distance(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def check(ours: Callable[..., Outputs], exact: Callable[..., Outputs], *inputs: Tensor) -> None:
+    """Both forward values and the gradients of a random weighting of them agree to 1e-5, norm-relative."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    wide = [x.double().requires_grad_() for x in inputs]
+    outputs, truths = ours(*leaves), exact(*wide)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    truths = [truths] if isinstance(truths, Tensor) else list(truths)
+    for output, truth in zip(outputs, truths, strict=True):
+        assert output.shape == truth.shape
+        assert distance(output.detach(), truth.detach()) < 1e-5
+    weights = [torch.randn_like(x) for x in outputs]
+    grads = torch.autograd.grad(outputs, leaves, weights)
+    for grad, truth in zip(grads, torch.autograd.grad(truths, wide, [w.double() for w in weights]), strict=True):
+        assert grad.shape == truth.shape
+        assert distance(grad, truth) < 1e-5
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 16, 1), (70, 99, 64), (300, 128, 99), (65, 1030, 130)])
+def test_linear(kernels: Kernels, rows: int, width: int, columns: int) -> None:
+    x, weight, bias = torch.randn(rows, width), torch.randn(columns, width), torch.randn(columns)
+    check(kernels.linear, F.linear, x, weight, bias)
+    check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)
+
+
+def test_linear_over_several_slabs_of_the_sum(kernels: Kernels) -> None:
+    x, weight = torch.randn(3, 8500), torch.randn(9, 8500)
+    check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)
+
+
+def test_linear_takes_strided_inputs(kernels: Kernels) -> None:
+    x, weight = torch.randn(40, 20).t(), torch.randn(40, 30).t()
+    check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 99), (300, 128), (130, 1030)])
+def test_norms(kernels: Kernels, rows: int, width: int) -> None:
+    x, residual, weight = torch.randn(rows, width), torch.randn(rows, width), torch.rand(width)
+    check(lambda x, w: kernels.rms_norm(x, w, 1e-6), rms_norm, x, weight)
+    check(
+        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-6), lambda x, r, w: (rms_norm(x + r, w), x + r),
+        x, residual, weight,
+    )  # fmt: skip
+
+
+def test_the_sum_alone_carries_a_gradient(kernels: Kernels) -> None:
+    check(
+        lambda x, r, w: (kernels.add_rms_norm(x, r, w, 1e-6)[1] + w.sum() * 0,), lambda x, r, w: (x + r + w.sum() * 0,),
+        torch.randn(5, 16), torch.randn(5, 16), torch.rand(16),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [2, 30, 128, 514])
+def test_silu_mul(kernels: Kernels, width: int) -> None:
+    def exact(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    check(kernels.silu_mul, exact, torch.randn(77, width) * 4)
+
+
+def test_silu_mul_of_large_inputs_is_finite(kernels: Kernels) -> None:
+    gates = torch.tensor([-300.0, -89.0, -87.5, 87.5, 300.0])
+    out = kernels.silu_mul(torch.stack([gates, torch.ones(5)], 1))
+    assert torch.allclose(out[:, 0], F.silu(gates), atol=1e-30)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (6, 2, 2), (128, 2, 1)])
+def test_rope(kernels: Kernels, size: int, heads: int, kv_heads: int, normed: bool) -> None:
+    tokens = 130
+    positions = torch.randint(0, 50, (tokens,))
+    angles = torch.rand(50, size // 2) * 6
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+
+    def exact(qkv: Tensor, *norms: Tensor) -> list[Tensor]:
+        q, k, v = qkv.view(tokens, -1, size).split([heads, kv_heads, kv_heads], 1)
+        if norms:
+            q, k = rms_norm(q, norms[0]), rms_norm(k, norms[1])
+        cos = torch.cat([table[positions, : size // 2]] * 2, -1).double().unsqueeze(1)
+        sin = torch.cat([table[positions, size // 2 :]] * 2, -1).double().unsqueeze(1)
+        turn = [torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) for x in (q, k)]
+        return [q * cos + turn[0] * sin, k * cos + turn[1] * sin, v]
+
+    def ours(qkv: Tensor, *norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_norm, k_norm = norms or (None, None)
+        return kernels.rope(qkv, positions, table, (heads, kv_heads, size), q_norm, k_norm, 1e-6)
+
+    norms = [torch.rand(size) + 0.5, torch.rand(size) + 0.5] if normed else []
+    check(ours, exact, torch.randn(tokens, (heads + 2 * kv_heads) * size), *norms)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (80, 2, 2), (6, 7, 1)])
+def test_packed_attention(kernels: Kernels, size: int, heads: int, kv_heads: int, window: int | None) -> None:
+    bounds = [0, 1, 40, 40, 104, 170]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for start, end in itertools.pairwise(bounds):
+            length = end - start
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            if window:
+                seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-window)
+            keys, values = (x[start:end].repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v))
+            scores = q[start:end].transpose(0, 1) @ keys.transpose(1, 2) * 0.3
+            parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+        return torch.cat(parts)
+
+    tokens, cu_seqlens = bounds[-1], torch.tensor(bounds, dtype=torch.int32)
+    check(
+        lambda q, k, v: kernels.packed_attention(q, k, v, cu_seqlens, 66, 0.3, window), exact,
+        torch.randn(tokens, heads, size), torch.randn(tokens, kv_heads, size), torch.randn(tokens, kv_heads, size),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_attention_gradients_over_several_spans(cpu_kernels: Kernels, window: int | None) -> None:
+    tokens, cu_seqlens = 1100, torch.tensor([0, 1100], dtype=torch.int32)
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if window:
+        seen &= ~torch.ones(tokens, tokens, dtype=torch.bool).tril(-window)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q[:, 0] @ k[:, 0].t() * 0.5).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v[:, 0]).unsqueeze(1)
+
+    inputs = [torch.randn(tokens, 1, 16) for _ in range(3)]
+    check(lambda q, k, v: cpu_kernels.packed_attention(q, k, v, cu_seqlens, tokens, 0.5, window), exact, *inputs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (70, 99), (200, 9000)])
+def test_token_logprobs(kernels: Kernels, rows: int, vocabulary: int, temperature: float) -> None:
+    targets = torch.randint(0, vocabulary, (rows,))
+
+    def exact(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        logits = hidden @ weight.t()
+        return [x.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1) for x in (logits, logits / temperature)]
+
+    hidden, weight = torch.randn(rows, 48), torch.randn(vocabulary, 48) / 4
+    check(lambda h, w: kernels.token_logprobs(h, w, targets, temperature)[:2], exact, hidden, weight)
+    ours = kernels.token_logprobs(hidden, weight, targets, temperature)
+    assert (ours.scaled is ours.raw) == (temperature == 1)
+    assert not ours.entropy.requires_grad
+    scaled = (hidden.double() @ weight.double().t() / temperature).log_softmax(-1)
+    assert distance(ours.entropy, -(scaled.exp() * scaled).sum(-1)) < 1e-5
+
+
+def test_token_logprobs_sums_its_chunks(cpu_kernels: Kernels) -> None:
+    rows, vocabulary = 700, 20000
+    hidden, weight = torch.randn(rows, 16, requires_grad=True), torch.randn(vocabulary, 16, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,))
+    cpu_kernels.token_logprobs(hidden, weight, targets, 1.0).raw.sum().backward()
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    F.cross_entropy(wide_hidden @ wide_weight.t(), targets, reduction="sum").neg().backward()
+    assert distance(hidden.grad, wide_hidden.grad) < 1e-5
+    assert distance(weight.grad, wide_weight.grad) < 1e-5
+
+
+def test_the_path_of_truth_passes_gradcheck() -> None:
+    kernels, bounds = ReferenceKernels(), torch.tensor([0, 3, 8], dtype=torch.int32)
+    targets = torch.randint(0, 5, (8,))
+
+    def network(qkv: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        table = torch.linspace(-1, 1, 32).view(8, 4)
+        q, k, v = kernels.rope(qkv, torch.arange(8), table, (2, 1, 4), norm, norm, 1e-6)
+        mixed = kernels.packed_attention(q, k, v, bounds, 5, 0.5, 3).flatten(1)
+        normed, total = kernels.add_rms_norm(mixed, kernels.linear(mixed, weight, None), norm.repeat(2), 1e-6)
+        logprobs = kernels.token_logprobs(normed + total, weight[:5], targets, 0.8)
+        return logprobs.raw + 2 * logprobs.scaled
+
+    inputs = [torch.randn(8, 16), torch.rand(4) + 0.5, torch.randn(8, 8)]
+    assert torch.autograd.gradcheck(network, [x.double().requires_grad_() for x in inputs])
+
+
+def test_nothing_tracks_a_gradient_that_nobody_wants(kernels: Kernels) -> None:
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.rand(16, requires_grad=True)
+    with torch.no_grad():
+        assert kernels.rms_norm(x, weight, 1e-6).grad_fn is None
+        assert kernels.linear(x, torch.randn(8, 16), None).grad_fn is None
+
+
+def test_a_nan_is_never_hidden(kernels: Kernels) -> None:
+    x = torch.randn(3, 32)
+    x[1, 20] = torch.nan
+    bounds = torch.tensor([0, 1, 3], dtype=torch.int32)
+    heads = x.view(3, 2, 16)
+    for out in (
+        kernels.rms_norm(x, torch.ones(32), 1e-6),
+        kernels.silu_mul(x),
+        kernels.logits_logprobs(x, torch.zeros(3).long()).unsqueeze(1),
+        kernels.packed_attention(heads, heads, heads, bounds, 2, 1.0, None).flatten(1),
+    ):
+        assert not out[0].isnan().any()
+        assert out[1].isnan().any()
