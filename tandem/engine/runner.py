@@ -116,7 +116,7 @@ class Runner:
         if adjustments:
             drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
         if table.with_top_logprobs:
-            self._note_top_logprobs(logits, drawn.tokens, selection)
+            self._note_top_logprobs(logits, drawn, selection)
         return drawn
 
     def _adjustments(self, selection: Selection) -> list[Adjustment]:
@@ -133,13 +133,13 @@ class Runner:
                 found.append(Adjustment(i, list(values), list(values.values())))
         return found
 
-    def _note_top_logprobs(self, logits: Tensor, tokens: Tensor, selection: Selection) -> None:
+    def _note_top_logprobs(self, logits: Tensor, drawn: SampledRows, selection: Selection) -> None:
         wanted = self.table.with_top_logprobs
         asking = [(i, wanted[row]) for i, row in enumerate(selection.rows) if row in wanted]
         if asking:
             index = torch.tensor([i for i, _ in asking], device=self.device)
             counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
-            found = top_logprobs(logits[index], tokens[index], counts)
+            found = top_logprobs(logits[index], drawn.tokens[index], drawn.raw[index], counts)
             for (_, sequence), entries in zip(asking, found, strict=True):
                 sequence.top_logprobs.append(entries)
 

@@ -42,19 +42,21 @@ def adjust(logits: Tensor, adjustments: list[Adjustment]) -> Tensor:
     return logits
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[list[tuple[int, float, int]]]:
-    """For row r of ``logits[R, V]`` the ``counts[r]`` most likely tokens, and the drawn one of ``tokens[R]`` where it
-    is not among them, as (token id, raw log-probability, rank from 1)."""
+def top_logprobs(
+    logits: Tensor, tokens: Tensor, raw: Tensor, counts: list[int]
+) -> list[list[tuple[int, float, int]]]:
+    """For row r of ``logits[R, V]`` the ``counts[r]`` most likely tokens, and the drawn one of ``tokens[R]``, whose raw
+    log-probability is ``raw[R]``, where it is not among them: as (token id, raw log-probability, rank from 1)."""
     logprobs = logits.contiguous().log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
-    drawn = logprobs.gather(1, tokens.unsqueeze(1))
-    ranks = ((logprobs > drawn).sum(1) + 1).tolist()
+    ranks = ((logprobs > logprobs.gather(1, tokens.unsqueeze(1))).sum(1) + 1).tolist()
     found = []
     for row, count in enumerate(counts):
         top = zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True)
-        entries = [(token, value, rank) for rank, (token, value) in enumerate(top, start=1)]
-        token = int(tokens[row])
-        if all(entry[0] != token for entry in entries):
-            entries.append((token, float(drawn[row, 0]), ranks[row]))
+        token, own = int(tokens[row]), float(raw[row])
+        # The kernels' own bits for the drawn token: torch's differ in the last place.
+        entries = [(t, own if t == token else value, rank) for rank, (t, value) in enumerate(top, start=1)]
+        if all(t != token for t, _, _ in entries):
+            entries.append((token, own, ranks[row]))
         found.append(entries)
     return found

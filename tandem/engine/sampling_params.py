@@ -64,9 +64,10 @@ class SamplingParams:
             raise UserError(f"sampling stop is {list(stop)}; every entry must be a text of at least one character")
         if stop and not self.detokenize:
             raise UserError("sampling stop needs detokenize=True; stop_token_ids work without it")
-        bias = {int(token): min(100.0, max(-100.0, float(value))) for token, value in (self.logit_bias or {}).items()}
-        if any(math.isnan(value) for value in bias.values()):
-            raise UserError(f"sampling logit_bias is {dict(self.logit_bias or {})}; every bias must be a number")
+        given = self.logit_bias or {}
+        bias = {int(token): min(100.0, max(-100.0, float(value))) for token, value in given.items()}
+        if any(math.isnan(value) for value in given.values()):
+            raise UserError(f"sampling logit_bias is {dict(given)}; every bias must be a number")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", bias or None)

@@ -1,0 +1,130 @@
+"""The same tokens and the same bits of every log-probability, whatever the engine does around a request."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.engine.llm import LLM
+from tandem.engine.outputs import CompletionOutput, RequestOutput
+from tandem.engine.sampling_params import SamplingParams
+
+PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "a prompt of 16 ch", "x" * 48]
+PARAMS = SamplingParams(n=3, max_tokens=60, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
+
+
+def completions(answers: list[RequestOutput]) -> list[list[CompletionOutput]]:
+    return [answer.outputs for answer in answers]
+
+
+def generate(llm: LLM, prompts: list[str] = PROMPTS, keys: list[int] | None = None) -> list[list[CompletionOutput]]:
+    answers = llm.generate(prompts, PARAMS, request_keys=keys)
+    llm.engine.check_integrity()
+    return completions(answers)
+
+
+@pytest.fixture(params=["reference", "auto"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def expected(make_llm: Callable[..., LLM], kernels: str) -> list[list[CompletionOutput]]:
+    return generate(make_llm(kernels=kernels))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 23},
+        {"max_num_batched_tokens": 4096, "max_num_seqs": 64},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+        {"kv_cache_tokens": 128},
+        {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+    ],
+    ids=lambda settings: ",".join(f"{name.replace('enable_', '')}={value}" for name, value in settings.items()),
+)
+def test_settings_change_no_bit(
+    make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]], settings: dict[str, Any]
+) -> None:
+    assert generate(make_llm(kernels=kernels, **settings)) == expected
+
+
+def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.engine import growth, preemption
+
+    names = []
+    real = preemption.preempt_last
+    monkeypatch.setattr(growth.preemption, "preempt_last", lambda state: names.extend(found := real(state)) or found)
+    generate(make_llm(kv_cache_tokens=128))
+    assert len(names) > 3
+
+
+def test_a_warm_cache_changes_no_bit(make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]]) -> None:
+    llm = make_llm(kernels=kernels)
+    assert generate(llm) == expected
+    answers = llm.generate(PROMPTS, PARAMS)
+    assert [answer.num_cached_tokens for answer in answers] == [0, 0, 32, 16, 32]
+    assert completions(answers) == expected
+
+
+def test_a_request_alone_equals_the_same_request_in_a_batch(
+    make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]]
+) -> None:
+    llm = make_llm(kernels=kernels)
+    alone = [generate(llm, [prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
+    assert alone == expected
+    backwards = generate(llm, PROMPTS[::-1], list(range(len(PROMPTS)))[::-1])
+    assert backwards[::-1] == expected
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_group_equals_as_many_single_requests_with_its_keys(
+    make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]], caching: bool
+) -> None:
+    engine = make_llm(kernels=kernels, enable_prefix_caching=caching).engine
+    assert engine.tokenizer is not None
+    single = replace(PARAMS, n=1)
+    for key, prompt in enumerate(PROMPTS):
+        for index in range(3):
+            engine.add_request(f"{key}/{index}", engine.tokenizer.encode(prompt), single, key=key, first_index=index)
+    answers: dict[str, CompletionOutput] = {}
+    while engine.has_unfinished_requests:
+        answers.update((output.request_id, output.outputs[0]) for output in engine.step())
+    for key, group in enumerate(expected):
+        for index, completion in enumerate(group):
+            own = answers[f"{key}/{index}"]
+            assert (own.token_ids, own.raw_logprobs) == (completion.token_ids, completion.raw_logprobs)
+            assert own.sampling_logprobs == completion.sampling_logprobs
+
+
+def test_a_group_larger_than_the_engine_goes_in_parts(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(n=10, max_tokens=8, seed=1)
+    wide, narrow = make_llm(), make_llm(max_num_seqs=3)
+    expected = completions(wide.generate(PROMPTS[:2], params))
+    assert completions(narrow.generate(PROMPTS[:2], params)) == expected
+    assert len({tuple(c.token_ids) for c in expected[0]}) > 5
+
+
+def test_without_a_seed_a_second_call_draws_anew_and_a_second_engine_the_same(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(max_tokens=20)
+    one, other = make_llm(seed=4), make_llm(seed=4)
+    first, second = completions(one.generate(PROMPTS, params)), completions(one.generate(PROMPTS, params))
+    assert first != second
+    assert [completions(other.generate(PROMPTS, params)) for _ in range(2)] == [first, second]
+    assert completions(make_llm(seed=5).generate(PROMPTS, params)) != first
+
+
+def test_wrong_content_in_a_cached_block_is_seen(
+    make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]]
+) -> None:
+    """The comparison of a warm cache with a cold one has teeth: blocks that hold something else make it fail."""
+    llm = make_llm()
+    generate(llm)
+    for layer in llm.engine._runner.caches:
+        layer.keys.add_(0.01)
+    assert generate(llm) != expected
