@@ -173,6 +173,7 @@ def test_token_logprobs(kernels: Kernels, rows: int, vocabulary: int, temperatur
 def test_token_logprobs_sums_its_chunks(cpu_kernels: Kernels) -> None:
     rows, vocabulary = 700, 20000
     hidden, weight = torch.randn(rows, 16, requires_grad=True), torch.randn(vocabulary, 16, requires_grad=True)
+    assert rows > 128  # more than one chunk
     targets = torch.randint(0, vocabulary, (rows,))
     cpu_kernels.token_logprobs(hidden, weight, targets, 1.0).raw.sum().backward()
     wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))

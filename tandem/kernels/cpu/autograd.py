@@ -132,23 +132,25 @@ class PackedAttention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logits live for one chunk of rows, and are computed again in the backward pass."""
+    """Logits live for one chunk of rows, and are computed again in the backward pass; a single chunk's are kept."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, calls: Calls
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden, weight, targets = dense(hidden), dense(weight), targets.long().contiguous()
-        ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature, ctx.calls = temperature, calls
         raw, entropy = torch.empty(len(hidden)), torch.empty(len(hidden))
         scaled = None if temperature == 1 else torch.empty(len(hidden))
-        once = _maybe_packed(weight, calls)
-        for rows in _chunks(hidden, weight):
+        once, chunks = _maybe_packed(weight, calls), _chunks(hidden, weight)
+        logits = None
+        for rows in chunks:
             logits = _logits(hidden[rows], weight, once, calls)
             calls.logprobs(
                 logits, targets[rows], temperature, raw[rows], None if scaled is None else scaled[rows], entropy[rows]
             )
+        kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, targets, kept)
         ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
         return raw, raw.new_empty(0) if scaled is None else scaled, entropy
@@ -157,7 +159,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_raw: Tensor | None, grad_scaled: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, kept = ctx.saved_tensors
         calls: Calls = ctx.calls
         if ctx.temperature == 1:
             grad_scaled = None
@@ -167,12 +169,11 @@ class TokenLogprobs(torch.autograd.Function):
         grad_scaled = _dense_or_none(grad_scaled)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        once = _maybe_packed(weight, calls)
+        once = _maybe_packed(weight, calls) if kept is None else None
         for rows in _chunks(hidden, weight):
-            grad = _logits(hidden[rows], weight, once, calls)
-            calls.logprobs_backward(
-                grad, targets[rows], ctx.temperature, grad_raw[rows], None if grad_scaled is None else grad_scaled[rows]
-            )
+            logits = _logits(hidden[rows], weight, once, calls) if kept is None else kept
+            scaled = None if grad_scaled is None else grad_scaled[rows]
+            grad = calls.logprobs_backward(logits, targets[rows], ctx.temperature, grad_raw[rows], scaled)
             if grad_hidden is not None:
                 calls.linear_grad_x(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:

@@ -258,13 +258,15 @@ class Calls:
 
     def logprobs_backward(
         self, logits: Tensor, targets: Tensor, temperature: float, grad_raw: Tensor, grad_scaled: Tensor | None
-    ) -> None:
-        """The logits become the gradient by them."""
+    ) -> Tensor:
+        """The gradient by the logits."""
         rows, width = logits.shape
+        out = empty((rows, width), dtype=float32)
         self._c.logprobs_backward(
             logits.data_ptr(), targets.data_ptr(), rows, width, 1 / temperature, grad_raw.data_ptr(),
-            _address(grad_scaled),
+            _address(grad_scaled), out.data_ptr(),
         )  # fmt: skip
+        return out
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor

@@ -166,13 +166,13 @@ class Block {
     if (!repack && m1 - m0 <= ROW_CHUNK && (m1 - m0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
       for (int64_t panel = p0; panel < p1; ++panel)
         for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK)
-          panel_rows(at(p_.left, m0, k0), 0, m0, m1, panel, k0);
+          panel_rows(left_at(m0, k0), 0, m0, m1, panel, k0, packed_at(panel, k0));
       return;
     }
     for (int64_t c0 = m0; c0 < m1; c0 += ROW_CHUNK) {
       const int64_t c1 = std::min(m1, c0 + ROW_CHUNK);
       for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
-        Left left = at(p_.left, c0, k0);
+        Left left = left_at(c0, k0);
         int64_t tile = 0;
         if (repack) {
           tile = MAX_ROWS[MAX_VECTORS];
@@ -180,8 +180,18 @@ class Block {
           pack_left(left, c1 - c0, std::min(K_BLOCK, p_.k - k0), tile, to);
           left.data = to;
         }
-        for (int64_t panel = p0; panel < p1; ++panel) panel_rows(left, tile, c0, c1, panel, k0);
+        for (int64_t panel = p0; panel < p1; ++panel) panel_rows(left, tile, c0, c1, panel, k0, packed_at(panel, k0));
       }
+    }
+  }
+
+  // All rows of one panel, with the right matrix packed block by block and used while it is in the cache.
+  void run_unpacked(int64_t panel) const {
+    thread_local Scratch memory;
+    float* to = memory.floats(PANEL * K_BLOCK);
+    for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
+      pack_panel(p_.right, p_.n, panel, k0, std::min(K_BLOCK, p_.k - k0), to);
+      panel_rows(left_at(0, k0), 0, 0, p_.m, panel, k0, to);
     }
   }
 
@@ -189,14 +199,16 @@ class Block {
   const Product& p_;
   const float* packed_;
 
-  static Left at(const Left& left, int64_t m, int64_t k) {
-    return {left.data + m * left.row_stride + k * left.k_stride, left.row_stride, left.k_stride};
+  Left left_at(int64_t m, int64_t k) const {
+    return {p_.left.data + m * p_.left.row_stride + k * p_.left.k_stride, p_.left.row_stride, p_.left.k_stride};
   }
 
-  // Rows m0 .. m1 of one panel and one block of k. `left` starts at (m0, k0), or is packed in tiles of `tile` rows.
-  void panel_rows(const Left& left, int64_t tile, int64_t m0, int64_t m1, int64_t panel, int64_t k0) const {
+  const float* packed_at(int64_t panel, int64_t k0) const { return packed_ + panel * PANEL * p_.k + k0 * panel_width(p_.n, panel); }
+
+  // Rows m0 .. m1 of one panel and one block of k, whose [k][width] is `right`. `left` starts at (m0, k0), or is packed in
+  // tiles of `tile` rows.
+  void panel_rows(const Left& left, int64_t tile, int64_t m0, int64_t m1, int64_t panel, int64_t k0, const float* right) const {
     const int64_t k = std::min(K_BLOCK, p_.k - k0), width = panel_width(p_.n, panel), first = panel * PANEL;
-    const float* right = packed_ + first * p_.k + k0 * width;
     const bool last = k0 + k == p_.k;
     for (int64_t n = 0; n < width;) {
       const int vectors = static_cast<int>(std::min<int64_t>(MAX_VECTORS, (width - n) / LANES));
@@ -237,6 +249,15 @@ void multiply_packed(const Product& p, const float* packed) {
   }
 }
 
+// Few rows: packing the whole right matrix first would cost more than the product.
+void multiply_few_rows(const Product& p) {
+  const Block block(p, nullptr);
+  const int64_t panels = panel_count(p.n);
+  const int threads = threads_for(p.m * p.n * p.k + p.n * p.k);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < panels; ++panel) block.run_unpacked(panel);
+}
+
 }  // namespace
 
 int64_t packed_floats(int64_t n, int64_t k) { return round_up(n, LANES) * k; }
@@ -259,6 +280,7 @@ void multiply(const Product& p) {
     return;
   }
   if (p.right.layout == Layout::PACKED) return multiply_packed(p, p.right.data);
+  if (p.m <= ROW_CHUNK && panel_count(p.n) >= omp_get_max_threads()) return multiply_few_rows(p);
   thread_local Scratch memory;
   const int64_t deep = std::min(p.k, SLAB_K);
   const int64_t wide = std::min(p.n, std::max(PANEL, SLAB_FLOATS / deep / PANEL * PANEL));

@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_attention": (_I, (_P, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _P, _P)),
     "packed_attention_backward": (None, (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _F, _N, _P, _P, _P)),
     "logprobs": (_I, (_P, _P, _N, _N, _F, _P, _P, _P)),
-    "logprobs_backward": (None, (_P, _P, _N, _N, _F, _P, _P)),
+    "logprobs_backward": (None, (_P, _P, _N, _N, _F, _P, _P, _P)),
     "sample": (None, (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P)),
 }
 

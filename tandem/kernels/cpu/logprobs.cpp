@@ -47,13 +47,14 @@ int tandem_logprobs(const float* logits, const int64_t* targets, int64_t rows, i
   return 0;
 }
 
-// The logits are replaced by the gradient: grad (onehot - softmax) of each of the two temperatures, added.
-void tandem_logprobs_backward(float* logits, const int64_t* targets, int64_t rows, int64_t width, float inverse_temperature,
-                              const float* grad_raw, const float* grad_scaled) {
+// grad_logits (which may be the logits): grad (onehot - softmax) of each of the two temperatures, added.
+void tandem_logprobs_backward(const float* logits, const int64_t* targets, int64_t rows, int64_t width, float inverse_temperature,
+                              const float* grad_raw, const float* grad_scaled, float* grad_logits) {
   const int threads = threads_for(rows * width * COST_OF_EXP);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < rows; ++r) {
-    float* row = logits + r * width;
+    const float* row = logits + r * width;
+    float* to = grad_logits + r * width;
     const Softmax one = softmax(row, width, 1.0f);
     const V minus = set1(-grad_raw[r] / one.sum), by = set1(1.0f), shift = set1(one.highest);
     float at_target = grad_raw[r];
@@ -64,12 +65,12 @@ void tandem_logprobs_backward(float* logits, const int64_t* targets, int64_t row
       at_target += slope;
       each_vector(width, [&](int64_t i, int n) {
         const V e = mul(exp_shifted(row, i, n, by, shift), minus);
-        put(row + i, fma(exp_shifted(row, i, n, other_by, other_shift), other_minus, e), n);
+        put(to + i, fma(exp_shifted(row, i, n, other_by, other_shift), other_minus, e), n);
       });
     } else {
-      each_vector(width, [&](int64_t i, int n) { put(row + i, mul(exp_shifted(row, i, n, by, shift), minus), n); });
+      each_vector(width, [&](int64_t i, int n) { put(to + i, mul(exp_shifted(row, i, n, by, shift), minus), n); });
     }
-    row[targets[r]] += at_target;
+    to[targets[r]] += at_target;
   }
 }
 
