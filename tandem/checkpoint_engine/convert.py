@@ -20,9 +20,7 @@ def convert(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in to_huggingface(decoder):
         shape = expected.pop(name, None)
         if shape != tuple(tensor.shape):
-            raise RunError(
-                f"the weights' conversion gives '{name}' as {list(tensor.shape)}; the architecture has {shape}"
-            )
+            raise RunError(f"the weights' conversion gives '{name}' as {list(tensor.shape)}; the architecture has {shape}")
         yield name, tensor
     if expected:
         raise RunError(f"the weights' conversion leaves out '{next(iter(expected))}' and {len(expected) - 1} more")

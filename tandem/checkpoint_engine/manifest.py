@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import fields
 
 import xxhash
 
@@ -13,7 +13,7 @@ from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, WeightManifest
 
 ALIGNMENT_BYTES = 64
-_FIELDS = {"name", "dtype", "shape", "segment", "offset_bytes", "size_bytes", "digest"}
+_FIELDS = tuple(field.name for field in fields(TensorEntry))
 
 
 def aligned(size_bytes: int) -> int:
@@ -29,12 +29,8 @@ def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
 def total_digest(tensors: Iterable[TensorEntry]) -> str:
     """The xxh3-128, in hexadecimal, over every entry's name, dtype, shape and digest, in order. Where the bytes lie is
     not part of it: the same weights have the same digest in either buffer."""
-    digest = xxhash.xxh3_128()
-    for t in tensors:
-        digest.update(
-            json.dumps([t.name, t.dtype, list(t.shape), t.digest], separators=(",", ":")).encode("ascii") + b"\n"
-        )
-    return digest.hexdigest()
+    lines = [[t.name, t.dtype, t.shape, t.digest] for t in tensors]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(lines, separators=(",", ":")).encode("ascii")))
 
 
 def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> WeightManifest:
@@ -43,7 +39,7 @@ def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> Wei
 
 
 def to_json(manifest: WeightManifest) -> bytes:
-    tensors = [{**asdict(entry), "shape": list(entry.shape)} for entry in manifest.tensors]
+    tensors = [{name: getattr(entry, name) for name in _FIELDS} for entry in manifest.tensors]
     plain = {"version": list(manifest.version), "digest": manifest.digest, "tensors": tensors}
     return json.dumps(plain, separators=(",", ":")).encode("ascii")
 
@@ -61,15 +57,13 @@ def from_json(data: bytes) -> WeightManifest:
         raise ValueError(f"the weights' manifest has the version {version!r}")
     if not isinstance(plain["tensors"], list):
         raise ValueError("the weights' manifest has no list of tensors")
-    manifest = WeightManifest(
-        WeightVersion(*version), tuple(_entry(item) for item in plain["tensors"]), plain["digest"]
-    )
+    manifest = WeightManifest(WeightVersion(*version), tuple(_entry(item) for item in plain["tensors"]), plain["digest"])
     check(manifest)
     return manifest
 
 
 def _entry(item: object) -> TensorEntry:
-    if not isinstance(item, dict) or set(item) != _FIELDS:
+    if not isinstance(item, dict) or set(item) != set(_FIELDS):
         raise ValueError(f"the weights' manifest has the entry {item!r}")
     texts = all(isinstance(item[name], str) for name in ("name", "dtype", "segment", "digest"))
     counts = all(type(item[name]) is int and item[name] >= 0 for name in ("offset_bytes", "size_bytes"))

@@ -31,24 +31,22 @@ def check_newer(version: WeightVersion, digest: str | None, published: WeightMan
         return
     if version.incarnation < published.version.incarnation:
         raise RunError(
-            f"weights {describe(version)} are of a trainer that has been replaced: "
-            f"those {describe(published.version)} are published"
+            f"weights {describe(version)} are of a trainer that has been replaced: those {describe(published.version)} are published"
         )
     raise RunError(f"weights {describe(version)} are not newer than the published ones {describe(published.version)}")
 
 
-def publish(store: Store, manifest: WeightManifest) -> int:
+def publish(store: Store, manifest: WeightManifest, found: tuple[WeightManifest, int] | None = None) -> int:
     """Make ``manifest`` the current one; returns the revision. Raises ``RunError`` where something newer is, or comes
-    while this is tried: a stale incarnation loses every race."""
+    while this is tried: a stale incarnation loses every race. ``found``: what ``current`` returned a moment ago."""
     value = to_json(manifest)
+    found = found or current(store)
     while True:
-        found = current(store)
         check_newer(manifest.version, manifest.digest, found[0] if found else None)
         try:
             return store.compare_and_swap(KEY, found[1] if found else None, value)
         except Conflict:
-            # Somebody published in between; look again at what.
-            continue
+            found = current(store)
 
 
 def describe(version: WeightVersion) -> str:

@@ -32,19 +32,17 @@ class WeightWriter:
         found = current(self.store)
         check_newer(version, None, found[0] if found else None)
         published = found[0].tensors[0].segment if found and found[0].tensors else None
-        return self._publish_to(self.buffers.other(published), tensors, version)
+        manifest = self._write(self.buffers.other(published), tensors, version)
+        publish(self.store, manifest, found)
+        return manifest
 
-    def _publish_to(
-        self, segment: Segment, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion
-    ) -> WeightManifest:
+    def _write(self, segment: Segment, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
         named = list(tensors)
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
         offsets = place(sizes)
         needed = aligned(offsets[-1] + sizes[-1]) if named else 0
         if needed > segment.size_bytes:
-            raise RunError(
-                f"the weights take {needed} bytes and their shared memory has {segment.size_bytes}; they changed shape"
-            )
+            raise RunError(f"the weights take {needed} bytes and their shared memory has {segment.size_bytes}; they changed shape")
         if segment.name not in self._touched:
             segment.touch()
             self._touched.add(segment.name)
@@ -56,14 +54,10 @@ class WeightWriter:
 
         digests = self._threads.map(write, range(len(named)), sizes)
         entries = [
-            TensorEntry(
-                name, dtype_name(tensor.dtype), tuple(tensor.shape), segment.name, offsets[i], sizes[i], digests[i]
-            )
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), segment.name, offsets[i], sizes[i], digests[i])
             for i, (name, tensor) in enumerate(named)
         ]
-        manifest = make_manifest(version, entries)
-        publish(self.store, manifest)
-        return manifest
+        return make_manifest(version, entries)
 
     def close(self) -> None:
         """End the threads and let go of the buffers; their owner removes them."""

@@ -95,9 +95,7 @@ class WeightReader:
         self._open_segments({entry.segment for entry in entries})
         for entry in entries:
             if entry.offset_bytes + entry.size_bytes > self._segments[entry.segment].size_bytes:
-                raise RunError(
-                    f"tensor '{entry.name}' of weights {describe(manifest.version)} lies outside its segment"
-                )
+                raise RunError(f"tensor '{entry.name}' of weights {describe(manifest.version)} lies outside its segment")
         private = address_of(memoryview(self._private(offsets[-1] + entries[-1].size_bytes if entries else 0)))
         shared = {name: address_of(segment.memory) for name, segment in self._segments.items()}
 
@@ -115,11 +113,7 @@ class WeightReader:
         for entry, at in zip(manifest.tensors, place([entry.size_bytes for entry in manifest.tensors]), strict=True):
             dtype: torch.dtype = getattr(torch, entry.dtype)
             count = entry.size_bytes // dtype.itemsize
-            flat = (
-                torch.frombuffer(self._staging, dtype=dtype, count=count, offset=at)
-                if count
-                else torch.empty(0, dtype=dtype)
-            )
+            flat = torch.frombuffer(self._staging, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
             tensors.append((entry.name, flat.view(entry.shape)))
         return tensors
 

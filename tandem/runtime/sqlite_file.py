@@ -1,4 +1,4 @@
-"""SQLite files that several processes share and that survive ``kill -9`` and power loss."""
+"""SQLite files that several processes share and that survive ``kill -9``, and power loss where asked for."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -8,8 +8,11 @@ from pathlib import Path
 from tandem.types.errors import RunError
 
 
-def connect(path: Path, what: str, version: int, schema: str, *, read_only: bool = False, busy_s: float = 10.0) -> sqlite3.Connection:
-    """A connection in autocommit mode: write-ahead log, every commit flushed to the disk.
+def connect(
+    path: Path, what: str, version: int, schema: str, *, read_only: bool = False, durable: bool = True, busy_s: float = 10.0
+) -> sqlite3.Connection:
+    """A connection in autocommit mode, with a write-ahead log. ``durable``: every commit is flushed to the disk;
+    without it a power cut may take the newest commits, whole ones, and a ``kill -9`` takes none.
 
     ``what`` names the file in errors; ``version`` is its layout's number, kept in ``user_version``. A file that is no
     database, is damaged, has another layout or stays locked for ``busy_s`` seconds raises ``RunError``.
@@ -22,14 +25,14 @@ def connect(path: Path, what: str, version: int, schema: str, *, read_only: bool
         target = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
         connection = sqlite3.connect(target, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
         try:
-            _prepare(connection, path, what, version, schema, read_only)
+            _prepare(connection, path, what, version, schema, read_only, durable)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool, durable: bool) -> None:
     damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
         raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[0]}); restore it from a copy or start a new run")
@@ -39,7 +42,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int
     if read_only:
         return
     connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
     connection.execute("PRAGMA foreign_keys=ON")
     if found == 0:
         # Two processes may find a fresh file at once; the statements are all IF NOT EXISTS.

@@ -33,13 +33,13 @@ def boot_id() -> str:
 
 class EmbeddedStore:
     """A ``Store`` in the file ``path``. Leases run on the machine's monotonic clock, so that setting the wall clock
-    ends none; a reboot ends all."""
+    ends none; a reboot ends all. What is in it concerns living processes, so a commit does not wait for the disk."""
 
     def __init__(self, path: Path, *, busy_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
         self._clock, self._boot = clock, boot_id()
         self._lock = threading.RLock()
-        self._connection = connect(path, "the run's store", _VERSION, _SCHEMA, busy_s=busy_s)
+        self._connection = connect(path, "the run's store", _VERSION, _SCHEMA, durable=False, busy_s=busy_s)
 
     def close(self) -> None:
         with self._lock:
