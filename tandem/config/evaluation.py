@@ -8,8 +8,8 @@ from tandem.types.errors import UserError
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     """Sampled accuracy on ``prompts`` held-out prompts after every ``every_steps`` optimizer steps. Training ends when
-    ``consecutive`` evaluations in a row reach ``target_accuracy``; the final figure is taken on ``final_prompts`` others.
-    ``examples``: completions that each evaluation keeps for the report."""
+    ``consecutive`` evaluations in a row reach ``target_accuracy``; the final figure is taken on ``final_prompts``
+    others. ``examples``: completions that each evaluation keeps for the report."""
 
     every_steps: int = 5
     prompts: int = 256

@@ -16,9 +16,9 @@ class AnswerMatcherConfig:
 
     ``after``: only what stands behind the last occurrence of this text counts (``####`` for GSM8K); empty: everything.
     ``extract``: ``whole`` takes it as it is but for white space at both ends, ``last_number`` the last number in it,
-    ``boxed`` the inside of the last ``\\boxed{...}``. ``compare``: ``exact`` text, ``numeric`` value (1,000.0 equals 1e3 and
-    3/4 equals 0.75) or ``math_verify`` (needs the extra ``math``). ``tolerance``: relative, of ``numeric``; 0 is exact
-    rational arithmetic.
+    ``boxed`` the inside of the last ``\\boxed{...}``. ``compare``: ``exact`` text, ``numeric`` value (1,000.0 equals
+    1e3 and 3/4 equals 0.75) or ``math_verify`` (needs the extra ``math``). ``tolerance``: relative, of ``numeric``; 0
+    is exact rational arithmetic.
     """
 
     extract: Literal["whole", "last_number", "boxed"] = "whole"
@@ -38,9 +38,9 @@ class AnswerMatcherConfig:
 
 @dataclass(frozen=True, slots=True)
 class FormatCheckerConfig:
-    """Exactly one of ``pattern`` (a regular expression; ``.`` matches line breaks) and ``tags`` (each ``<tag>...</tag>``
-    exactly once, in this order, none inside another). ``match``: ``full`` asks the whole completion to have the form (white
-    space at both ends and between tags aside), ``contains`` a part of it."""
+    """Exactly one of ``pattern`` (a regular expression; ``.`` matches line breaks) and ``tags`` (each
+    ``<tag>...</tag>`` exactly once, in this order, none inside another). ``match``: ``full`` asks the whole completion
+    to have the form (white space at both ends and between tags aside), ``contains`` a part of it."""
 
     pattern: str = ""
     tags: tuple[str, ...] = ()
@@ -65,10 +65,10 @@ class RewardFunctionConfig:
     dataset), ``answer_matcher``, ``format_checker``, or a function of your own as ``module:function`` or
     ``path/to/file.py:function``.
 
-    ``name``: what its value is called in metrics; empty takes the function's name. ``weight``: its factor in the reward.
-    ``signature``: of your own function, ``trl`` is ``f(prompts, completions, completion_ids, **columns)`` and ``verl`` is
-    ``compute_score(data_source, solution_str, ground_truth, extra_info)``; ``auto`` goes by the parameters' names.
-    ``arguments``: further keyword arguments for it. ``answer``, ``format``: settings of the built-in judges.
+    ``name``: what its value is called in metrics; empty takes the function's name. ``weight``: its factor in the
+    reward. ``signature``: of your own function, ``trl`` is ``f(prompts, completions, completion_ids, **columns)`` and
+    ``verl`` is ``compute_score(data_source, solution_str, ground_truth, extra_info)``; ``auto`` goes by the parameters'
+    names. ``arguments``: further keyword arguments for it. ``answer``, ``format``: settings of the built-in judges.
     """
 
     function: str
@@ -107,13 +107,14 @@ class RewardFunctionConfig:
 class RewardsConfig:
     """The reward of a sample is the weighted sum of ``functions`` (none: the task's own judge).
 
-    ``accuracy``: the name of the function that says whether a sample is correct (empty: the first), which it is where its
-    value reaches ``accuracy_threshold``. ``model_fault_value``: what the answer matcher gives a completion in which there is
-    nothing to compare.
+    ``accuracy``: the name of the function that says whether a sample is correct (empty: the first), which it is where
+    its value reaches ``accuracy_threshold``. ``model_fault_value``: what the answer matcher gives a completion in which
+    there is nothing to compare.
 
-    ``workers``: processes that judge. ``deadline_s``: the longest that judging one batch may take; ``sample_deadline_s``: the
-    longest that one function may take over one sample before its process is ended. ``start_deadline_s``: for a worker to load
-    the functions. A sample whose judge failed is masked; past ``max_fault_share`` of a step's samples the run stops.
+    ``workers``: processes that judge. ``deadline_s``: the longest that judging one batch may take;
+    ``sample_deadline_s``: the longest that one function may take over one sample before its process is ended.
+    ``start_deadline_s``: for a worker to load the functions. A sample whose judge failed is masked; past
+    ``max_fault_share`` of a step's samples the run stops.
     """
 
     functions: tuple[RewardFunctionConfig, ...] = ()

@@ -15,16 +15,16 @@ REASONING_GYM = "reasoning_gym:"
 class TaskConfig:
     """``name``: ``sort``, ``addition``, ``jsonl`` or ``reasoning_gym:DATASET``.
 
-    ``min_digits``, ``max_digits``: how many digits a list to sort has (3 to 6 unless told), or each operand of an addition
-    (1 to 2 unless told). ``path``: the JSONL file, one object a line, with the prompt under ``prompt_key`` and the ground
-    truth under ``answer_key`` (empty: there is none); every other key reaches reward functions as a column. ``eval_path``:
-    a second such file for evaluation; without one, ``held_out_share`` of all instances is held out for the evaluations of a
-    run and as many again for its final figure, by a hash of the instance (0.1 unless told; 1/3 of a ``reasoning_gym``
-    dataset, whose instances may be slow to make). ``settings``: of the ``reasoning_gym`` dataset, as
-    it names them.
+    ``min_digits``, ``max_digits``: how many digits a list to sort has (3 to 6 unless told), or each operand of an
+    addition (1 to 2 unless told). ``path``: the JSONL file, one object a line, with the prompt under ``prompt_key`` and
+    the ground truth under ``answer_key`` (empty: there is none); every other key reaches reward functions as a column.
+    ``eval_path``: a second such file for evaluation; without one, ``held_out_share`` of all instances is held out for
+    the evaluations of a run and as many again for its final figure, by a hash of the instance (0.1 unless told; 1/3 of
+    a ``reasoning_gym`` dataset, whose instances may be slow to make). ``settings``: of the ``reasoning_gym`` dataset,
+    as it names them.
 
-    ``prompt_template``: what the model reads, with ``{prompt}`` where the task's own text stands. ``chat``: put it through
-    the tokenizer's chat template, behind ``system_prompt`` where that is not empty.
+    ``prompt_template``: what the model reads, with ``{prompt}`` where the task's own text stands. ``chat``: put it
+    through the tokenizer's chat template, behind ``system_prompt`` where that is not empty.
     """
 
     name: str

@@ -9,9 +9,10 @@ from tandem.types import UserError
 def prompt_indices(step: int, prompts_per_step: int, seed: int, size: int | None) -> list[int]:
     """Indices of the training prompts of ``step``.
 
-    ``size`` is ``None`` for a task that makes its prompts: the stream simply goes on. A finite set is shuffled anew in every
-    epoch; within one no prompt comes twice. An epoch has ``size // prompts_per_step`` steps: the prompts left over sit it
-    out, others in each epoch, so that no step holds a prompt twice. Raises ``UserError`` where ``size`` does not fill a step.
+    ``size`` is ``None`` for a task that makes its prompts: the stream simply goes on. A finite set is shuffled anew in
+    every epoch; within one no prompt comes twice. An epoch has ``size // prompts_per_step`` steps: the prompts left
+    over sit it out, others in each epoch, so that no step holds a prompt twice. Raises ``UserError`` where ``size``
+    does not fill a step.
     """
     if size is None:
         return list(range(step * prompts_per_step, (step + 1) * prompts_per_step))

@@ -1,5 +1,5 @@
-"""From a task's instances to the prompts of a run: rendered, tokenised once, and refused before work begins where they do not
-fit the context."""
+"""From a task's instances to the prompts of a run: rendered, tokenised once, and refused before work begins where they
+do not fit the context."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -26,13 +26,20 @@ class EncodedDemonstration(NamedTuple):
 class PromptSource:
     """The prompts of a run. Everything follows from ``seed`` and the position asked for, so a resume needs no state.
 
-    ``encode``: text to token ids, with whatever the model expects in front. ``render_chat``: messages to the text of the
-    tokenizer's chat template, up to where the answer begins (needed where ``config.chat``). A prompt may have at most
-    ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole here. Raises ``UserError``.
+    ``encode``: text to token ids, with whatever the model expects in front. ``render_chat``: messages to the text of
+    the tokenizer's chat template, up to where the answer begins (needed where ``config.chat``). A prompt may have at
+    most ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole here. Raises ``UserError``.
     """
 
     def __init__(
-        self, config: TaskConfig, encode: Encode, *, seed: int, prompts_per_step: int, context_tokens: int, max_new_tokens: int,
+        self,
+        config: TaskConfig,
+        encode: Encode,
+        *,
+        seed: int,
+        prompts_per_step: int,
+        context_tokens: int,
+        max_new_tokens: int,
         render_chat: RenderChat | None = None,
     ) -> None:
         if config.chat and render_chat is None:
@@ -67,8 +74,8 @@ class PromptSource:
         return self._evaluation("held_out", count)
 
     def fresh(self, count: int) -> list[Prompt]:
-        """The prompts of the final figure: neither trained on nor seen by an earlier evaluation, unless the task has one
-        evaluation file for both."""
+        """The prompts of the final figure: neither trained on nor seen by an earlier evaluation, unless the task has
+        one evaluation file for both."""
         return self._evaluation("final", count)
 
     def demonstrations(self, seed: int, corrupted_share: float, end_of_sequence: int) -> Iterator[EncodedDemonstration]:
@@ -91,7 +98,8 @@ class PromptSource:
         return EncodedDemonstration(prompt.id, prompt.token_ids, completion, shown.correct)
 
     def prompt(self, id: str, item: TaskItem) -> Prompt:
-        """``item`` rendered and tokenised. Raises ``UserError`` where it is empty or too long, naming where it stands."""
+        """``item`` rendered and tokenised. Raises ``UserError`` where it is empty or too long, naming where it
+        stands."""
         text = self._render(item.text)
         token_ids = tuple(self._encode(text))
         if not token_ids:
@@ -110,7 +118,9 @@ class PromptSource:
 
     def _check_all(self) -> None:
         if self.task.size is None:
-            self.for_step(0)
+            self.prompt("check", self.task.train_prompt(0))
+            self.held_out(1)
+            self.fresh(1)
             return
         prompt_indices(0, self.prompts_per_step, self.seed, self.task.size)
         for index in range(self.task.size):

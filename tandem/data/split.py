@@ -1,7 +1,7 @@
 """Which instances are trained on and which are held out, decided by the instance itself.
 
-The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint whatever seeds they
-are drawn with.
+The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint whatever seeds
+they are drawn with.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ def split_position(text: str) -> float:
 
 
 def split_of(text: str, held_out_share: float) -> Split:
-    """The side of ``text``: ``held_out_share`` of all texts for the evaluations of a run, as many for its final figure."""
+    """The side of ``text``: ``held_out_share`` of all texts for the evaluations of a run, as many for its final
+    figure."""
     position = split_position(text)
     if position < held_out_share:
         return "held_out"

@@ -25,10 +25,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """``accuracy``: mean over prompts of the share of its judged samples that are correct. ``standard_error``: of that mean,
-    prompts taken as independent draws. ``count``: prompts with a judged sample; ``samples``: judged samples; ``faults``:
-    samples that could not be judged, which count nowhere. ``mean_reward``: over judged samples. ``examples``: of the first
-    prompts, the same ones every time, so that before and after can be laid side by side."""
+    """``accuracy``: mean over prompts of the share of its judged samples that are correct. ``standard_error``: of that
+    mean, prompts taken as independent draws. ``count``: prompts with a judged sample; ``samples``: judged samples;
+    ``faults``: samples that could not be judged, which count nowhere. ``mean_reward``: over judged samples.
+    ``examples``: of the first prompts, the same ones every time, so that before and after can be laid side by side."""
 
     accuracy: float
     standard_error: float
@@ -50,17 +50,15 @@ class EvaluationResult:
 def evaluate(generate: Generate, prompts: Sequence[Prompt], judge: Judge, *, examples: int = 8) -> EvaluationResult:
     """Draw one or more completions for each of ``prompts`` with ``generate``, judge them and count.
 
-    Whether they are greedy or sampled, and how many a prompt gets, is ``generate``'s affair. Raises ``RunError`` where no
-    sample could be judged, or where no reward function says what is correct.
+    Whether they are greedy or sampled, and how many a prompt gets, is ``generate``'s affair. Raises ``RunError`` where
+    no sample could be judged, or where no reward function says what is correct.
     """
     samples = generate(prompts)
     scores = judge(samples, prompts)
     return summarize(prompts, samples, scores, examples=examples)
 
 
-def summarize(
-    prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequence[Score], *, examples: int
-) -> EvaluationResult:
+def summarize(prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequence[Score], *, examples: int) -> EvaluationResult:
     """The figures of samples that were judged already; ``scores[i]`` is of ``samples[i]``."""
     correct: dict[str, list[float]] = defaultdict(list)
     rewards: list[float] = []
@@ -77,8 +75,12 @@ def summarize(
     shares = [math.fsum(found) / len(found) for found in correct.values()]
     accuracy = math.fsum(shares) / len(shares)
     return EvaluationResult(
-        accuracy=accuracy, standard_error=_standard_error(shares, accuracy), count=len(shares), samples=len(rewards),
-        faults=len(scores) - len(rewards), mean_reward=math.fsum(rewards) / len(rewards),
+        accuracy=accuracy,
+        standard_error=_standard_error(shares, accuracy),
+        count=len(shares),
+        samples=len(rewards),
+        faults=len(scores) - len(rewards),
+        mean_reward=math.fsum(rewards) / len(rewards),
         examples=_examples(prompts, samples, scores, examples),
     )
 
@@ -91,13 +93,9 @@ def _standard_error(shares: Sequence[float], mean: float) -> float:
     return math.sqrt(variance / len(shares))
 
 
-def _examples(
-    prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequence[Score], count: int
-) -> tuple[Example, ...]:
+def _examples(prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequence[Score], count: int) -> tuple[Example, ...]:
     first: dict[str, tuple[Sample, Score]] = {}
     for sample, score in zip(samples, scores, strict=True):
         first.setdefault(sample.prompt_id, (sample, score))
     chosen = [(prompt, *first[prompt.id]) for prompt in prompts if prompt.id in first][:count]
-    return tuple(
-        Example(prompt.text, sample.text, prompt.ground_truth, score.correct, score.value) for prompt, sample, score in chosen
-    )
+    return tuple(Example(prompt.text, sample.text, prompt.ground_truth, score.correct, score.value) for prompt, sample, score in chosen)

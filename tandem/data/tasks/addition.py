@@ -1,4 +1,4 @@
-"""Adding two numbers: ``add 12 + 34 =`` asks for ``46``."""
+"""Adding two numbers: ``12+34=`` asks for ``46``."""
 
 from random import Random
 
@@ -9,7 +9,8 @@ Operands = tuple[int, int]
 
 
 def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
-    """Two operands of ``min_digits`` to ``max_digits`` digits each, drawn apart, every length as likely as any other."""
+    """Two operands of ``min_digits`` to ``max_digits`` digits each, drawn apart, every length as likely as any
+    other."""
     low, high = config.digits()
 
     def operand(random: Random) -> int:
@@ -17,14 +18,19 @@ def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
         return random.randrange(10 ** (length - 1) if length > 1 else 0, 10**length)
 
     return GeneratedTask(
-        name="addition", seed=seed, held_out_share=config.share_held_out,
+        name="addition",
+        seed=seed,
+        held_out_share=config.share_held_out,
         fingerprint=f"addition {low}-{high} {config.share_held_out} {seed}",
-        draw=lambda random: (operand(random), operand(random)), question=question, answer=answer, wrong_answer=wrong_answer,
+        draw=lambda random: (operand(random), operand(random)),
+        question=question,
+        answer=answer,
+        wrong_answer=wrong_answer,
     )
 
 
 def question(operands: Operands) -> str:
-    return f"add {operands[0]} + {operands[1]} ="
+    return f"{operands[0]}+{operands[1]}="
 
 
 def answer(operands: Operands) -> str:

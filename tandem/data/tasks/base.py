@@ -27,9 +27,9 @@ class Demonstration(NamedTuple):
 
 
 class Task(Protocol):
-    """A source of instances. Everything is a function of the task's seed and the index, so any position can be asked for
-    first. ``size``: training instances, ``None`` where they are made on demand. ``fingerprint``: changes where the instances
-    would."""
+    """A source of instances. Everything is a function of the task's seed and the index, so any position can be asked
+    for first. ``size``: training instances, ``None`` where they are made on demand. ``fingerprint``: changes where the
+    instances would."""
 
     @property
     def name(self) -> str: ...
@@ -49,8 +49,8 @@ class Task(Protocol):
         ...
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
-        """A training instance with an answer, which is wrong for ``corrupted_share`` of all indices. Raises ``UserError``
-        where the task has no answers or cannot make wrong ones."""
+        """A training instance with an answer, which is wrong for ``corrupted_share`` of all indices. Raises
+        ``UserError`` where the task has no answers or cannot make wrong ones."""
         ...
 
     def close(self) -> None:

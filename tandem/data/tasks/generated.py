@@ -16,8 +16,9 @@ MOST_DRAWS = 10_000
 
 @dataclass(frozen=True)
 class GeneratedTask(Generic[Instance]):
-    """``draw`` makes an instance, ``question`` and ``answer`` say it as text, ``wrong_answer`` draws a text that is not its
-    answer. Draws that fall into another split are thrown away, so a split's instances follow ``draw``'s distribution."""
+    """``draw`` makes an instance, ``question`` and ``answer`` say it as text, ``wrong_answer`` draws a text that is not
+    its answer. Draws that fall into another split are thrown away, so a split's instances follow ``draw``'s
+    distribution."""
 
     name: str
     seed: int
@@ -42,7 +43,7 @@ class GeneratedTask(Generic[Instance]):
         random = counter_random("corruption", self.name, seed, index)
         corrupted = random.random() < corrupted_share
         answer = self.wrong_answer(instance, random) if corrupted else self.answer(instance)
-        return Demonstration(item, f" {answer}", not corrupted)
+        return Demonstration(item, answer, not corrupted)
 
     def close(self) -> None:
         pass

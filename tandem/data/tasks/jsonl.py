@@ -59,8 +59,8 @@ class JsonlTask:
 def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
     """Read and check ``config.path`` and, where given, ``config.eval_path``. Raises ``UserError`` with file and line.
 
-    With an evaluation file its rows serve both for evaluations and for the final figure. Without one, prompts are held out
-    in the order of their hash, equal prompts on the same side.
+    With an evaluation file its rows serve both for evaluations and for the final figure. Without one, prompts are held
+    out in the order of their hash, equal prompts on the same side.
     """
     assert config.path is not None
     items, digest = read_jsonl(config.path, config.prompt_key, config.answer_key)
@@ -68,7 +68,9 @@ def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
         held_out, eval_digest = read_jsonl(config.eval_path, config.prompt_key, config.answer_key)
         shared = {item.text for item in items} & {item.text for item in held_out}
         if shared:
-            logger.warning("%d prompts stand in both %s and %s: accuracy on them is not held out", len(shared), config.path, config.eval_path)
+            logger.warning(
+                "%d prompts stand in both %s and %s: accuracy on them is not held out", len(shared), config.path, config.eval_path
+            )
         splits: dict[Split, tuple[TaskItem, ...]] = {"train": tuple(items), "held_out": tuple(held_out), "final": tuple(held_out)}
         return JsonlTask("jsonl", f"jsonl {digest} {eval_digest} {seed}", splits)
     return JsonlTask("jsonl", f"jsonl {digest} {config.share_held_out} {seed}", _divide(items, config))
@@ -128,7 +130,9 @@ def _divide(items: list[TaskItem], config: TaskConfig) -> dict[Split, tuple[Task
     texts = sorted({item.text for item in items}, key=split_position)
     held_out = max(round(len(texts) * config.share_held_out), 1)
     if len(texts) < 3:
-        raise UserError(f"'{config.path}' has {len(texts)} distinct prompts, too few to hold some out; add prompts or give 'task.eval_path'")
+        raise UserError(
+            f"'{config.path}' has {len(texts)} distinct prompts, too few to hold some out; add prompts or give 'task.eval_path'"
+        )
     side: dict[str, Split] = dict.fromkeys(texts, "train")
     side.update(dict.fromkeys(texts[:held_out], "held_out"))
     side.update(dict.fromkeys(texts[held_out : 2 * held_out], "final"))

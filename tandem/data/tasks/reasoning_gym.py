@@ -1,7 +1,7 @@
 """Tasks of the ``reasoning_gym`` package by name, through a process of its own.
 
-Some of its generators depend on the order of Python's sets, hence on the process. The host runs with a fixed hash seed, so
-that a prompt is the same after a restart, and keeps the package's many imports out of this process.
+Some of its generators depend on the order of Python's sets, hence on the process. The host runs with a fixed hash seed,
+so that a prompt is the same after a restart, and keeps the package's many imports out of this process.
 """
 
 import json
@@ -42,8 +42,12 @@ class ReasoningGymTask:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._host = spawn(
-                "tandem.data.tasks.reasoning_gym_host", [str(theirs.fileno())], threads=Threads(), pass_fds=[theirs.fileno()],
-                output=Path(os.devnull), environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+                "tandem.data.tasks.reasoning_gym_host",
+                [str(theirs.fileno())],
+                threads=Threads(),
+                pass_fds=[theirs.fileno()],
+                output=Path(os.devnull),
+                environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._end = weakref.finalize(self, _end, self._host, self._channel)
         self._buffer = b""
@@ -62,7 +66,9 @@ class ReasoningGymTask:
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
         if corrupted_share:
-            raise UserError(f"task '{self.name}' cannot make wrong answers, and 'warm_up.corrupted_share' is {corrupted_share}; set it to 0")
+            raise UserError(
+                f"task '{self.name}' cannot make wrong answers, and 'warm_up.corrupted_share' is {corrupted_share}; set it to 0"
+            )
         item = self._item("train", seed, index, f"{self.name}, demonstration {index}", purpose="demonstration")
         if item.ground_truth is None:
             raise UserError(f"{item.where}: the dataset gives no answer to show in a warm-up; train without a section 'warm_up'")
@@ -79,7 +85,11 @@ class ReasoningGymTask:
             entry = self._ask({"seed": drawn, "index": at})
             if split_of(entry["question"], self.held_out_share) == split:
                 columns = {
-                    "dataset": self.dataset, "settings": self.settings, "seed": drawn, "index": at, "metadata": entry["metadata"],
+                    "dataset": self.dataset,
+                    "settings": self.settings,
+                    "seed": drawn,
+                    "index": at,
+                    "metadata": entry["metadata"],
                 }
                 return TaskItem(entry["question"], where, entry["answer"], columns)
         raise UserError(

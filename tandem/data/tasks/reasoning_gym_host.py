@@ -1,6 +1,7 @@
 """The process behind a ``reasoning_gym`` task: a line of JSON in, a line of JSON out.
 
-The first line names ``dataset`` and ``settings``; every further one a ``seed`` and the ``index`` of the instance to give.
+The first line names ``dataset`` and ``settings``; every further one a ``seed`` and the ``index`` of the instance to
+give.
 """
 
 import difflib
@@ -13,21 +14,19 @@ from typing import Any
 
 from tandem.types import UserError
 
-
 BLOCK_INSTANCES = 256
 MOST_BLOCKS = 128
 
 
 @lru_cache(maxsize=MOST_BLOCKS)
 def make_dataset(dataset: str, settings_json: str, seed: int) -> Any:
-    """The ``reasoning_gym`` dataset of BLOCK_INSTANCES instances. Raises ``UserError`` where the package, the name or a setting is wrong."""
+    """The ``reasoning_gym`` dataset of BLOCK_INSTANCES instances. Raises ``UserError`` where the package, the name or a
+    setting is wrong."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise UserError(
-            "tasks of reasoning_gym need the package; install it with: pip install 'tandem-rl[reasoning-gym]'"
-        ) from None
+        raise UserError("tasks of reasoning_gym need the package; install it with: pip install 'tandem-rl[reasoning-gym]'") from None
     if dataset not in DATASETS:
         near = difflib.get_close_matches(dataset, DATASETS, n=1, cutoff=0.5)
         hint = f"did you mean 'reasoning_gym:{near[0]}'?" if near else "its gallery lists them"
@@ -40,8 +39,8 @@ def make_dataset(dataset: str, settings_json: str, seed: int) -> Any:
 
 
 def instance_of(columns: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset and the entry that ``columns`` of a ``ReasoningGymTask`` tell of. Needs a process with the host's hash
-    seed."""
+    """The dataset and the entry that ``columns`` of a ``ReasoningGymTask`` tell of. Needs a process with the host's
+    hash seed."""
     dataset = make_dataset(columns["dataset"], json.dumps(columns["settings"], sort_keys=True), columns["seed"])
     return dataset, dataset[columns["index"]]
 

@@ -1,4 +1,8 @@
-"""Sorting digits: ``sort 3 1 2 =`` asks for ``1 2 3``. Each digit is a character of its own, spaces between them."""
+"""Sorting digits: ``3142=`` asks for ``1234``.
+
+Nothing stands between the digits, and no word in front: with spaces, a small character model had learned a quarter as
+much after the same warm-up, at twice the time. A template can say more to a model that reads words.
+"""
 
 from random import Random
 
@@ -16,17 +20,23 @@ def sort_task(config: TaskConfig, seed: int) -> GeneratedTask[Digits]:
         return tuple(random.randrange(10) for _ in range(random.randint(low, high)))
 
     return GeneratedTask(
-        name="sort", seed=seed, held_out_share=config.share_held_out, fingerprint=f"sort {low}-{high} {config.share_held_out} {seed}",
-        draw=draw, question=question, answer=answer, wrong_answer=wrong_answer,
+        name="sort",
+        seed=seed,
+        held_out_share=config.share_held_out,
+        fingerprint=f"sort {low}-{high} {config.share_held_out} {seed}",
+        draw=draw,
+        question=question,
+        answer=answer,
+        wrong_answer=wrong_answer,
     )
 
 
 def question(digits: Digits) -> str:
-    return f"sort {' '.join(map(str, digits))} ="
+    return "".join(map(str, digits)) + "="
 
 
 def answer(digits: Digits) -> str:
-    return " ".join(map(str, sorted(digits)))
+    return "".join(map(str, sorted(digits)))
 
 
 def wrong_answer(digits: Digits, random: Random) -> str:
@@ -39,4 +49,4 @@ def wrong_answer(digits: Digits, random: Random) -> str:
     else:
         i = random.randrange(len(wrong))
         wrong[i] = random.choice([digit for digit in range(10) if digit != wrong[i]])
-    return " ".join(map(str, wrong))
+    return "".join(map(str, wrong))

@@ -14,9 +14,9 @@ _PLAIN = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?")
 
 
 def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig, fault_value: float) -> Judgement:
-    """1.0 where ``completion`` is the answer, else 0.0; ``fault_value`` and a model fault where there is nothing in it to
-    compare. ``ground_truth``: a text, a number or a list of which any one counts; anything else is a fault of the data,
-    and so is a truth that has no numeric value where one is asked for."""
+    """1.0 where ``completion`` is the answer, else 0.0; ``fault_value`` and a model fault where there is nothing in it
+    to compare. ``ground_truth``: a text, a number or a list of which any one counts; anything else is a fault of the
+    data, and so is a truth that has no numeric value where one is asked for."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not truths or any(isinstance(truth, bool) or not isinstance(truth, str | int | float) for truth in truths):
         return infrastructure_fault(f"the ground truth {shortened(ground_truth)} is neither a text nor a number")
@@ -97,9 +97,7 @@ def answer_matcher(config: AnswerMatcherConfig, fault_value: float) -> Callable[
         try:
             import math_verify  # noqa: F401
         except ImportError:
-            raise UserError(
-                "'answer.compare: math_verify' needs the package; install it with: pip install 'tandem-rl[math]'"
-            ) from None
+            raise UserError("'answer.compare: math_verify' needs the package; install it with: pip install 'tandem-rl[math]'") from None
     return lambda items: [match_answer(item.completion, item.ground_truth, config, fault_value) for item in items]
 
 

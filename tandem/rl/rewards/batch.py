@@ -1,4 +1,5 @@
-"""Judge one batch on one worker, whatever becomes of the functions: who is asked again, and whose fault a failure is."""
+"""Judge one batch on one worker, whatever becomes of the functions: who is asked again, and whose fault a failure
+is."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,15 +27,13 @@ class _Unit:
         return [_Unit((place,)) for place in self.places]
 
 
-def judge_batch(
-    items: Sequence[Item], batched: Sequence[bool], call: Call, config: RewardsConfig
-) -> list[dict[str, Judgement]]:
+def judge_batch(items: Sequence[Item], batched: Sequence[bool], call: Call, config: RewardsConfig) -> list[dict[str, Judgement]]:
     """What every function of ``config.composition`` says of every item, by its label.
 
-    A call for many items that fails (it raises, hangs or ends its process twice) is made again one by one, so that a bad
-    sample does not take its neighbours with it. A sample whose own call raises or hangs, or ends the process twice, is an
-    infrastructure fault and no further function sees it; so is what the batch's deadline leaves unjudged. A call for many
-    may take half of the time that is left, which leaves the other half for one by one.
+    A call for many items that fails (it raises, hangs or ends its process twice) is made again one by one, so that a
+    bad sample does not take its neighbours with it. A sample whose own call raises or hangs, or ends the process twice,
+    is an infrastructure fault and no further function sees it; so is what the batch's deadline leaves unjudged. A call
+    for many may take half of the time that is left, which leaves the other half for one by one.
     """
     ends = monotonic() + config.deadline_s
     said: list[dict[str, Judgement]] = [{} for _ in items]

@@ -26,8 +26,8 @@ def format_checker(config: FormatCheckerConfig) -> Callable[[Sequence[Item]], li
 
 
 def has_tags(text: str, tags: Sequence[str], *, whole: bool) -> bool:
-    """Whether each ``<tag>...</tag>`` stands in ``text`` exactly once, in the order of ``tags``, none inside another, and,
-    where ``whole``, with nothing but white space around and between them."""
+    """Whether each ``<tag>...</tag>`` stands in ``text`` exactly once, in the order of ``tags``, none inside another,
+    and, where ``whole``, with nothing but white space around and between them."""
     at = 0
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"

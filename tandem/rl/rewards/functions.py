@@ -1,8 +1,8 @@
 """Reward functions of the user, by import path, in the signatures of TRL and of verl.
 
-TRL (``GRPOTrainer``, ``reward_funcs``): ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain
-or async. verl (``custom_reward_function``): ``compute_score(data_source, solution_str, ground_truth, extra_info=None) ->
-float | dict`` with key ``score``.
+TRL (``GRPOTrainer``, ``reward_funcs``): ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
+plain or async. verl (``custom_reward_function``): ``compute_score(data_source, solution_str, ground_truth,
+extra_info=None) -> float | dict`` with key ``score``.
 """
 
 import asyncio
@@ -93,8 +93,8 @@ def call_trl(function: Callable[..., Any], items: Sequence[Item], arguments: Map
 
 
 def call_verl(function: Callable[..., Any], item: Item, arguments: Mapping[str, Any]) -> Judgement:
-    """One call for one item. Raises what the function raises. Of a dict, ``score`` is the value, ``acc`` says whether the
-    sample is correct and other numbers are details."""
+    """One call for one item. Raises what the function raises. Of a dict, ``score`` is the value, ``acc`` says whether
+    the sample is correct and other numbers are details."""
     extra_info = item.columns.get("extra_info")
     known: dict[str, Any] = {
         **arguments,

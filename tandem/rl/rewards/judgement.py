@@ -22,8 +22,8 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One judge on one sample, with the states of a ``Score``. ``correct``: where the judge says so itself. ``details``:
-    further numbers it gave, by name."""
+    """One judge on one sample, with the states of a ``Score``. ``correct``: where the judge says so itself.
+    ``details``: further numbers it gave, by name."""
 
     state: ScoreState
     value: float | None

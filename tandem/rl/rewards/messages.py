@@ -42,8 +42,7 @@ def complete_message(buffer: bytearray) -> dict[str, Any] | None:
 def items_to_json(items: Sequence[Item], completion_ids: bool) -> list[Any]:
     """``completion_ids``: whether the judge reads them; most do not, and they are the bulk of a long sample."""
     return [
-        [*item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns)]
-        for item in items
+        [*item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns)] for item in items
     ]
 
 

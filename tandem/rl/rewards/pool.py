@@ -1,4 +1,5 @@
-"""The reward pool: judges in processes of their own, so that a function that raises, hangs or dies costs its sample alone."""
+"""The reward pool: judges in processes of their own, so that a function that raises, hangs or dies costs its sample
+alone."""
 
 import logging
 import os
@@ -21,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """``config.workers`` processes that judge samples. They wait without using the CPU, die with this process however it
-    dies, and are replaced when they die themselves. Their output goes to ``log_dir/reward-worker-N.log``.
+    """``config.workers`` processes that judge samples. They wait without using the CPU, die with this process however
+    it dies, and are replaced when they die themselves. Their output goes to ``log_dir/reward-worker-N.log``.
 
     Starting it loads every function: raises ``UserError`` where one cannot be loaded.
     """
@@ -48,7 +49,8 @@ class RewardPool:
             slot.thread.start()
 
     def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> "Future[list[Score]]":
-        """Begin to judge; the future gives the scores in the order of ``samples``. ``prompts`` holds each sample's prompt."""
+        """Begin to judge; the future gives the scores in the order of ``samples``. ``prompts`` holds each sample's
+        prompt."""
         by_id = {prompt.id: prompt for prompt in prompts}
         items = [_item(sample, by_id[sample.prompt_id]) for sample in samples]
         result: Future[list[Score]] = Future()
@@ -82,9 +84,7 @@ class RewardPool:
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 
@@ -112,9 +112,7 @@ def divide(prompt_ids: Sequence[str], parts: int) -> list[slice]:
 
 
 def _item(sample: Sample, prompt: Prompt) -> Item:
-    return Item(
-        sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns
-    )
+    return Item(sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns)
 
 
 class _Gathered:

@@ -26,7 +26,8 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
 
 
 def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -> Judgement:
-    """The task's own judge: ``score_answer`` of a ``reasoning_gym`` dataset, the answer matcher for every other task."""
+    """The task's own judge: ``score_answer`` of a ``reasoning_gym`` dataset, the answer matcher for every other
+    task."""
     if not item.task.startswith(REASONING_GYM):
         return match_answer(item.completion, item.ground_truth, config, fault_value)
     # Made again rather than sent: JSON would turn the tuples in an entry, which some judges compare with, into lists.
@@ -42,8 +43,8 @@ def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -
 
 
 def compose(sample_id: str, judgements: Mapping[str, Judgement], config: RewardsConfig) -> Score:
-    """The weighted sum of what the judges say of one sample. An infrastructure fault of any of them is the sample's, since
-    a sum without it would be another reward; a model fault of any shows in the state."""
+    """The weighted sum of what the judges say of one sample. An infrastructure fault of any of them is the sample's,
+    since a sum without it would be another reward; a model fault of any shows in the state."""
     components: dict[str, float] = {}
     for label, judgement in judgements.items():
         if judgement.value is not None:
@@ -61,4 +62,3 @@ def compose(sample_id: str, judgements: Mapping[str, Judgement], config: Rewards
         assert deciding.value is not None
         correct = deciding.value >= config.accuracy_threshold
     return Score(sample_id, state, total, components, correct, faults[0].reason if faults else "")
-

@@ -1,7 +1,7 @@
 """A reward worker: a process that loads the judges once and answers one call after another. Imports no torch.
 
-Started by ``tandem.rl.rewards.worker_process`` with the number of its socket. Whatever the judges print goes to the worker's
-log; standard input is empty for them.
+Started by ``tandem.rl.rewards.worker_process`` with the number of its socket. Whatever the judges print goes to the
+worker's log; standard input is empty for them.
 """
 
 import os
@@ -32,7 +32,9 @@ def main(descriptor: int) -> None:
             traceback.print_exc()
             channel.sendall(encode_message({"error": str(error)}))
             return
-        channel.sendall(encode_message({"batched": [judge.batched for judge in judges], "reads_ids": [judge.reads_ids for judge in judges]}))
+        channel.sendall(
+            encode_message({"batched": [judge.batched for judge in judges], "reads_ids": [judge.reads_ids for judge in judges]})
+        )
         while (request := receive_message(channel)) is not None:
             channel.sendall(encode_message(_answer(judges, request)))
 

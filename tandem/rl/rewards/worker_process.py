@@ -19,32 +19,37 @@ from tandem.runtime.processes import Threads, describe_exit, kill_group, spawn
 from tandem.types import UserError
 
 
-class JudgeHung(Exception):  # noqa: N818
+class JudgeHung(Exception):
     """No answer within the deadline."""
 
 
-class JudgeRaised(Exception):  # noqa: N818
+class JudgeRaised(Exception):
     """The function raised, or gave something that is no list of values; the worker lives on."""
 
 
-class WorkerDied(Exception):  # noqa: N818
+class WorkerDied(Exception):
     """The worker's process ended; the text says how."""
 
 
-class PoolClosed(Exception):  # noqa: N818
+class PoolClosed(Exception):
     """The pool was closed while a call was under way."""
 
 
 class WorkerProcess:
-    """One worker. ``closing`` is a socket that becomes readable when the pool is closed. Used by one thread at a time."""
+    """One worker. ``closing`` is a socket that becomes readable when the pool is closed. Used by one thread at a
+    time."""
 
     def __init__(self, config: RewardsConfig, log: Path, closing: socket.socket) -> None:
         """Start it; ``wait_ready`` says when it has loaded the functions."""
         self._channel, theirs = socket.socketpair()
         with theirs:
             self.process = spawn(
-                "tandem.rl.rewards.worker", [str(theirs.fileno())], threads=Threads(), new_session=True,
-                pass_fds=[theirs.fileno()], output=log,
+                "tandem.rl.rewards.worker",
+                [str(theirs.fileno())],
+                threads=Threads(),
+                new_session=True,
+                pass_fds=[theirs.fileno()],
+                output=log,
                 # The hash seed is fixed so that a function which goes through a set gives the same reward after a restart.
                 environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
@@ -78,8 +83,8 @@ class WorkerProcess:
         self.batched, self._reads_ids = message["batched"], message["reads_ids"]
 
     def judge(self, judge: int, items: Sequence[Item], deadline_s: float) -> list[Judgement]:
-        """Judgements of ``items`` by function number ``judge``. Raises ``JudgeHung`` and ``WorkerDied`` (the process is gone
-        then), ``JudgeRaised`` and ``PoolClosed``."""
+        """Judgements of ``items`` by function number ``judge``. Raises ``JudgeHung`` and ``WorkerDied`` (the process is
+        gone then), ``JudgeRaised`` and ``PoolClosed``."""
         self._unsent = memoryview(encode_message({"judge": judge, "items": items_to_json(items, self._reads_ids[judge])}))
         try:
             answer = self._exchange(deadline_s)
