@@ -1,7 +1,7 @@
 """Offline inference with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ class LLM:
     """A model folder, ready to generate.
 
     ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context.
-    ``kv_cache_tokens``: size of the KV cache; ``None`` takes what ``max_num_seqs`` sequences can fill, but not more
+    ``kv_cache_tokens``: size of the KV cache; 0 takes what ``max_num_seqs`` sequences can fill, but not more
     than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
@@ -44,7 +44,7 @@ class LLM:
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
         dtype: str | torch.dtype = "float32", device: str = "cpu", seed: int = 0, max_model_len: int | None = None,
-        kv_cache_tokens: int | None = None, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
+        kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
         load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
         weight_version: WeightVersion | None = None,
@@ -82,14 +82,15 @@ class LLM:
         self, prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
         request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order.
 
         A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its
         cached blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i;
         without it the key is the prompt's place in this call where its parameters have a seed, else its place among
-        all this engine has seen. ``use_tqdm`` shows the progress on a terminal. Raises ``UserError`` before any work.
-        """
+        all this engine has seen. ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
+        completed and the asked number of prompts whenever one is completed. Raises ``UserError`` before any work. """
         asked = self._prompts(prompts)
         params = self._params(sampling_params, len(asked))
         for name, given in (("request_keys", request_keys), ("priority", priority)):
@@ -108,24 +109,22 @@ class LLM:
                     priority=0 if priority is None else priority[i], cache_salt=salt,
                 )
                 names.append(name)
-            return self._run(names, use_tqdm and sys.stderr.isatty())
+            return self._run(names, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
         except BaseException:
             for name in names:
                 self.engine.abort(name)
             raise
 
-    def _run(self, names: list[str], show: bool) -> list[RequestOutput]:
-        answers: dict[str, RequestOutput] = {}
-        wanted = set(names)
-        while not wanted <= answers.keys():
-            found = self.engine.step()
+    def _run(self, names: list[str], on_progress: Callable[[int, int], None] | None) -> list[RequestOutput]:
+        answers: dict[str, RequestOutput | None] = dict.fromkeys(names)
+        missing = len(names)
+        while missing:
+            found = [output for output in self.engine.step() if output.request_id in answers]
             answers.update((output.request_id, output) for output in found)
-            if show and found:
-                count = len(wanted & answers.keys())
-                print(f"\rgenerated {count} of {len(names)}", end="", file=sys.stderr, flush=True)
-        if show:
-            print(file=sys.stderr)
-        return [answers[name] for name in names]
+            missing -= len(found)
+            if found and on_progress is not None:
+                on_progress(len(names) - missing, len(names))
+        return [output for output in answers.values() if output is not None]
 
     def _prompts(self, prompts: PromptInput | Sequence[PromptInput]) -> list[tuple[str | None, list[int], str]]:
         """(text, token ids, salt) of every prompt."""
@@ -172,6 +171,11 @@ class LLM:
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version)
 
 
+def _show(done: int, asked: int) -> None:
+    end = "\n" if done == asked else ""
+    print(f"\rgenerated {done} of {asked}", end=end, file=sys.stderr, flush=True)
+
+
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -182,11 +186,11 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _blocks(shapes: ModelShapes, dtype: torch.dtype, tokens: int | None, max_model_len: int, max_num_seqs: int) -> int:
+def _blocks(shapes: ModelShapes, dtype: torch.dtype, tokens: int, max_model_len: int, max_num_seqs: int) -> int:
     """Blocks of the KV cache: ``tokens`` of them, or by default what all sequences fill within
     ``DEFAULT_CACHE_BYTES``."""
-    if tokens is not None:
-        return tokens // BLOCK_TOKENS
+    if tokens:
+        return blocks_for(tokens)
     per_block = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch.")) * BLOCK_TOKENS
     one = blocks_for(max_model_len)
     return max(one, min(one * max_num_seqs, DEFAULT_CACHE_BYTES // per_block))

@@ -53,7 +53,7 @@ class Runner:
         logits = self._logits(hidden, batch.logit_rows)
         drawn = self._draw(logits, selection)
         tokens, raw, sampling = (values.to("cpu") for values in drawn)
-        if not bool(raw.isfinite().all()):
+        if not math.isfinite(float(raw.sum())):
             raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
         ended = self.table.record(selection, tokens, raw, sampling)
         return selection.index[ended].tolist() if ended.any() else []

@@ -211,7 +211,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_work(
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_seqs": 65}, "max_num_batched_tokens is 64"),
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
-        ({"kv_cache_tokens": 100}, "KV cache has 6 blocks"),
+        ({"kv_cache_tokens": 100}, "KV cache has 7 blocks"),
         ({"dtype": "float8"}, "dtype is 'float8'"),
         ({"load_format": "magic"}, "load_format is 'magic'"),
     ],
@@ -230,6 +230,9 @@ def test_one_sampling_params_for_each_prompt_or_one_for_all(make_llm: Callable[.
         llm.generate(["a"], [SamplingParams()] * 2)
     with pytest.raises(UserError, match="request_keys has 1"):
         llm.generate(["a", "b"], SamplingParams(), request_keys=[1])
+    seen: list[tuple[int, int]] = []
+    llm.generate(["a", "b"], SamplingParams(), on_progress=lambda done, asked: seen.append((done, asked)))
+    assert seen[-1] == (2, 2) and seen == sorted(seen)
     (answer,) = llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=3))
     assert answer.prompt is None and answer.prompt_token_ids == [3, 4, 5]
 
