@@ -8,18 +8,16 @@ import torch
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
 
-STANDARD_DEVIATION = 0.02
-
 
 @torch.no_grad()
-def initialise(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter: norms with 1, biases with 0, matrices from a normal distribution of standard deviation
-    0.02, and those that write to the residual stream of 0.02 / sqrt(2 layers) (Radford et al., 2019, section 2.3).
+def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
+    """Fill every parameter: norms with 1, biases with 0, matrices from a normal distribution of the given standard
+    deviation, and those that write to the residual stream of that over sqrt(2 layers) (Radford et al., 2019, section 2.3).
 
     Each matrix has a generator of its own, seeded with ``seed`` and its Hugging Face name, and is drawn in fp32 on
     one CPU thread: the values do not depend on fusing, order, device or thread count.
     """
-    residual = STANDARD_DEVIATION / math.sqrt(2 * decoder.shapes.num_layers)
+    residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_layers)
     for name, tensor in to_huggingface(decoder):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
@@ -27,7 +25,7 @@ def initialise(decoder: Decoder, seed: int) -> None:
             tensor.fill_(0.0)
         else:
             generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            deviation = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else STANDARD_DEVIATION
+            deviation = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else standard_deviation
             drawn = torch.empty(tensor.shape, dtype=torch.float32).normal_(0.0, deviation, generator=generator)
             tensor.copy_(drawn)
 

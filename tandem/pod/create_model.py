@@ -41,5 +41,5 @@ def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
         make_character_tokenizer(config.characters, Path(tokenizer_folder))
         tokenizer = Tokenizer.from_folder(Path(tokenizer_folder))
         model = Decoder(shapes_of(config, tokenizer.vocab_size), ReferenceKernels())
-        initialise(model, seed)
+        initialise(model, seed, config.initial_deviation)
         save_model(model, folder, Path(tokenizer_folder))
