@@ -254,10 +254,10 @@ def test_a_journal_killed_at_any_moment_opens_with_whole_steps_only(tmp_path):
         from tandem.runtime.journal import Journal
         journal = Journal(Path(sys.argv[1]) / "journal.sqlite")
         step = len(journal.journalled_steps())
-        print("ready", flush=True)
         while True:
             journal.commit_samples(step, [sample(step, i) for i in range(50)])
             step += 1
+            print("one more", flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(Path(__file__).parent)]
     seen = 0

@@ -160,11 +160,12 @@ def test_kill_9_in_the_middle_of_writes_leaves_a_whole_store_and_no_lock(tmp_pat
         from pathlib import Path
         from tandem.runtime.coordination.embedded import EmbeddedStore
         store = EmbeddedStore(Path(sys.argv[1]))
-        print("up", flush=True)
         i = 0
         while True:
             i += 1
             store.put("a", str(i).encode() * 2000)
+            if i == 1:
+                print("up", flush=True)
     """
     path = tmp_path / "store.sqlite"
     for pause_s in (0.02, 0.05, 0.11):

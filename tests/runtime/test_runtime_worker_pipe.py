@@ -99,6 +99,7 @@ def test_a_dead_worker_is_found_though_its_child_holds_the_channel(tmp_path):
 
 def test_a_stuck_worker_is_named_shows_its_stack_and_is_killed(tmp_path):
     running = start(tmp_path)
+    running.call("echo", deadline_s=60)
     with pytest.raises(RpcTimeout, match=r"trainer worker was stuck in 'hang': no result within 1\.5 s; it was killed"):
         running.call("hang", deadline_s=1.5)
     assert running.process.poll() is not None
