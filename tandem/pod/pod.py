@@ -91,7 +91,7 @@ class Pod:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
         with self._trainer_does(TrainerState.OFFLOAD, step):
-            self.trainer.offload()
+            self.trainer.offload(release=self.between_steps == "terminate")
             self.online = False
         with self._trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert()

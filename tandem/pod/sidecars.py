@@ -46,8 +46,9 @@ class TrainerSidecar:
         metrics: dict[str, float] = self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta["metrics"]
         return metrics
 
-    def offload(self) -> dict[str, Any]:
-        return self.channel.call("offload").meta
+    def offload(self, release: bool) -> dict[str, Any]:
+        """Drop gradients and caches; with ``release`` give the memory back to the machine."""
+        return self.channel.call("offload", {"release": release}).meta
 
     def onload(self) -> dict[str, Any]:
         return self.channel.call("onload").meta

@@ -133,11 +133,13 @@ class TrainerWorker:
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
     def offload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Drop everything that the next step makes anew: gradients, saved inference, the allocator's free lists."""
+        """Drop what the next step makes anew: gradients and saved inference. With ``release`` the freed memory goes back to
+        the machine too, which costs the next step its page faults and is not worth it where the engine has room anyway."""
         _, optimizer = self._actor()
         optimizer.zero_grad()
         self.inferred = None
-        release()
+        if meta["release"]:
+            release()
         return {}, {}
 
     def onload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

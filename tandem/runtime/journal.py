@@ -3,7 +3,7 @@
 The rule: **the checkpoint commit is the truth.** On resume ``cut_after(step)`` removes what was journalled of the time
 after the checkpoint, but samples and scores stay: they are what the steps are repeated from, never computed a second
 time. Samples are committed when a rollout ends, scores before they are trained on. Every commit is one transaction,
-flushed to the disk.
+flushed to the disk; transitions are flushed with the next commit, so a ``kill -9`` takes none and a power cut the newest.
 
 ``step`` counts optimizer steps taken: step 3 is the work that starts from the state after 3 steps; a checkpoint of step
 3 is that state. Times are unix seconds.
@@ -91,7 +91,7 @@ class Journal:
         self.path = path
         self._fault_point = fault_point
         self._lock = threading.RLock()
-        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, busy_s=busy_s)
+        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s)
         self.incarnation: int = int(self.get("incarnation", 0))
 
     def close(self) -> None:
@@ -279,8 +279,14 @@ class Journal:
     @contextmanager
     def _commit(self, name: str, step: int) -> Iterator[None]:
         self._fault_point(f"before:{name}:{step}")
-        with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):
-            yield
+        with self._lock, errors(self.path, "the run's journal"):
+            # Transitions are history and need not wait for the disk; what a run goes on from must.
+            self._connection.execute("PRAGMA synchronous=FULL")
+            try:
+                with transaction(self._connection):
+                    yield
+            finally:
+                self._connection.execute("PRAGMA synchronous=NORMAL")
         self._fault_point(f"after:{name}:{step}")
 
 

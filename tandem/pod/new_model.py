@@ -1,0 +1,44 @@
+"""What a model made from the recipe will be, said before it is made: its shapes and its tokenizer. Imports no torch."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tandem.config.model import NewModelConfig
+from tandem.layout.shapes import ModelShapes
+from tandem.model.huggingface_config import config_json
+from tandem.text.characters import make_character_tokenizer
+from tandem.text.tokenizer import Tokenizer
+
+
+def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
+    """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases)."""
+    return ModelShapes(
+        architecture=config.architecture,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_positions=config.max_positions,
+        tie_embeddings=config.tie_embeddings,
+        rope_theta=config.rope_theta,
+        attention_bias=config.architecture == "qwen2",
+        qk_norm=config.architecture == "qwen3",
+    )
+
+
+@contextmanager
+def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
+    """A passing folder with everything of the model but its weights, so that what a run needs can be checked before any
+    work."""
+    with TemporaryDirectory(prefix="tandem-") as name:
+        folder = Path(name)
+        make_character_tokenizer(config.characters, folder)
+        shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
+        (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+        yield folder
