@@ -13,6 +13,8 @@ def reinforce(pod: Pod, run: Run) -> int:
     step, last = run.first_step, run.recipe.run.max_steps
     while True:
         try:
+            if step % run.recipe.checkpoint.every_steps == 0:
+                run.checkpoint(pod, step)
             if run.target_holds(pod, step) or step == last:
                 run.final_evaluation(pod, step)
                 return step
@@ -21,7 +23,5 @@ def reinforce(pod: Pod, run: Run) -> int:
             metrics = pod.train(step, samples, scores)
             run.write_row(pod, step, samples, scores, metrics)
             step += 1
-            if step % run.recipe.checkpoint.every_steps == 0:
-                pod.checkpoint(step)
         except SidecarDied as death:
             pod.recover(death, step)

@@ -115,6 +115,15 @@ class Run:
         self.listener.evaluated(step, result.accuracy, result.count, kind)
         return result
 
+    # -- the truth -----------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, pod: Pod, step: int) -> None:
+        """Commit the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
+        again."""
+        if all(found.step != step for found in self.journal.checkpoints()):
+            self.metrics.sync()
+            pod.checkpoint(step)
+
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def write_row(self, pod: Pod, step: int, samples: Sequence[Sample], scores: Sequence[Score], trained: dict[str, float]) -> None:
@@ -141,3 +150,8 @@ class Run:
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
         self.metrics.append(row)
         self.listener.row(row)
+
+    def checkpoint(self, pod: Pod, step: int) -> None:
+        """Commit the state after ``step`` steps; the rows before it reach the disk first, since nothing writes them again."""
+        self.metrics.sync()
+        pod.checkpoint(step)
