@@ -8,10 +8,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "LLM": "tandem.engine.llm",
     "SamplingParams": "tandem.engine.sampling_params",
+    "load_config": "tandem.config.recipe",
+    "train": "tandem.jobs.start",
 }
 """Public names by module: imported on first use, so that ``import tandem`` loads no torch."""
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:

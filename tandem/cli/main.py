@@ -1,6 +1,7 @@
 """The ``tandem`` command: finds the subcommand and turns every known error into one line and an exit code."""
 
 import argparse
+import difflib
 import importlib
 import signal
 import sys
@@ -48,26 +49,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        main_parser = parser()
-        options, extra = main_parser.parse_known_args(given)
+        if not given:
+            raise UserError(f"no command; give one of {', '.join(COMMANDS)}, or see 'tandem --help'")
+        _check_command(given[0])
+        options, extra = parser().parse_known_args(given)
         if options.command is None:
-            main_parser.print_help()
-            return 2
-        overrides = [text for text in extra if text.startswith("--") and "=" in text and "." in text.split("=")[0]]
+            raise UserError(f"unknown argument '{given[0]}'; see 'tandem --help'")
+        overrides = [text for text in extra if text.startswith("--") and "=" in text]
         unknown = [text for text in extra if text not in overrides]
         if unknown or (overrides and not getattr(options, "takes_overrides", False)):
-            raise UserError(f"unknown argument '{(unknown or overrides)[0]}'; see 'tandem {options.command} --help'")
+            raise UserError(_unknown_argument((unknown or overrides)[0], options))
         options.overrides = overrides
         return int(importlib.import_module(f"tandem.cli.{options.command}").run(options))
     except UserError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("tandem: interrupted", file=sys.stderr)
-        return 130
+        return _fail("interrupted", 130)
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:  # a full disk, a folder that may not be written: of the machine, not a defect
+        where = f"'{error.filename}': " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", 1)
+
+
+def _fail(message: str, exit_code: int) -> int:
+    print("tandem: " + " ".join(message.split("\n")), file=sys.stderr)
+    return exit_code
+
+
+def _check_command(given: str) -> None:
+    if given.startswith("-") or given in COMMANDS:
+        return
+    near = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
+    raise UserError(f"unknown command '{given}'; {hint}")
+
+
+def _unknown_argument(text: str, options: argparse.Namespace) -> str:
+    help_hint = f"see 'tandem {options.command} --help'"
+    if text.startswith("--") and getattr(options, "takes_overrides", False) and "=" not in text and "." in text:
+        return f"unknown argument '{text}'; a key of the recipe is set with an equals sign: {text}=VALUE"
+    return f"unknown argument '{text}'; {help_hint}"
 
 
 def _interrupt(signum: int, frame: object) -> None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 from tandem.types.errors import UserError
 
+MOST_LAYERS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class NewModelConfig:
@@ -36,6 +38,8 @@ class NewModelConfig:
         for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
             if getattr(self, name) < 1:
                 raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
+        if self.num_layers > MOST_LAYERS:
+            raise UserError(f"'model.create.num_layers' is {self.num_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initial_deviation < 10:
             raise UserError(f"'model.create.initial_deviation' is {self.initial_deviation}; it must be above 0 and below 10")
         if self.head_dim % 2:

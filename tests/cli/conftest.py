@@ -1,0 +1,65 @@
+"""Small models for the command line's tests."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from helpers_cli import Done
+
+from tandem.cli.main import main
+from tandem.config.model import NewModelConfig
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """The command inside this process: as the real one, and faster."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str | Path) -> Done:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse after --help
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a character tokenizer."""
+    from tandem.pod.create_model import create_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = NewModelConfig(
+        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64, max_positions=96,
+        initial_deviation=0.3,
+    )
+    create_model(config, 0, folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe in order, whose runs go to a folder of the test's own."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model:\n  create: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8, intermediate_size: 32}}\n"
+        f"task: {{name: sort}}\nwarm_up: {{steps: 2, warmup_steps: 1, batch_size: 2, max_accuracy: 1.0}}\n"
+        f"rollout: {{prompts_per_step: 2, max_tokens: 8}}\nalgorithm: {{group_size: 2}}\n"
+        f"evaluation: {{prompts: 4, final_prompts: 4}}\nrun: {{max_steps: 1, directory: {json.dumps(str(tmp_path / 'runs'))}}}\n"
+        f"machine: {{threads: 1}}\n",
+        encoding="utf-8",
+    )
+    return path

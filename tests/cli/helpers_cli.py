@@ -1,0 +1,48 @@
+"""The command, in a process of its own or in this one, and what a refusal looks like."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = Path(sys.executable).with_name("tandem")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def refusal(self, code: int = 2) -> str:
+        """The one line of a command that was refused, without its beginning."""
+        assert self.code == code, (self.code, self.out, self.err)
+        lines = self.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("tandem: "), self.err
+        assert "Traceback" not in self.err + self.out
+        return lines[0].removeprefix("tandem: ")
+
+
+def real(*arguments: str | Path, cwd: Path = ROOT, stdin: str | None = None, before: Callable[[], None] | None = None) -> Done:
+    """The installed command, as a user runs it."""
+    done = subprocess.run(
+        [str(COMMAND), *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300, preexec_fn=before,
+        input=stdin if stdin is not None else "", env={**os.environ, "COLUMNS": "100"},
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+TINY_MODEL = (
+    "--model.create.hidden_size=16", "--model.create.num_layers=1", "--model.create.num_heads=2", "--model.create.num_kv_heads=1",
+    "--model.create.head_dim=8", "--model.create.intermediate_size=32",
+)
+TINY_RUN = (
+    "--rollout.prompts_per_step=2", "--algorithm.group_size=2", "--evaluation.prompts=4", "--evaluation.final_prompts=4",
+    "--evaluation.every_steps=1", "--run.max_steps=1", "--machine.threads=1",
+)
+TINY_WARM_UP = ("--warm_up.steps=2", "--warm_up.warmup_steps=1", "--warm_up.batch_size=2", "--warm_up.max_accuracy=1.0")

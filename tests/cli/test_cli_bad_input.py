@@ -1,0 +1,250 @@
+"""Everything that a user may get wrong: one line that says so, before any work, with nothing overwritten."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers_cli import real
+
+NO_MODEL = "--warm_up=null", "--model.create=null"
+
+
+def untouched(recipe: Path) -> bool:
+    """Whether the recipe's run directory was never made."""
+    return not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "no command"),
+        (("trian",), "did you mean 'train'?"),
+        (("--version1",), "unknown argument '--version1'"),
+        (("train",), "recipe"),
+        (("train", "recipes/sort.yaml", "--fast"), "unknown argument '--fast'"),
+        (("train", "recipes/sort.yaml", "--run.seed", "1"), "--run.seed=VALUE"),
+        (("doctor", "--run.seed=1"), "unknown argument '--run.seed=1'"),
+        (("generate",), "model"),
+        (("generate", "nowhere", "--n", "many"), "--n"),
+        (("resume", "nowhere"), "'nowhere' is not a run"),
+        (("report", "nowhere"), "'nowhere' is not a run"),
+        (("evaluate", "nowhere"), "--task or --recipe"),
+        (("evaluate", "nowhere", "--task", "sort", "--prompts", "0"), "--prompts is 0"),
+        (("evaluate", "nowhere", "--task", "sort"), "nowhere"),
+        (("generate", "nowhere", "--prompt", "x"), "nowhere"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, says) -> None:
+    assert says in command(*arguments).refusal()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("--algorithm.group_sise=4", "did you mean 'algorithm.group_size'?"),
+        ("--algoritm.group_size=4", "did you mean 'algorithm'?"),
+        ("--model.create.hiden_size=4", "did you mean 'model.create.hidden_size'?"),
+        ("--algorithm.group_size=four", "'algorithm.group_size' is"),
+        ("--algorithm.group_size=1", "at least 2"),
+        ("--algorithm.advantage=gprо", "must be one of"),
+        ("--trainer.learning_rate=nan", "must be a number"),
+        ("--trainer.learning_rate=-1", "above 0"),
+        ("--task.name=srt", "did you mean 'sort'?"),
+        ("--task.name=größer", "größer"),
+        ("--rollout.max_tokens=256", "leaves no room"),
+        ("--rollout.top_p=0.9", "truncated_importance_cap"),
+        ("--rollout.max_sequences=1", "a group runs at once"),
+        ("--warm_up=null", "add a section 'warm_up'"),
+        ("--model.path=x", "both are given"),
+        ("--model.create=null", "neither is given"),
+        ("--model.create.num_heads=0", "num_heads"),
+        ("--model.create.num_kv_heads=0", "num_kv_heads"),
+        ("--model.create.num_layers=1000000000", "at most 1000"),
+        ("--model.create.characters=abc", "not in the tokenizer's vocabulary"),
+        ("--model.create.characters=aa", "twice"),
+        ("--task.prompt_template=Größe {prompt}", "not in the tokenizer's vocabulary"),
+        ("--task.prompt_template=none", "must hold {prompt}"),
+        ("--task.chat=true", "chat template"),
+        ("--run.name=../up", "run.name"),
+        ("--run.seed=-1", "run.seed"),
+        ("--run.max_steps=1.5", "a whole number"),
+        ("--run=3", "must be a section"),
+        ("--rewards.functions=[{function: nowhere.py:judge}]", "nowhere.py"),
+        ("--rewards.functions=[{function: math:no_such}]", "no_such"),
+        ("--rewards.functions=[{function: answer_macher}]", "answer_macher"),
+        ("--task.name=reasoning_gym:chain_some", "did you mean"),
+        ("--task.min_digits=99", "from 2 to 64"),
+        ("--machine.kernels=gpu", "must be one of"),
+        ("--machine.threads=-1", "machine.threads"),
+        ("--trainer.dtype=float64", "float32"),
+        ("--algorithm.name=ppo", "use grpo"),
+    ],
+)
+def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, recipe, override, says) -> None:
+    assert says in command("train", recipe, override).refusal()
+    assert untouched(recipe)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--model.create.hidden_size=1000000000", "--model.create.max_positions=1000000000", "--rollout.kv_cache_tokens=100000000000000",
+        "--model.create.intermediate_size=10000000000000", "--machine.memory_gib=0.001",
+    ],
+)
+def test_what_cannot_fit_into_memory_is_refused_by_the_plan_before_any_work(command, recipe, override) -> None:
+    assert "GiB at its worst moment" in command("train", recipe, override).refusal(1)
+    assert untouched(recipe)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "does not exist"),
+        ("", "a recipe is a mapping"),
+        ("- a\n- b\n", "a recipe is a mapping"),
+        ("model:\n  path: [\n", "not valid YAML"),
+        ("model: {path: x}\nmodel: {path: y}\n", ":2: key 'model' stands twice"),
+        ("task: {name: sort}\n", "'model' is missing"),
+        ("model: 3\ntask: {name: sort}\n", "must be a section"),
+        ("größe: 1\n", "unknown key 'größe'"),
+        ("model: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+    ],
+)
+def test_a_recipe_that_is_none_is_refused_with_its_name(command, tmp_path, content, says) -> None:
+    path = tmp_path / "rezept-größe.yaml"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    assert says in command("train", path).refusal()
+
+
+def test_a_recipe_that_is_a_folder_or_not_text_is_refused(command, tmp_path) -> None:
+    assert "cannot be read" in command("train", tmp_path).refusal()
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in command("train", tmp_path / "binary.yaml").refusal()
+
+
+def jsonl(recipe: Path, lines: str | bytes) -> tuple[str, str]:
+    path = recipe.parent / "questions.jsonl"
+    path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    return "--task={name: jsonl, path: " + json.dumps(str(path)) + "}", "--warm_up.corrupted_share=0"
+
+
+GOOD = "".join(json.dumps({"prompt": f"q{i}?", "answer": str(i)}) + "\n" for i in range(30))
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("", "questions.jsonl' is empty"),
+        (GOOD + "\n" + GOOD, "questions.jsonl:31: the line is empty"),
+        (GOOD + '{"prompt": "x", "answer"\n', "questions.jsonl:31: not valid JSON"),
+        (GOOD + '{"prompt": "x"}\n', "questions.jsonl:31: key 'answer' is missing"),
+        (GOOD + "[1]\n", "questions.jsonl:31: a line is a JSON object"),
+        (GOOD + '{"prompt": "", "answer": "1"}\n', "questions.jsonl:31: 'prompt' is an empty text"),
+        (GOOD.encode() + b'{"prompt": "\xff", "answer": "1"}\n', "questions.jsonl:31: not UTF-8"),
+        (GOOD + json.dumps({"prompt": "x" * 300, "answer": "1"}) + "\n", "questions.jsonl:31: the prompt has 300 tokens"),
+        (GOOD + json.dumps({"prompt": "x", "answer": "1" * 300}) + "\n", "questions.jsonl:31: prompt and answer have 302 tokens"),
+        (GOOD + '{"prompt": "größer?", "answer": "1"}\n', "'ö' (U+00F6"),
+        ('{"prompt": "x", "answer": "1"}\n', "too few to hold some out"),
+    ],
+)
+def test_a_broken_line_of_a_file_is_named_by_file_and_line(command, recipe, lines, says) -> None:
+    assert says in command("train", recipe, *jsonl(recipe, lines)).refusal()
+    assert untouched(recipe)
+
+
+def test_wrong_answers_that_a_task_cannot_make_are_refused_before_the_run(command, recipe) -> None:
+    task, _ = jsonl(recipe, GOOD)
+    assert "set it to 0" in command("train", recipe, task, "--warm_up.corrupted_share=0.5").refusal()
+    assert untouched(recipe)
+
+
+def test_a_folder_that_is_no_model_is_refused(command, recipe, model, tmp_path) -> None:
+    broken = tmp_path / "no model"
+    given = ("train", recipe, *NO_MODEL, f"--model.path={broken}")
+    assert "which is no folder" in command(*given).refusal()
+    broken.mkdir()
+    assert "config.json" in command(*given).refusal()
+    shutil.copytree(model, broken, dirs_exist_ok=True)
+    (broken / "model.safetensors").unlink()
+    assert "model.safetensors" in command(*given).refusal()
+    shutil.copy(model / "model.safetensors", broken)
+    (broken / "tokenizer.json").write_text("{}")
+    assert "is not a tokenizer" in command(*given).refusal()
+    (broken / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in command(*given).refusal()
+    (broken / "config.json").write_text("[")
+    assert "config.json" in command(*given).refusal()
+    assert untouched(recipe)
+
+
+def changed(model: Path, folder: Path, **values: object) -> Path:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    return folder
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused_by_every_command(command, recipe, model, tmp_path) -> None:
+    folder = changed(model, tmp_path / "mixed", vocab_size=50)
+    says = "they do not belong together"
+    assert says in command("train", recipe, *NO_MODEL, f"--model.path={folder}").refusal()
+    assert says in command("generate", folder, "--prompt", "1").refusal()
+    assert says in command("evaluate", folder, "--task", "sort").refusal()
+    assert untouched(recipe)
+
+
+def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, tmp_path) -> None:
+    folder = changed(model, tmp_path / "other", model_type="mamba", architectures=["MambaForCausalLM"])
+    assert "mamba" in command("generate", folder, "--prompt", "1").refusal().lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--prompt", "1" * 97), "97"),
+        (("--prompt", ""), "prompt"),
+        (("--prompt", "größe"), "U+00F6"),
+        (("--prompt", "1", "--temperature", "-1"), "temperature"),
+        (("--prompt", "1", "--max-tokens", "0"), "max_tokens"),
+        (("--prompt", "1", "--n", "0"), "n"),
+        (("--prompt", "1", "--top-p", "2"), "top_p"),
+        (("--prompt", "1", "--seed", "-1"), "seed"),
+        (("--prompt", "1", "--chat"), "chat template"),
+        (("--prompt", "1", "--stop", ""), "stop"),
+    ],
+)
+def test_generate_refuses_what_the_model_cannot_do(command, model, arguments, says) -> None:
+    assert says in command("generate", model, *arguments).refusal()
+
+
+def test_a_run_name_that_exists_is_refused_and_nothing_in_it_changes(command, recipe, tmp_path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text("precious")
+    assert "use 'tandem resume" in command("train", recipe, "--run.name=mine").refusal()
+    assert (tmp_path / "runs" / "mine" / "config.yaml").read_text() == "precious"
+    assert [path.name for path in (tmp_path / "runs" / "mine").iterdir()] == ["config.yaml"]
+
+
+def test_a_run_directory_that_is_a_file_or_below_one_is_refused(command, recipe, tmp_path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for directory in ("file", "file/below"):
+        assert "no folder can be made" in command("train", recipe, f"--run.directory={tmp_path / directory}").refusal()
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_run_directory_in_which_nothing_can_be_written_is_refused(command, recipe) -> None:
+    assert "no folder can be made" in command("train", recipe, "--run.directory=/proc/runs").refusal()
+
+
+def test_the_real_command_refuses_as_the_function_does(recipe) -> None:
+    assert "did you mean 'run.seed'?" in real("train", recipe, "--run.sed=1").refusal()
+    assert "no command" in real().refusal()
+    assert "GiB at its worst moment" in real("train", recipe, "--model.create.hidden_size=1000000000").refusal(1)
+    assert untouched(recipe)
+
+
+def test_no_prompt_at_all_is_refused(model) -> None:
+    assert "standard input held no prompt" in real("generate", model, stdin="\n\n").refusal()
