@@ -150,8 +150,3 @@ class Run:
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
         self.metrics.append(row)
         self.listener.row(row)
-
-    def checkpoint(self, pod: Pod, step: int) -> None:
-        """Commit the state after ``step`` steps; the rows before it reach the disk first, since nothing writes them again."""
-        self.metrics.sync()
-        pod.checkpoint(step)

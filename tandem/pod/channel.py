@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
 from tandem.pod.failures import Role, SidecarDied
-from tandem.runtime.calls import Blobs, Meta, Method, PeerDied, Progress, RpcTimeout, WorkerDied
+from tandem.runtime.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
 from tandem.runtime.rpc import RpcClient
@@ -123,6 +123,8 @@ class RemoteChannel:
                 raise SidecarDied("trainer", "shim", str(error)) from None
             part = "worker" if isinstance(error, RpcTimeout) and "killed" in str(error) else "shim"
             raise SidecarDied(self.role, part, str(error)) from None  # type: ignore[arg-type]
+        except RemoteError as error:
+            raise RunError(f"{error}; this is a defect, please report it with logs/{self.role}_worker.log") from None
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         return tuple(self._ask("allocate", {"bytes": size_bytes}, deadline_s=START_DEADLINE_S).meta["names"])
@@ -148,6 +150,7 @@ class RemoteChannel:
         if self.shim is not None:
             terminate(self.shim, grace_s=10)
         self.shim = self.client = None
+        sweep(self.pod_id)
 
 
 def _wait_for_port(port_file: Path, process: "subprocess.Popen[bytes]") -> int | None:
@@ -186,7 +189,7 @@ class InlineChannel:
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         if self.buffers is None:
-            sweep(self.pod_id)
+            sweep()
             self.buffers = WeightBuffers.create(self.pod_id, size_bytes)
         return self.buffers.names
 

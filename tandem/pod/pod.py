@@ -91,10 +91,10 @@ class Pod:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
         with self._trainer_does(TrainerState.OFFLOAD, step):
-            self.trainer.offload(release=self.between_steps == "terminate")
+            self.trainer.offload(step, release=self.between_steps == "terminate")
             self.online = False
         with self._trainer_does(TrainerState.CONVERT, step):
-            self.trainer.convert()
+            self.trainer.convert(step)
         version = WeightVersion(self.incarnation, step)
         with self._trainer_does(TrainerState.REGISTER, step):
             self.trainer.register(version, self.buffers)
@@ -127,7 +127,7 @@ class Pod:
         elif self.rollout_state is not RolloutState.KEEP_ENGINE:
             self._rollout_enters(RolloutState.KEEP_ENGINE, step)
         with self._trainer_does(TrainerState.ONLOAD, step):
-            self.trainer.onload()
+            self.trainer.onload(step)
             self.online = True
 
     def infer(self, step: int, samples: Sequence[Sample]) -> None:
@@ -192,7 +192,7 @@ class Pod:
             if not self.online:
                 # The weights still stand in the trainer's segments, but to publish once more keeps one way through the cycle.
                 with self._trainer_does(TrainerState.ONLOAD, step):
-                    self.trainer.onload()
+                    self.trainer.onload(step)
                     self.online = True
             return
         self.trainer.channel.discard()

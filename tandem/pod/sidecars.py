@@ -46,15 +46,15 @@ class TrainerSidecar:
         metrics: dict[str, float] = self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta["metrics"]
         return metrics
 
-    def offload(self, release: bool) -> dict[str, Any]:
+    def offload(self, step: int, release: bool) -> dict[str, Any]:
         """Drop gradients and caches; with ``release`` give the memory back to the machine."""
-        return self.channel.call("offload", {"release": release}).meta
+        return self.channel.call("offload", {"step": step, "release": release}).meta
 
-    def onload(self) -> dict[str, Any]:
-        return self.channel.call("onload").meta
+    def onload(self, step: int) -> dict[str, Any]:
+        return self.channel.call("onload", {"step": step}).meta
 
-    def convert(self) -> dict[str, Any]:
-        return self.channel.call("convert").meta
+    def convert(self, step: int) -> dict[str, Any]:
+        return self.channel.call("convert", {"step": step}).meta
 
     def register(self, version: WeightVersion, buffers: Sequence[str]) -> dict[str, Any]:
         """Write the converted weights to the one of ``buffers`` that is free and publish their manifest."""
