@@ -1,18 +1,19 @@
 """The peer of the GRPO benchmarks: TRL's GRPOTrainer on the same model, prompts, reward and settings.
 
-Runs in the peer's own environment and is driven line by line over standard input, so that its steps can be interleaved
-with ours in one run: ``step`` takes one optimizer step, ``save FOLDER`` writes the model, ``quit`` ends. Every answer is one
-line of JSON. Usage: ``trl_grpo.py MODEL PROMPTS.jsonl SETTINGS.json``.
+Runs in the peer's own environment and is driven line by line, so that its steps can be interleaved with ours in one run:
+``step`` takes one optimizer step, ``save FOLDER`` writes the model, ``quit`` ends.
+Usage: ``trl_grpo.py MODEL PROMPTS.jsonl SETTINGS.json``.
+
+A step is timed from TRL's ``on_step_begin`` to its ``on_step_end``: reading the data and logging are not counted.
 """
 
 import json
 import os
 import sys
-import time
 from typing import Any
 
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # whatever the libraries print goes to standard error
+from clock import Stopwatch
+from lines import answer, command
 
 with open(sys.argv[3], encoding="utf-8") as file:
     SETTINGS: dict[str, Any] = json.load(file)
@@ -26,35 +27,34 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
-def answer(**values: Any) -> None:
-    ANSWERS.write(json.dumps(values) + "\n")
-
-
 def correct(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
     """1.0 where the completion is the answer, as our answer matcher judges it."""
     return [float(completion.strip() == truth.strip()) for completion, truth in zip(completions, ground_truth, strict=True)]
 
 
 class Driven(TrainerCallback):
-    """Waits for a line before every step and reports what the step took."""
+    """Waits for a line before every step and reports what the step took, when TRL logs what it drew."""
 
-    def __init__(self) -> None:
-        self.model: Any = None
-        self.tokenizer: Any = None
-        self.started = (0.0, 0.0)
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.watch, self.took = Stopwatch(), {"wall_s": 0.0, "cpu_s": 0.0}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        while True:
-            words = sys.stdin.readline().split()
-            if not words or words[0] == "quit":
+        while (words := command())[0] != "step":
+            if words[0] == "quit":
                 os._exit(0)
-            if words[0] == "save":
-                self.model.save_pretrained(words[1])
-                self.tokenizer.save_pretrained(words[1])
-                answer(saved=words[1])
-                continue
-            self.started = (time.perf_counter(), time.process_time())
-            return
+            self.model.save_pretrained(words[1])
+            self.tokenizer.save_pretrained(words[1])
+            answer(saved=words[1])
+        self.watch.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.took = self.watch.stop()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "reward" in logs:
+            length = float(logs["completions/mean_length"])
+            answer(step=state.global_step, reward=float(logs["reward"]), mean_length=length, **self.took)
 
 
 def main() -> None:
@@ -63,11 +63,12 @@ def main() -> None:
         rows = [json.loads(line) for line in file]
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.padding_side = "left"
+    for row in rows[:8]:
+        assert tokenizer(row["prompt"])["input_ids"] == row["prompt_token_ids"], "the two sides read different tokens"
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     group, prompts = SETTINGS["group_size"], SETTINGS["prompts_per_step"]
-    driven = Driven()
-    driven.model, driven.tokenizer = model, tokenizer
     # The dataset has one row a prompt, in our order; TRL repeats each for its group.
+    dataset = Dataset.from_list([{name: row[name] for name in ("prompt", "ground_truth")} for row in rows])
     config = GRPOConfig(
         output_dir=SETTINGS["output"],
         use_cpu=True,
@@ -98,20 +99,9 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(
-        model=model, reward_funcs=correct, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        callbacks=[driven],
+        model=model, reward_funcs=correct, args=config, train_dataset=dataset, processing_class=tokenizer,
+        callbacks=[Driven(model, tokenizer)],
     )
-
-    class Report(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if logs and "reward" in logs:
-                wall, cpu = driven.started
-                answer(
-                    step=state.global_step, wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu,
-                    reward=float(logs["reward"]), mean_length=float(logs.get("completions/mean_length", 0.0)),
-                )
-
-    trainer.add_callback(Report())
     answer(ready=True)
     trainer.train()
 

@@ -1,0 +1,72 @@
+"""The model that both sides start from: made and warmed up once by the sort recipe, and kept in the work directory."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import yaml
+from machine import ROOT
+
+from tandem.config.load import to_mapping
+from tandem.config.recipe import Recipe, load_config
+from tandem.pod.prompts import prompt_source
+
+RECIPE = ROOT / "recipes" / "sort.yaml"
+
+
+def recipe_with(overrides: Sequence[str] = ()) -> Recipe:
+    return load_config(RECIPE, overrides)
+
+
+def warm_model(work: Path, threads: int = 1) -> Path:
+    """The folder of the warm model, made where it is missing; its name changes with what the recipe says of it."""
+    import torch
+
+    from tandem.pod.trainer_worker import TrainerWorker
+
+    recipe = recipe_with([f"machine.threads={threads}"])
+    parts = to_mapping(recipe)
+    digest = hashlib.sha256(json.dumps([parts[name] for name in ("model", "task", "warm_up", "run")]).encode()).hexdigest()[:12]
+    folder = work / f"start-{digest}"
+    if not (folder / "warm").exists():
+        torch.set_num_threads(threads)
+        (folder / "pod").mkdir(parents=True, exist_ok=True)
+        worker = TrainerWorker(recipe, folder)
+        worker.create_model({"folder": str(folder / "initial")}, {}, lambda _: None)
+        worker.warm_up({"source": str(folder / "initial"), "destination": str(folder / "warm")}, {}, lambda _: None)
+    return folder / "warm"
+
+
+def write_run(recipe: Recipe, directory: Path) -> Path:
+    """``directory`` with the recipe's ``config.yaml``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False), encoding="utf-8")
+    return directory
+
+
+def write_prompts(recipe: Recipe, model: Path, steps: int, path: Path) -> Path:
+    """The prompts of the first ``steps`` steps, one JSON object a line, in the order in which both sides use them."""
+    with closing(prompt_source(recipe, model)) as source, path.open("w", encoding="utf-8") as file:
+        for step in range(steps):
+            for prompt in source.for_step(step):
+                row = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "prompt_token_ids": list(prompt.token_ids)}
+                file.write(json.dumps(row) + "\n")
+    return path
+
+
+def write_peer_settings(recipe: Recipe, directory: Path, threads: int) -> Path:
+    """What TRL's side is told."""
+    trainer, algorithm, rollout = recipe.trainer, recipe.algorithm, recipe.rollout
+    settings = {
+        "threads": threads, "seed": recipe.run.seed, "output": str(directory / "output"),
+        "group_size": algorithm.group_size, "prompts_per_step": rollout.prompts_per_step, "max_tokens": rollout.max_tokens,
+        "temperature": rollout.temperature, "kl_coefficient": algorithm.kl_coefficient,
+        "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps, "beta1": trainer.beta1, "beta2": trainer.beta2,
+        "weight_decay": trainer.weight_decay, "max_grad_norm": trainer.max_grad_norm,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "settings.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return path
