@@ -32,8 +32,10 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
         return None
     allocator, forks, length = state.allocator, len(prefill.sequences), len(prefill.tokens)
     root = root_key(state.version, salt=prefill.sequences[0].request.cache_salt)
-    keys = state.prefix_cache.keys(root, prefill.tokens)
-    found = state.prefix_cache.match(keys, length)
+    if prefill.root != root:
+        # Once, however often admission is tried.
+        prefill.root, prefill.keys = root, state.prefix_cache.keys(root, prefill.tokens)
+    found = state.prefix_cache.match(prefill.keys, length)
     computed = len(found) * BLOCK_TOKENS
     missing = blocks_for(length) - len(found)
     margin = len(state.decoding) + forks if state.decoding else 0
@@ -42,7 +44,7 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
         allocator.release_all(found)
         return None
     heapq.heappop(state.waiting)
-    prefill.keys, prefill.computed, prefill.cached = keys, computed, computed
+    prefill.computed = prefill.cached = computed
     prefill.blocks = found + [allocator.allocate() for _ in range(missing)]
     prefill.rows = [state.free_rows.pop() for _ in range(forks)]
     return prefill

@@ -74,13 +74,15 @@ class Sequence:
 class Prefill:
     """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known
     tokens of one sequence that lost its cache. ``computed`` tokens are in ``blocks`` already, ``cached`` of them from
-    the prefix cache. ``rows`` are taken at admission."""
+    the prefix cache. ``rows`` are taken at admission. ``keys``: of its full blocks, in the chain that starts from ``root``.
+    """
 
     sequences: list[Sequence]
     tokens: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    root: bytes = b""
     rows: list[int] = field(default_factory=list)
     cached: int = 0
 

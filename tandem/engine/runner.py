@@ -1,33 +1,24 @@
 """From a decision to flat tensors, through the model, to one token for every row that draws."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.engine.block_table import BlockCopy
+from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
 from tandem.engine.row_table import RowTable, Selection
 from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
-from tandem.engine.scheduler import Chunk, Decision
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch, SampledRows
+from tandem.engine.scheduler import Decision
+from tandem.kernels.api import KVLayer, SampledRows
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.types import RunError
 
 
-class FlatBatch(NamedTuple):
-    """``tokens[T]`` and ``positions[T]``: the decoding rows, one token each, then the chunks. ``logit_rows``: the rows
-    of the hidden state whose logits are wanted, one for each selected row; ``None``: all, in order."""
-
-    tokens: Tensor
-    positions: Tensor
-    paged: PagedBatch
-    logit_rows: Tensor | None
-
-
 class Runner:
-    """Runs decisions on ``decoder`` over ``caches``; keeps the tensors of a selection while it stays the same."""
+    """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
+    last step are kept and moved on by one token."""
 
     def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable) -> None:
         self.decoder = decoder
@@ -35,7 +26,7 @@ class Runner:
         self.table = table
         self.device = decoder.embed_tokens.device
         self._selection: Selection | None = None
-        self._arange = torch.arange(1, dtype=torch.int32)
+        self._last: tuple[Selection, FlatBatch] | None = None
 
     @torch.inference_mode()
     def run(self, decision: Decision) -> list[int]:
@@ -66,29 +57,14 @@ class Runner:
         return kept
 
     def _flat_batch(self, decision: Decision, selection: Selection) -> FlatBatch:
-        count = len(decision.decode)
-        index = selection.index[:count]
-        tokens = self.table.last_token.index_select(0, index)
-        lengths = self.table.length.index_select(0, index)
-        positions = lengths - 1
-        width = 1 if not count else (int(lengths.max()) - 1) // BLOCK_TOKENS + 1
-        tables = self.table.block_tables[:, :width].index_select(0, index)
-        logit_rows = None
-        if len(self._arange) <= count:
-            self._arange = torch.arange(2 * count + 1, dtype=torch.int32)
-        starts, contexts = self._arange[: count + 1], lengths.int()
-        blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
-        slots = blocks.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        if self._last is not None and self._last[0] is selection and not (decision.changes or decision.prefill):
+            return advance(self._last[1], self.table.last_token.index_select(0, selection.index))
+        batch = decode_batch(self.table, selection.index[: len(decision.decode)])
         if decision.prefill:
-            part = _chunk_tensors(decision.prefill, count)
-            tokens, positions = torch.cat((tokens, part.tokens)), torch.cat((positions, part.positions))
-            slots = torch.cat((slots, part.slots))
-            starts, contexts = torch.cat((starts, part.ends)), torch.cat((contexts, part.contexts))
-            tables = _stack_tables(tables, part.tables)
-            logit_rows = torch.cat((torch.arange(count), part.logit_rows))
-        to = self.device
-        paged = PagedBatch(starts.to(to), contexts.to(to), tables.to(to), slots.to(to))
-        return FlatBatch(tokens.to(to), positions.to(to), paged, None if logit_rows is None else logit_rows.to(to))
+            batch = add_chunks(batch, decision.prefill)
+        batch = to_device(batch, self.device)
+        self._last = None if decision.prefill else (selection, batch)
+        return batch
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """[R, V]. The sequences of a group draw from one row, which is computed once."""
@@ -148,50 +124,3 @@ class Runner:
         for layer in self.caches:
             layer.keys[targets] = layer.keys[sources]
             layer.values[targets] = layer.values[sources]
-
-
-class _ChunkTensors(NamedTuple):
-    """The chunks' part of a flat batch; ``tables`` are lists of blocks."""
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    ends: Tensor
-    contexts: Tensor
-    tables: list[tuple[int, ...]]
-    logit_rows: Tensor
-
-
-def _chunk_tensors(chunks: tuple[Chunk, ...], first_row: int) -> _ChunkTensors:
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    ends: list[int] = []
-    logit_rows: list[int] = []
-    for chunk in chunks:
-        span = range(chunk.start, chunk.start + len(chunk.tokens))
-        tokens += chunk.tokens
-        positions += span
-        slots += [chunk.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in span]
-        ends.append(first_row + len(tokens))
-        logit_rows += [ends[-1] - 1] * len(chunk.rows)
-    contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
-    return _ChunkTensors(
-        torch.tensor(tokens),
-        torch.tensor(positions),
-        torch.tensor(slots),
-        torch.tensor(ends, dtype=torch.int32),
-        torch.tensor(contexts, dtype=torch.int32),
-        [chunk.blocks for chunk in chunks],
-        torch.tensor(logit_rows, dtype=torch.int64),
-    )
-
-
-def _stack_tables(tables: Tensor, more: list[tuple[int, ...]]) -> Tensor:
-    """``tables[S, B]`` and further ones under them, all padded with 0 to the widest."""
-    width = max(tables.shape[1], max(map(len, more)))
-    out = torch.zeros(len(tables) + len(more), width, dtype=torch.int32)
-    out[: len(tables), : tables.shape[1]] = tables
-    padded = [table + (0,) * (width - len(table)) for table in more]
-    out[len(tables) :] = torch.tensor(padded, dtype=torch.int32)
-    return out

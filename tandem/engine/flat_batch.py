@@ -1,0 +1,94 @@
+"""The tensors of one step: decoding rows first, one token each, then prefill chunks."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.row_table import RowTable
+from tandem.engine.scheduler import Chunk
+from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
+
+
+class FlatBatch(NamedTuple):
+    """``tokens[T]`` and ``positions[T]`` int64. ``logit_rows``: the rows of the hidden state whose logits are wanted,
+    one for each row that draws; ``None``: all, in order."""
+
+    tokens: Tensor
+    positions: Tensor
+    paged: PagedBatch
+    logit_rows: Tensor | None
+
+
+def decode_batch(table: RowTable, index: Tensor) -> FlatBatch:
+    """The next token of each of the rows ``index[R]``. Block tables are cut to the longest."""
+    tokens = table.last_token.index_select(0, index)
+    lengths = table.length.index_select(0, index)
+    positions = lengths - 1
+    width = (int(lengths.max()) - 1) // BLOCK_TOKENS + 1 if len(index) else 1
+    tables = table.block_tables[:, :width].index_select(0, index)
+    blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
+    slots = blocks.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    starts = torch.arange(len(index) + 1, dtype=torch.int32)
+    return FlatBatch(tokens, positions, PagedBatch(starts, lengths.int(), tables, slots), None)
+
+
+def advance(last: FlatBatch, tokens: Tensor) -> FlatBatch:
+    """The batch after ``last``, which is used up, for the same rows in the same blocks: everything is one token
+    further."""
+    last.positions.add_(1)
+    last.paged.context_lens.add_(1)
+    last.paged.slots.add_(1)
+    return last._replace(tokens=tokens.to(last.tokens.device))
+
+
+def add_chunks(batch: FlatBatch, chunks: tuple[Chunk, ...]) -> FlatBatch:
+    """``batch`` with prefill chunks after its decoding rows. A group's sequences draw from the same row."""
+    count = len(batch.tokens)
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    ends: list[int] = []
+    logit_rows = list(range(count))
+    for chunk in chunks:
+        span = range(chunk.start, chunk.start + len(chunk.tokens))
+        tokens += chunk.tokens
+        positions += span
+        slots += [chunk.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in span]
+        ends.append(count + len(tokens))
+        logit_rows += [ends[-1] - 1] * len(chunk.rows)
+    contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
+    paged = PagedBatch(
+        torch.cat((batch.paged.query_start, torch.tensor(ends, dtype=torch.int32))),
+        torch.cat((batch.paged.context_lens, torch.tensor(contexts, dtype=torch.int32))),
+        _stack_tables(batch.paged.block_tables, [chunk.blocks for chunk in chunks]),
+        torch.cat((batch.paged.slots, torch.tensor(slots))),
+    )
+    return FlatBatch(
+        torch.cat((batch.tokens, torch.tensor(tokens))),
+        torch.cat((batch.positions, torch.tensor(positions))),
+        paged,
+        torch.tensor(logit_rows, dtype=torch.int64),
+    )
+
+
+def to_device(batch: FlatBatch, device: torch.device) -> FlatBatch:
+    """``batch`` with every tensor on ``device``."""
+    if device.type == "cpu":
+        return batch
+    paged = batch.paged
+    moved = PagedBatch(
+        paged.query_start.to(device), paged.context_lens.to(device), paged.block_tables.to(device), paged.slots.to(device)
+    )
+    rows = None if batch.logit_rows is None else batch.logit_rows.to(device)
+    return FlatBatch(batch.tokens.to(device), batch.positions.to(device), moved, rows)
+
+
+def _stack_tables(tables: Tensor, more: list[tuple[int, ...]]) -> Tensor:
+    """``tables[S, B]`` and further ones under them, all padded with 0 to the widest."""
+    width = max(tables.shape[1], max(map(len, more)))
+    out = torch.zeros(len(tables) + len(more), width, dtype=torch.int32)
+    out[: len(tables), : tables.shape[1]] = tables
+    padded = [table + (0,) * (width - len(table)) for table in more]
+    out[len(tables) :] = torch.tensor(padded, dtype=torch.int32)
+    return out
