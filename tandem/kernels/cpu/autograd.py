@@ -191,4 +191,4 @@ def _maybe_packed(weight: Tensor, calls: Calls) -> PackedWeight | None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, packed: PackedWeight | None, calls: Calls) -> Tensor:
-    return calls.linear(hidden, weight, None) if packed is None else calls.linear_with(hidden, packed)
+    return calls.linear(hidden, weight, None) if packed is None else calls.linear_with(hidden, packed, None)

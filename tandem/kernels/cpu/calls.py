@@ -1,9 +1,10 @@
 """Tensors in, tensors out: the C functions with their outputs allocated and their error codes turned into exceptions.
 
-Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brought to their dtype here.
+Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brought to their dtype here. Outputs come from
+``new_empty`` with plain sizes, by far the fastest way to a small tensor.
 """
 
-from torch import Tensor, empty, float32, float64, int32, int64
+from torch import Tensor, empty, empty_like, float32, float64, int32, int64
 
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows
 from tandem.kernels.cpu.library import Library
@@ -18,9 +19,9 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def expect(holds: bool, name: str, x: Tensor, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
+def shape_error(name: str, x: Tensor, wanted: str) -> ValueError:
+    """To be raised under an ``if``: a message that is formatted in every call would cost as much as a small kernel."""
+    return ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
 
 
 def _indices(x: Tensor, dtype: object) -> Tensor:
@@ -38,6 +39,7 @@ class Calls:
 
     def __init__(self, library: Library) -> None:
         self._c = library
+        self._linear = library.linear
 
     def pack(self, weight: Tensor) -> PackedWeight:
         rows, columns = weight.shape
@@ -47,40 +49,47 @@ class Calls:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, (columns, width) = x.shape[0], weight.shape
-        expect(x.dim() == 2 and x.shape[1] == width, "linear x", x, f"[T, {width}]")
-        expect(bias is None or len(bias) == columns, "linear bias", x if bias is None else bias, f"[{columns}]")
-        out = empty((rows, columns), dtype=float32)
+        if x.dim() != 2 or x.shape[1] != width:
+            raise shape_error("linear x", x, f"[T, {width}]")
+        if bias is not None and bias.shape[0] != columns:
+            raise shape_error("linear bias", bias, f"[{columns}]")
+        out = x.new_empty(rows, columns)
         self._c.linear(x.data_ptr(), weight.data_ptr(), 0, _address(bias), rows, columns, width, out.data_ptr())
         return out
 
-    def linear_with(self, x: Tensor, weight: PackedWeight) -> Tensor:
+    def linear_with(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         data, columns, width = weight
-        out = empty((x.shape[0], columns), dtype=float32)
-        self._c.linear(x.data_ptr(), data.data_ptr(), 1, 0, x.shape[0], columns, width, out.data_ptr())
+        rows, x_width = x.shape
+        if x_width != width:
+            raise shape_error("linear x", x, f"[T, {width}]")
+        out = x.new_empty(rows, columns)
+        at_bias = 0 if bias is None else dense(bias).data_ptr()
+        self._linear(x.data_ptr(), data.data_ptr(), 1, at_bias, rows, columns, width, out.data_ptr())
         return out
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         columns, width = weight.shape
-        out = empty((len(grad), width), dtype=float32) if out is None else out
+        out = grad.new_empty(len(grad), width) if out is None else out
         self._c.linear_grad_x(grad.data_ptr(), weight.data_ptr(), len(grad), columns, width, out.data_ptr())
         return out
 
     def linear_grad_weight(self, grad: Tensor, x: Tensor, onto: Tensor | None = None) -> Tensor:
         rows, columns, width = len(x), grad.shape[1], x.shape[1]
-        out = empty((columns, width), dtype=float32) if onto is None else onto
+        out = grad.new_empty(columns, width) if onto is None else onto
         adds = onto is not None
         self._c.linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
         return out
 
     def linear_grad_bias(self, grad: Tensor) -> Tensor:
-        out = empty(grad.shape[1], dtype=float32)
+        out = grad.new_empty(grad.shape[1])
         self._c.linear_grad_bias(grad.data_ptr(), grad.shape[0], grad.shape[1], out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, rstd: Tensor | None) -> Tensor:
         rows, width = x.shape
-        expect(len(weight) == width, "norm weight", weight, f"[{width}]")
-        out = empty((rows, width), dtype=float32)
+        if weight.shape[0] != width:
+            raise shape_error("norm weight", weight, f"[{width}]")
+        out = x.new_empty(rows, width)
         self._c.rms_norm(x.data_ptr(), 0, weight.data_ptr(), rows, width, eps, out.data_ptr(), 0, _address(rstd))
         return out
 
@@ -88,9 +97,11 @@ class Calls:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rstd: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        expect(len(weight) == width, "norm weight", weight, f"[{width}]")
-        expect(residual.shape == x.shape, "norm residual", residual, f"{list(x.shape)}")
-        out, total = empty((rows, width), dtype=float32), empty((rows, width), dtype=float32)
+        if weight.shape[0] != width:
+            raise shape_error("norm weight", weight, f"[{width}]")
+        if residual.shape != x.shape:
+            raise shape_error("norm residual", residual, f"{list(x.shape)}")
+        out, total = x.new_empty(rows, width), x.new_empty(rows, width)
         self._c.rms_norm(
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), total.data_ptr(),
             _address(rstd),
@@ -101,7 +112,7 @@ class Calls:
         self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, rstd: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        grad_x, grad_weight = empty((rows, width), dtype=float32), empty(width, dtype=float32)
+        grad_x, grad_weight = x.new_empty(rows, width), x.new_empty(width)
         self._c.rms_norm_backward(
             x.data_ptr(), weight.data_ptr(), grad.data_ptr(), _address(grad_total), rstd.data_ptr(), rows, width,
             grad_x.data_ptr(), grad_weight.data_ptr(),
@@ -110,13 +121,14 @@ class Calls:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
-        expect(width % 2 == 0, "silu_mul gate_up", gate_up, "[T, 2 F]")
-        out = empty((rows, width // 2), dtype=float32)
+        if width % 2:
+            raise shape_error("silu_mul gate_up", gate_up, "[T, 2 F]")
+        out = gate_up.new_empty(rows, width // 2)
         self._c.silu_mul(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
         return out
 
     def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
-        out = empty(gate_up.shape, dtype=float32)
+        out = empty_like(gate_up)
         self._c.silu_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], out.data_ptr())
         return out
 
@@ -126,11 +138,11 @@ class Calls:
     ) -> tuple[Tensor, Tensor, Tensor]:
         query_heads, kv_heads, size = heads
         tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
-        q = empty((tokens, query_heads, size), dtype=float32)
-        k = empty((tokens, kv_heads, size), dtype=float32)
-        v = empty((tokens, kv_heads, size), dtype=float32)
+        q = qkv.new_empty(tokens, query_heads, size)
+        k = qkv.new_empty(tokens, kv_heads, size)
+        v = qkv.new_empty(tokens, kv_heads, size)
         code = self._c.rope(
-            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, len(cos_sin), query_heads, kv_heads, size,
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, cos_sin.shape[0], query_heads, kv_heads, size,
             _address(q_norm), _address(k_norm), eps, q.data_ptr(), k.data_ptr(), v.data_ptr(),
         )  # fmt: skip
         if code:
@@ -146,10 +158,11 @@ class Calls:
         keys, values = cache
         blocks, slots = keys.shape[0], _indices(slots, int64)
         _expect_cache(keys, values, kv_heads, size)
-        expect(len(slots) == tokens, "slots", slots, f"[{tokens}]")
-        q = empty((tokens, query_heads, size), dtype=float32)
+        if slots.shape[0] != tokens:
+            raise shape_error("slots", slots, f"[{tokens}]")
+        q = qkv.new_empty(tokens, query_heads, size)
         code = self._c.rope_to_cache(
-            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, len(cos_sin), query_heads, kv_heads, size,
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, cos_sin.shape[0], query_heads, kv_heads, size,
             _address(q_norm), _address(k_norm), eps, q.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks,
             slots.data_ptr(),
         )  # fmt: skip
@@ -165,7 +178,7 @@ class Calls:
     ) -> tuple[Tensor, Tensor]:
         """The gradient by qkv, and ``[2, D]`` of the two norms."""
         query_heads, kv_heads, size = heads
-        grad_qkv, grad_norms = empty(qkv.shape, dtype=float32), empty((2, size), dtype=float32)
+        grad_qkv, grad_norms = empty_like(qkv), qkv.new_empty(2, size)
         self._c.rope_backward(
             qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), len(qkv), query_heads, kv_heads, size,
             _address(q_norm), _address(k_norm), eps, *(g.data_ptr() for g in grads), grad_qkv.data_ptr(),
@@ -178,10 +191,13 @@ class Calls:
     ) -> tuple[int, Tensor, Tensor]:
         query_heads, kv_heads, size = heads
         tokens, width = qkv.shape
-        expect(width == (query_heads + 2 * kv_heads) * size, "qkv", qkv, f"[T, {(query_heads + 2 * kv_heads) * size}]")
-        expect(len(positions) == tokens, "positions", positions, f"[{tokens}]")
+        if width != (query_heads + 2 * kv_heads) * size:
+            raise shape_error("qkv", qkv, f"[T, {(query_heads + 2 * kv_heads) * size}]")
+        if positions.shape[0] != tokens:
+            raise shape_error("positions", positions, f"[{tokens}]")
         fits = cos_sin.shape[1] == size and size % 2 == 0 and size <= _MAX_HEAD
-        expect(fits, "cos_sin", cos_sin, f"[P, {size}], an even size up to {_MAX_HEAD}")
+        if not fits:
+            raise shape_error("cos_sin", cos_sin, f"[P, {size}], an even size up to {_MAX_HEAD}")
         return tokens, _indices(positions, int64), dense(cos_sin)
 
     def packed_attention(
@@ -191,10 +207,12 @@ class Calls:
         tokens, heads, size = q.shape
         kv_heads = k.shape[1]
         fits = k.shape == (tokens, kv_heads, size) and heads % kv_heads == 0
-        expect(fits, "attention k", k, f"[{tokens}, a divisor of {heads}, {size}]")
-        expect(v.shape == k.shape, "attention v", v, f"{list(k.shape)}")
+        if not fits:
+            raise shape_error("attention k", k, f"[{tokens}, a divisor of {heads}, {size}]")
+        if v.shape != k.shape:
+            raise shape_error("attention v", v, f"{list(k.shape)}")
         bounds = _indices(cu_seqlens, int32)
-        out = empty((tokens, heads, size), dtype=float32)
+        out = q.new_empty(tokens, heads, size)
         code = self._c.packed_attention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), len(bounds) - 1, tokens, heads, kv_heads, size,
             scale, window or 0, out.data_ptr(), _address(log_sum),
@@ -212,7 +230,7 @@ class Calls:
         """``saved``: q, k, v, out, log_sum."""
         q, k, v, out, log_sum = saved
         (_, heads, size), kv_heads, bounds = q.shape, k.shape[1], _indices(cu_seqlens, int32)
-        grads = tuple(empty(x.shape, dtype=float32) for x in (q, k, v))
+        grads = tuple(empty_like(x) for x in (q, k, v))
         self._c.packed_attention_backward(
             grad.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), log_sum.data_ptr(),
             bounds.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0,
@@ -228,9 +246,11 @@ class Calls:
         starts, lengths = _indices(batch.query_start, int32), _indices(batch.context_lens, int32)
         tables = _indices(batch.block_tables, int32)
         sequences, width = tables.shape
-        expect(len(lengths) == sequences, "context_lens", lengths, f"[{sequences}]")
-        expect(len(starts) == sequences + 1, "query_start", starts, f"[{sequences + 1}]")
-        out = empty((tokens, heads, size), dtype=float32)
+        if lengths.shape[0] != sequences:
+            raise shape_error("context_lens", lengths, f"[{sequences}]")
+        if starts.shape[0] != sequences + 1:
+            raise shape_error("query_start", starts, f"[{sequences + 1}]")
+        out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
             q.data_ptr(), keys.data_ptr(), values.data_ptr(), tokens, blocks, heads, kv_heads, size, starts.data_ptr(),
             lengths.data_ptr(), tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
@@ -248,7 +268,8 @@ class Calls:
         entropy: Tensor | None,
     ) -> None:
         rows, width = logits.shape
-        expect(len(targets) == rows, "targets", targets, f"[{rows}]")
+        if targets.shape[0] != rows:
+            raise shape_error("targets", targets, f"[{rows}]")
         code = self._c.logprobs(
             logits.data_ptr(), _indices(targets, int64).data_ptr(), rows, width, 1 / temperature, raw.data_ptr(),
             _address(scaled), _address(entropy),
@@ -261,7 +282,7 @@ class Calls:
     ) -> Tensor:
         """The gradient by the logits."""
         rows, width = logits.shape
-        out = empty((rows, width), dtype=float32)
+        out = logits.new_empty(rows, width)
         self._c.logprobs_backward(
             logits.data_ptr(), targets.data_ptr(), rows, width, 1 / temperature, grad_raw.data_ptr(),
             _address(grad_scaled), out.data_ptr(),
@@ -272,7 +293,8 @@ class Calls:
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
         rows, width = logits.shape
-        expect(width > 0, "logits", logits, "[R, V] with V above 0")
+        if width == 0:
+            raise shape_error("logits", logits, "[R, V] with V above 0")
         columns = [
             _indices(column, dtype)
             for column, dtype in (
@@ -280,9 +302,10 @@ class Calls:
             )
         ]  # fmt: skip
         for column in columns:
-            expect(len(column) == rows, "a sampling setting", column, f"[{rows}]")
+            if column.shape[0] != rows:
+                raise shape_error("a sampling setting", column, f"[{rows}]")
         tokens = empty(rows, dtype=int64)
-        raw, sampling = empty(rows, dtype=float32), empty(rows, dtype=float32)
+        raw, sampling = logits.new_empty(rows), logits.new_empty(rows)
         self._c.sample(
             logits.data_ptr(), rows, width, *(column.data_ptr() for column in columns), tokens.data_ptr(),
             raw.data_ptr(), sampling.data_ptr(),
@@ -292,11 +315,7 @@ class Calls:
 
 def _expect_cache(keys: Tensor, values: Tensor, kv_heads: int, size: int) -> None:
     blocks = keys.shape[0]
-    expect(
-        keys.dtype is float32 and keys.is_contiguous() and keys.shape == (blocks, kv_heads, size, BLOCK_TOKENS),
-        "cache keys", keys, f"dense fp32 [N, {kv_heads}, {size}, {BLOCK_TOKENS}]",
-    )  # fmt: skip
-    expect(
-        values.dtype is float32 and values.is_contiguous() and values.shape == (blocks, kv_heads, BLOCK_TOKENS, size),
-        "cache values", values, f"dense fp32 [{blocks}, {kv_heads}, {BLOCK_TOKENS}, {size}]",
-    )  # fmt: skip
+    if keys.dtype is not float32 or not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
+        raise shape_error("cache keys", keys, f"dense fp32 [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
+    if values.dtype is not float32 or not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):
+        raise shape_error("cache values", values, f"dense fp32 [{blocks}, {kv_heads}, {BLOCK_TOKENS}, {size}]")

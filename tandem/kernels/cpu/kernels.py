@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.api import KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd
-from tandem.kernels.cpu.calls import Calls, dense, expect
+from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 
 
@@ -20,7 +20,6 @@ class CpuKernels:
 
     def __init__(self, library: Library) -> None:
         self._calls = Calls(library)
-        self._library = library
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _wants_grad(x, weight, bias):
@@ -31,14 +30,7 @@ class CpuKernels:
         return self._calls.pack(dense(weight.detach()))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        data, rows, columns = weight
-        x = dense(x)
-        count, width = x.shape
-        expect(width == columns, "linear x", x, f"[T, {columns}]")
-        out = torch.empty((count, rows), dtype=torch.float32)
-        at_bias = 0 if bias is None else dense(bias).data_ptr()
-        self._library.linear(x.data_ptr(), data.data_ptr(), 1, at_bias, count, rows, columns, out.data_ptr())
-        return out
+        return self._calls.linear_with(dense(x), weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if _wants_grad(x, weight, None):
