@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
 
+import torch
 from torch import Tensor
 
 from tandem.engine import decode, preemption, prefill
@@ -49,8 +50,9 @@ class Engine:
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
         cache = PrefixCache(allocator, settings.enable_prefix_caching)
         self._state = SchedulerState(limits, allocator, cache, version, self._read_back)
-        self._table = RowTable(settings.max_num_seqs, settings.max_model_len)
         embedding = decoder.embed_tokens
+        logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
+        self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
         sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
         caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
         self._runner = Runner(decoder, caches, self._table)

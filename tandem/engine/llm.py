@@ -65,6 +65,8 @@ class LLM:
         )
         settings.check(shapes.max_positions)
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
+        if found is not None and found.vocab_size > shapes.vocab_size:
+            raise UserError(f"the tokenizer has {found.vocab_size} tokens and '{model}' {shapes.vocab_size}; they do not belong together")
         chosen = select(kernels, torch_dtype)
         if load_format == "dummy":
             decoder = Decoder(shapes, chosen, dtype=torch_dtype, device=device)

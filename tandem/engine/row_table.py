@@ -40,7 +40,7 @@ class RowTable:
     read back. ``limit[r]``: the length at which it ends.
     """
 
-    def __init__(self, rows: int, max_model_len: int) -> None:
+    def __init__(self, rows: int, max_model_len: int, logprob_dtype: torch.dtype = torch.float32) -> None:
         self._integers = torch.zeros(6, rows, dtype=torch.int64)
         self._numbers = torch.zeros(3, rows, dtype=torch.float32)
         self.last_token, self.length, self.start, self.limit, self.random_key, self.top_k = self._integers
@@ -49,7 +49,7 @@ class RowTable:
         self.block_tables = torch.zeros(rows, blocks_for(max_model_len), dtype=torch.int32)
         # Not zeroed: memory that no sequence reaches is never touched.
         self.drawn_tokens = torch.empty(rows, max_model_len, dtype=torch.int64)
-        self.drawn_logprobs = torch.empty(2, rows, max_model_len, dtype=torch.float32)
+        self.drawn_logprobs = torch.empty(2, rows, max_model_len, dtype=logprob_dtype)
         self.adjusted: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
         self.with_stop_texts: dict[int, Sequence] = {}

@@ -33,6 +33,14 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
         assert set(completion.sampling_logprobs) == {0.0}
 
 
+def test_float64_agrees_with_float32_and_bfloat16_runs(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    single, double, half = ([a.outputs[0] for a in make_llm(dtype=d).generate(PROMPTS, params)] for d in ("float32", "float64", "bfloat16"))
+    for one, two in zip(single, double, strict=True):
+        assert one.token_ids == two.token_ids and one.raw_logprobs == pytest.approx(two.raw_logprobs, abs=1e-4)
+    assert [len(completion.token_ids) for completion in half] == [20] * 4
+
+
 def test_sampled_tokens_carry_the_logprobs_that_transformers_computes(
     make_folder: Callable[..., Path], make_llm: Callable[..., LLM]
 ) -> None:
