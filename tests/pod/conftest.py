@@ -1,0 +1,17 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pod_runs import PodRun
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
+    """The run that nobody disturbs."""
+    run = PodRun(tmp_path_factory.mktemp("undisturbed"))
+    done = run.train()
+    assert done.returncode == 0, done.stderr + done.stdout
+    return run

@@ -1,0 +1,148 @@
+"""Runs of the tiny recipe as a user makes them, in processes of their own, and what is left of them afterwards."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.runtime.journal import Event, Journal, Transition
+from tandem.runtime.metrics import VOLATILE
+
+HERE = Path(__file__).parent
+RECIPE = HERE / "tiny.yaml"
+SHARED_MEMORY = Path("/dev/shm")
+MARK = "TANDEM_POD_TEST"
+
+
+@dataclass
+class PodRun:
+    """One run directory under ``parent`` and the processes that worked on it; ``marks`` are in the environment of each."""
+
+    parent: Path
+    recipe: Path = RECIPE
+    name: str = "run"
+    marks: list[str] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        return self.parent / self.name
+
+    def train(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return _finish(self.begin("train", str(self.recipe), f"--run.directory={self.parent}", f"--run.name={self.name}", *arguments))
+
+    def resume(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return _finish(self.begin("resume", str(self.directory), *arguments))
+
+    def begin(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Start ``tandem ARGUMENTS`` as a shell does: the leader of a process group."""
+        self.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(HERE / "rewards.py", self.parent)
+        self.marks.append(uuid.uuid4().hex)
+        return subprocess.Popen(
+            [sys.executable, "-m", "tandem.cli.main", *arguments],
+            cwd=self.parent,
+            env={**os.environ, MARK: self.marks[-1]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    # -- what the run produced -------------------------------------------------------------------------------------
+
+    def results(self) -> dict[str, bytes]:
+        """Every file whose bytes a disturbance must not change: the model and all checkpoints that stand."""
+        model = self.directory / "model"
+        found = {f"model/{path.name}": path.read_bytes() for path in model.iterdir()}
+        for folder in (self.directory / "checkpoints").glob("step-*"):
+            found.update({f"{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()})
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """``metrics.jsonl`` without what a clock or a memory meter wrote."""
+        rows = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows]
+
+    def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
+        with Journal(self.directory / "journal.sqlite", read_only=True) as journal:
+            return journal.evaluations()
+
+    def events(self, kind: str) -> list[Event]:
+        with Journal(self.directory / "journal.sqlite", read_only=True) as journal:
+            return [event for event in journal.events() if event.kind == kind]
+
+    def transitions(self) -> list[Transition]:
+        with Journal(self.directory / "journal.sqlite", read_only=True) as journal:
+            return journal.transitions()
+
+    # -- what it left behind ---------------------------------------------------------------------------------------
+
+    def processes(self) -> dict[int, str]:
+        """Living processes that descend from this run's commands, whoever their parent is now: id -> command line."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (entry / "environ").read_bytes()
+                if any(f"{MARK}={mark}".encode() in environment for mark in self.marks):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def segments(self) -> list[str]:
+        """Shared-memory files that any of this run's shims made and that still stand."""
+        log = self.directory / "logs" / "trainer_shim.log"
+        made = set(re.findall(r"tandem-[\w.]+-\d+-weights-\d", log.read_text() if log.exists() else ""))
+        return sorted(name for name in made if (SHARED_MEMORY / name).exists())
+
+    def left_behind(self, patience_s: float = 10.0) -> list[str]:
+        """Processes and segments that are still there after the kernel had time to deliver its signals."""
+        ends = time.monotonic() + patience_s
+        while (left := [*self.processes().values(), *self.segments()]) and time.monotonic() < ends:
+            time.sleep(0.05)
+        return left
+
+
+def _finish(process: "subprocess.Popen[str]", limit_s: float = 300.0) -> "subprocess.CompletedProcess[str]":
+    try:
+        out, error = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def finish(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
+    """Wait for a process of ``PodRun.begin``."""
+    return _finish(process)
+
+
+def recipe_with(folder: Path, **sections: Any) -> Path:
+    """The tiny recipe with whole sections replaced, as a file in ``folder``."""
+    content = yaml.safe_load(RECIPE.read_text())
+    content.update(sections)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def difference(found: PodRun, expected: PodRun) -> list[str]:
+    """What of ``found`` is not, bit for bit, what ``expected`` has."""
+    theirs, ours = expected.results(), found.results()
+    wrong = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
+    if found.rows() != expected.rows():
+        wrong.append("metrics.jsonl")
+    if found.evaluations() != expected.evaluations():
+        wrong.append("evaluations")
+    return wrong

@@ -1,0 +1,78 @@
+"""Kill anything, lose nothing: real processes, killed at named points, and the run that comes out is the same."""
+
+import random
+from pathlib import Path
+
+import pytest
+from fault_points import every_fault_point
+from pod_runs import PodRun, difference
+
+from tandem.runtime.journal import COMMITS
+
+REPRESENTATIVE = (
+    "trainer_worker:after:train:3",
+    "trainer_shim:before:register:2",
+    "rollout_worker:after:update_weight:1",
+    "rollout_shim:before:rollout:4",
+    "pod:after:commit_scores:5",
+    "pod:before:commit_checkpoint:4",
+)
+RANDOM_SIXTY = random.Random(20).sample(list(every_fault_point()), 60)
+
+
+def survive(run: PodRun, *faults: str) -> None:
+    """Train with ``faults``, resume as often as the pod was killed, and see each of them strike."""
+    killed = sum(fault.startswith("pod:") for fault in faults)
+    done = run.train("--fault", ",".join(faults))
+    for _ in range(killed):
+        assert done.returncode == -9, done.stdout + done.stderr
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (run.directory / "faults").iterdir()) == sorted(f.replace(":", "-") for f in faults)
+
+
+def assert_lost_nothing(run: PodRun, undisturbed: PodRun) -> None:
+    assert difference(run, undisturbed) == []
+    assert [row["mismatch_kl"] for row in run.rows()] == [0.0] * 6
+    assert run.left_behind() == []
+
+
+def assert_recovered(run: PodRun, fault: str) -> None:
+    role = fault.split(":")[0]
+    if role == "pod":
+        assert len(run.events("resume")) == 1
+    else:
+        assert [f"{event.detail['role']}_{event.detail['part']}" for event in run.events("recovery")] == [role]
+
+
+@pytest.mark.parametrize("fault", REPRESENTATIVE)
+def test_kill_at_a_point_and_the_run_is_the_same(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    survive(run, fault)
+    assert_recovered(run, fault)
+    assert_lost_nothing(run, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [str(fault) for fault in RANDOM_SIXTY])
+def test_kill_at_a_random_point_and_the_run_is_the_same(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    survive(run, fault)
+    assert_recovered(run, fault)
+    assert_lost_nothing(run, undisturbed)
+
+
+def test_undisturbed_run_learns_in_every_step_so_that_equal_bits_mean_something(undisturbed: PodRun) -> None:
+    rows = undisturbed.rows()
+    assert [row["step"] for row in rows] == list(range(6))
+    assert all(row["actor/grad_norm"] > 0 and row["kl"] >= 0 and row["mismatch_kl"] == 0.0 for row in rows)
+    assert len({row["actor/grad_norm"] for row in rows}) == 6
+    assert undisturbed.left_behind() == []
+    assert undisturbed.events("recovery") == undisturbed.events("resume") == []
+
+
+def test_fault_points_of_the_pod_are_exactly_the_transitions_and_commits_of_the_run(undisturbed: PodRun) -> None:
+    listed = {(fault.name, fault.step) for fault in every_fault_point() if fault.role == "pod"}
+    seen = {(transition.state, transition.step) for transition in undisturbed.transitions()}
+    assert {point for point in listed if point[0] not in COMMITS} == seen
+    assert {name for name, _ in listed} & set(COMMITS) == set(COMMITS) - {"record_event"}, "a run without a fault records no event"
