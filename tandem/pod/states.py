@@ -2,6 +2,7 @@
 
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
 Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``.
+Where a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between.
 When the rollout sidecar dies under it, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
 """
 
@@ -38,8 +39,8 @@ _T, _R = TrainerState, RolloutState
 TRAINER_TRANSITIONS: Mapping[TrainerState, frozenset[TrainerState]] = {
     _T.DOWN: frozenset({_T.START}),
     _T.START: frozenset({_T.TRAIN, _T.INFERENCE, _T.OFFLOAD, _T.CHECKPOINT}),
-    _T.TRAIN: frozenset({_T.TRAIN, _T.OFFLOAD, _T.CHECKPOINT}),
-    _T.CHECKPOINT: frozenset({_T.OFFLOAD, _T.TRAIN}),
+    _T.TRAIN: frozenset({_T.TRAIN, _T.INFERENCE, _T.OFFLOAD, _T.CHECKPOINT}),
+    _T.CHECKPOINT: frozenset({_T.OFFLOAD, _T.INFERENCE, _T.TRAIN}),
     _T.OFFLOAD: frozenset({_T.CONVERT}),
     _T.CONVERT: frozenset({_T.REGISTER}),
     _T.REGISTER: frozenset({_T.UPDATE_WEIGHT, _T.ONLOAD}),

@@ -14,7 +14,7 @@ REPRESENTATIVE = (
     "trainer_shim:before:register:2",
     "rollout_worker:after:update_weight:1",
     "rollout_shim:before:rollout:4",
-    "pod:after:commit_scores:5",
+    "pod:after:commit_samples:5",
     "pod:before:commit_checkpoint:4",
 )
 RANDOM_SIXTY = random.Random(20).sample(list(every_fault_point()), 60)

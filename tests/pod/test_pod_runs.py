@@ -1,0 +1,88 @@
+"""The ways to run a pod, and to end one: they differ in processes, never in bits."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+from pod_runs import PodRun, difference, finish
+
+from tandem.pod.states import RolloutState
+
+
+def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
+    """Until ``step`` is in ``metrics.jsonl``."""
+    path, ends = run.directory / "metrics.jsonl", time.monotonic() + limit_s
+    while not path.exists() or path.read_bytes().count(b"\n") <= step:
+        assert time.monotonic() < ends, f"no row of step {step}"
+        time.sleep(0.01)
+
+
+def started_workers(run: PodRun, role: str) -> list[str]:
+    """The process ids that wrote to a worker's log, in the order in which they came."""
+    pids = re.findall(rf"{role}_worker\[(\d+)\]", (run.directory / "logs" / f"{role}_worker.log").read_text())
+    return list(dict.fromkeys(pids))
+
+
+def test_engine_terminated_between_steps_gives_the_bits_of_the_one_that_stays(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--rollout.between_steps=terminate")
+    assert done.returncode == 0, done.stderr
+    assert difference(run, undisturbed) == []
+    assert run.left_behind() == []
+    states = [transition.state for transition in run.transitions()]
+    assert states.count(RolloutState.START_ENGINE) == 7 and states.count(RolloutState.TERMINATE_ENGINE) == 6
+    assert RolloutState.KEEP_ENGINE not in states
+    assert len(started_workers(run, "rollout")) == 7, "every step has an engine in a process of its own"
+    assert len(started_workers(undisturbed, "rollout")) == 1
+
+
+def test_inline_gives_the_bits_of_the_pod(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--inline")
+    assert done.returncode == 0, done.stderr
+    assert difference(run, undisturbed) == []
+    assert run.left_behind() == []
+    assert not (run.directory / "logs" / "trainer_worker.log").exists()
+
+
+def test_interrupted_run_says_so_leaves_nothing_behind_and_is_resumed(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")
+    wait_for_row(run, 2)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130 and "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("interrupted") == 1
+    assert run.left_behind() == []
+    resumed = run.resume()
+    assert resumed.returncode == 0, resumed.stderr
+    assert difference(run, undisturbed) == []
+
+
+def test_second_command_on_a_running_directory_is_refused_with_one_line(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")
+    wait_for_row(run, 0)
+    resumed, trained = run.resume(), run.train()
+    assert resumed.returncode == 2 and len(resumed.stderr.splitlines()) == 1
+    assert f"is in use by process {process.pid}" in resumed.stderr
+    assert trained.returncode == 2 and len(trained.stderr.splitlines()) == 1
+    assert f"'{run.directory}' exists" in trained.stderr
+    assert finish(process).returncode == 0
+    assert difference(run, undisturbed) == []
+
+
+def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refused(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    assert run.train().returncode == 0
+    again = run.resume()
+    assert again.returncode == 0, again.stderr
+    assert difference(run, undisturbed) == []
+    config = run.directory / "config.yaml"
+    config.write_text(config.read_text().replace("threads: 1", "threads: 2"))
+    refused = run.resume()
+    assert refused.returncode == 1 or refused.returncode == 2
+    assert "thread" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert difference(run, undisturbed) == [], "a refused resume changes nothing"
+    assert run.left_behind() == []
