@@ -59,6 +59,7 @@ def test_a_file_without_answers_is_fine_where_no_key_is_named(write: Write) -> N
         ('{"prompt": "x"}', "key 'answer' is missing"),
         ('{"prompt": 3, "answer": "y"}', "'prompt' is a number; it must be a text"),
         ('{"prompt": null, "answer": "y"}', "'prompt' is null"),
+        (r'{"prompt": "\ud800", "answer": "y"}', "holds half of a surrogate pair"),
         ('{"prompt": " ", "answer": "y"}', "'prompt' is an empty text"),
         ('{"prompt": "x", "answer": ["y"]}', "'answer' is a list; it must be a text or a number"),
         ('{"prompt": "x", "answer": true}', "'answer' is true or false"),

@@ -117,6 +117,8 @@ def _read_line(line: bytes, where: str, prompt_key: str, answer_key: str) -> Tas
         raise UserError(f"{where}: '{prompt_key}' is {_kind(prompt)}; it must be a text")
     if not prompt.strip():
         raise UserError(f"{where}: '{prompt_key}' is an empty text; give the prompt or remove the line")
+    if not _is_unicode(prompt):
+        raise UserError(f"{where}: '{prompt_key}' holds half of a surrogate pair, which is no character; mend the text")
     answer = row[answer_key] if answer_key else None
     if answer_key and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise UserError(f"{where}: '{answer_key}' is {_kind(answer)}; it must be a text or a number")
@@ -140,6 +142,14 @@ def _divide(items: list[TaskItem], config: TaskConfig) -> dict[Split, tuple[Task
     for item in items:
         splits[side[item.text]].append(item)
     return {split: tuple(found) for split, found in splits.items()}
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
