@@ -6,6 +6,7 @@ from tandem.engine.block_table import fork
 from tandem.engine.prefix_cache import chain, root_key
 from tandem.engine.request import Prefill, Sequence
 from tandem.engine.state import SchedulerState
+from tandem.kernels.api import BLOCK_TOKENS
 
 
 def rows(state: SchedulerState) -> tuple[int, ...]:
@@ -34,11 +35,11 @@ def leave(state: SchedulerState, sequences: Iterable[Sequence], keep_cache: bool
     """Take the rows and blocks of decoding sequences whose tokens were read back. With ``keep_cache`` their full
     blocks can be found again. The last token's keys and values were never computed."""
     for sequence in sequences:
-        if keep_cache and state.prefix_cache.enabled:
-            tokens = sequence.known_tokens
+        computed = len(sequence.request.prompt_token_ids) + len(sequence.token_ids) - 1
+        if keep_cache and state.prefix_cache.enabled and computed // BLOCK_TOKENS > len(sequence.keys):
             root = root_key(state.version, salt=sequence.request.cache_salt)
-            keys = chain(root, tokens, sequence.keys)
-            state.prefix_cache.register(keys, sequence.blocks, len(tokens) - 1)
+            keys = chain(root, sequence.known_tokens[:computed], sequence.keys)
+            state.prefix_cache.register(keys, sequence.blocks, computed)
         state.allocator.release_all(sequence.blocks)
         del state.decoding[sequence.row]
         state.free_rows.append(sequence.row)

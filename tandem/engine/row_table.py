@@ -134,9 +134,11 @@ class RowTable:
             return
         index = torch.tensor([sequence.row for sequence in sequences])
         counts = (self.length[index] - self.start[index]).tolist()
+        # Whoever joins next and is interrupted before its row is filled must find nothing drawn in it.
+        self.start[index] = self.length[index]
         width = max(counts)
-        tokens = self.drawn_tokens[index, :width].tolist()
-        raw, sampling = self.drawn_logprobs[:, index, :width].tolist()
+        tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
+        raw, sampling = self.drawn_logprobs[:, :, :width].index_select(1, index).tolist()
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             sequence.token_ids += tokens[i][:count]
             sequence.raw_logprobs += raw[i][:count]
