@@ -15,7 +15,7 @@ class WarmUpConfig:
     ``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn.
     ``seed``: of the demonstrations and their order, besides the run's own.
     ``max_accuracy``: held-out sampled accuracy above which the warm start is refused: a run that begins near its target
-    shows nothing. ``check_prompts``: held-out prompts that it is measured on.
+    shows nothing.
     """
 
     steps: int = 225
@@ -26,11 +26,10 @@ class WarmUpConfig:
     corrupted_share: float = 0.5
     seed: int = 0
     max_accuracy: float = 0.55
-    check_prompts: int = 256
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
-        for name in ("steps", "batch_size", "check_prompts"):
+        for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"'warm_up.{name}' is {getattr(self, name)}; it must be at least 1")
         if not 0 < self.learning_rate < float("inf"):

@@ -164,8 +164,8 @@ def _check_demonstrations(config: WarmUpConfig, source: PromptSource, folder: Pa
 
 def _check_disk(directory: Path, needed: int) -> None:
     standing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(standing).free
-    if free < needed and os.access(standing, os.W_OK):
+    total, _, free = shutil.disk_usage(standing)
+    if total and free < needed:
         raise RunError(
             f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; "
             "make room, lower checkpoint.keep or set run.directory"
@@ -212,6 +212,7 @@ def _execute(
         memory, between_steps = plan(recipe, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
+        _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, between_steps,
@@ -273,6 +274,15 @@ def _bring_up(pod: Pod, journal: Journal) -> int:
             return step
         except SidecarDied as death:
             pod.clear(death, 0)
+
+
+def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
+    """Record which prompts a run draws from, and refuse to go on with others."""
+    saved = journal.get("prompts")
+    if saved is None:
+        journal.set("prompts", prompts.fingerprint)
+    elif saved != prompts.fingerprint:
+        raise UserError("the task's prompts are not those that this run began with (a file has changed?); restore them or start a new run")
 
 
 def _check_numerics(recipe: Recipe, pod: Pod, journal: Journal) -> None:

@@ -10,10 +10,7 @@ import torch
 
 from tandem.config.trainer import TrainerConfig
 from tandem.config.warm_up import WarmUpConfig
-from tandem.jobs.sft import sft
-from tandem.model.huggingface import load_tensors, read_tensors, save_model
 from tandem.rl.algorithms.supervised import fine_tune
-from tandem.text.characters import make_character_tokenizer
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.step import predict
 from tandem.types import RunError, TrainSequence
@@ -58,17 +55,3 @@ def test_the_first_loss_is_the_mean_over_all_completion_tokens_of_the_batch(make
 def test_demonstrations_that_run_out_are_named(make_model):
     with pytest.raises(RunError, match="ended in step 2"):
         fine_tune(make_model(), itertools.islice(copies(0), 40), CONFIG, replace(TRAINER, dtype="float64"))
-
-
-def test_the_job_reads_a_folder_and_writes_another(make_model, tmp_path):
-    make_character_tokenizer("0123456789", tmp_path / "tokenizer")
-    save_model(make_model(torch.float32), tmp_path / "before", tmp_path / "tokenizer")
-    config = replace(CONFIG, steps=2, warmup_steps=0)
-    sft(tmp_path / "before", tmp_path / "after", copies(0), config, TRAINER, kernels="reference")
-    model = make_model(torch.float32)
-    rows = fine_tune(model, copies(0), config, TRAINER)
-    assert (tmp_path / "after" / "tokenizer.json").is_file()
-    written = make_model(torch.float32, seed=5)
-    load_tensors(written, read_tensors(tmp_path / "after"))
-    assert len(rows) == 2
-    assert all(torch.equal(a, b) for a, b in zip(written.parameters(), model.parameters(), strict=True))
