@@ -20,12 +20,13 @@ NEVER = "1970-01-01"
 
 
 def collect() -> list[str]:
-    """The node ids of all full proofs. Exits where pytest cannot collect them."""
+    """The node ids of all full proofs, a function with its parameters as one. Exits where pytest cannot collect them."""
     command = [sys.executable, "-m", "pytest", "-m", "full", "--collect-only", "-q", "--no-header"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listing.returncode not in (0, 5):
         sys.exit(f"the full proofs cannot be collected:\n{listing.stdout}{listing.stderr}")
-    return [line for line in listing.stdout.splitlines() if "::" in line]
+    cases = [line.partition("[")[0] for line in listing.stdout.splitlines() if "::" in line]
+    return list(dict.fromkeys(cases))
 
 
 def read_record() -> dict[str, str]:
@@ -45,7 +46,7 @@ def write_record(record: dict[str, str], known: list[str]) -> None:
 def run(test: str, limit_s: float) -> str:
     """"passed", "failed" or "out of time"."""
     try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", test], cwd=ROOT, timeout=limit_s)
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", "-m", "full", test], cwd=ROOT, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return "out of time"
     return "passed" if done.returncode == 0 else "failed"
