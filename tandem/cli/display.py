@@ -121,7 +121,7 @@ class TerminalDisplay(Listener):
         facts.add_row("phase", Text(state.phase.replace("_", " "), style="bold"), "accuracy", accuracy)
         facts.add_row("reward", f"{state.reward:.3f}", "tokens/s", f"{state.tokens_per_s:.0f}")
         facts.add_row("elapsed", duration(time.monotonic() - state.began), "time left", state.time_left())
-        return Panel(Group(facts, self.bars), title=f"tandem train  {state.run_directory}", border_style="cyan")
+        return Panel(Group(facts, self.bars), title=Text(f"tandem train  {state.run_directory}"), border_style="cyan")
 
     def started(self, run_directory: str, max_steps: int, target: float) -> None:
         self.state.run_directory, self.state.max_steps, self.state.target = run_directory, max_steps, target

@@ -31,13 +31,13 @@ class NewModelConfig:
     initial_deviation: float = 0.02
 
     def check(self) -> None:
-        if self.num_heads % max(self.num_kv_heads, 1):
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
+            if getattr(self, name) < 1:
+                raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"'model.create.num_heads' is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
-        for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
         if self.num_layers > MOST_LAYERS:
             raise UserError(f"'model.create.num_layers' is {self.num_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initial_deviation < 10:

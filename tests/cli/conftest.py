@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers_cli import Done
+from helpers_cli import TINY_MODEL, TINY_RUN, TINY_WARM_UP, Done, real
 
 from tandem.cli.main import main
 from tandem.config.model import NewModelConfig
@@ -63,3 +63,13 @@ def recipe(tmp_path: Path) -> Path:
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of one step that has ended, and what it printed."""
+    runs = tmp_path_factory.mktemp("finished")
+    done = real("train", "recipes/sort.yaml", "--inline", f"--run.directory={runs}", "--run.name=mine", *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    return runs / "mine", done.out

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from helpers_cli import real
 
+from tandem.config.model import NewModelConfig
+from tandem.pod.create_model import create_model
+
 NO_MODEL = "--warm_up=null", "--model.create=null"
 
 
@@ -145,7 +148,7 @@ GOOD = "".join(json.dumps({"prompt": f"q{i}?", "answer": str(i)}) + "\n" for i i
         (GOOD + '{"prompt": "", "answer": "1"}\n', "questions.jsonl:31: 'prompt' is an empty text"),
         (GOOD.encode() + b'{"prompt": "\xff", "answer": "1"}\n', "questions.jsonl:31: not UTF-8"),
         (GOOD + json.dumps({"prompt": "x" * 300, "answer": "1"}) + "\n", "questions.jsonl:31: the prompt has 300 tokens"),
-        (GOOD + json.dumps({"prompt": "x", "answer": "1" * 300}) + "\n", "questions.jsonl:31: prompt and answer have 302 tokens"),
+        (GOOD + json.dumps({"prompt": "a", "answer": "1" * 300}) + "\n", "questions.jsonl:31: prompt and answer have 302 tokens"),
         (GOOD + '{"prompt": "größer?", "answer": "1"}\n', "'ö' (U+00F6"),
         ('{"prompt": "x", "answer": "1"}\n', "too few to hold some out"),
     ],
@@ -180,15 +183,10 @@ def test_a_folder_that_is_no_model_is_refused(command, recipe, model, tmp_path) 
     assert untouched(recipe)
 
 
-def changed(model: Path, folder: Path, **values: object) -> Path:
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
-    return folder
-
-
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused_by_every_command(command, recipe, model, tmp_path) -> None:
-    folder = changed(model, tmp_path / "mixed", vocab_size=50)
+    folder = tmp_path / "mixed"
+    create_model(NewModelConfig(hidden_size=16, num_layers=1, head_dim=4, characters="0123456789="), 0, folder)
+    shutil.copy(model / "tokenizer.json", folder)
     says = "they do not belong together"
     assert says in command("train", recipe, *NO_MODEL, f"--model.path={folder}").refusal()
     assert says in command("generate", folder, "--prompt", "1").refusal()
@@ -197,7 +195,10 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused_by_every_command(c
 
 
 def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, tmp_path) -> None:
-    folder = changed(model, tmp_path / "other", model_type="mamba", architectures=["MambaForCausalLM"])
+    folder = tmp_path / "other"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     assert "mamba" in command("generate", folder, "--prompt", "1").refusal().lower()
 
 
@@ -211,7 +212,6 @@ def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, t
         (("--prompt", "1", "--max-tokens", "0"), "max_tokens"),
         (("--prompt", "1", "--n", "0"), "n"),
         (("--prompt", "1", "--top-p", "2"), "top_p"),
-        (("--prompt", "1", "--seed", "-1"), "seed"),
         (("--prompt", "1", "--chat"), "chat template"),
         (("--prompt", "1", "--stop", ""), "stop"),
     ],

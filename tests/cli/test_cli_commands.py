@@ -1,0 +1,169 @@
+"""Each command does what its help says."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers_cli import Done, real
+
+from tandem.cli.main import COMMANDS
+from tandem.runtime.metrics import read_rows
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_has_an_example_that_its_parser_takes(command, name) -> None:
+    done: Done = command(name, "--help")
+    assert done.code == 0 and done.err == ""
+    assert "example" in done.out and f"tandem {name}" in done.out.split("example", 1)[1]
+
+
+def test_the_help_lists_every_command(command) -> None:
+    done: Done = command("--help")
+    assert done.code == 0 and all(f"  {name} " in done.out for name in COMMANDS)
+
+
+def json_lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_greedy_completions_are_those_of_transformers(command, model) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompts = ["3142=", "Hello, world", "x", "a b c d e f g"]
+    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+    found = json_lines(command("generate", model, *asked, "--temperature", "0", "--max-tokens", "24", "--json").out)
+    tokenizer, truth = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, completion in zip(prompts, found, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        whole = truth.generate(**ids, max_new_tokens=24, do_sample=False, use_cache=True)[0, ids.input_ids.shape[1] :].tolist()
+        assert completion["prompt"] == prompt
+        assert list(completion["token_ids"]) == whole
+        assert completion["text"] == tokenizer.decode(whole, skip_special_tokens=True)
+
+
+def test_prompts_come_from_standard_input_one_a_line(command, model) -> None:
+    done = real("generate", model, "--temperature", "0", "--max-tokens", "4", stdin="12=\n\n345=\n")
+    alone: list[Done] = [command("generate", model, "--temperature", "0", "--max-tokens", "4", "--prompt", p) for p in ("12=", "345=")]
+    assert done.code == 0
+    assert done.out == "".join(p + a.out for p, a in zip(("12=", "345="), alone, strict=True))
+
+
+def test_several_completions_of_one_prompt_differ_and_the_seed_brings_them_back(command, model) -> None:
+    given = ("generate", model, "--prompt", "31=", "--n", "6", "--max-tokens", "12", "--json")
+    first, again, other = (json_lines(command(*given, "--seed", seed).out) for seed in ("1", "1", "2"))
+    texts = [completion["text"] for completion in first]
+    assert len(texts) == 6 and len(set(texts)) > 1
+    assert texts == [completion["text"] for completion in again] != [completion["text"] for completion in other]
+
+
+def test_json_holds_token_ids_and_why_a_completion_ended(command, model) -> None:
+    (found,) = json_lines(command("generate", model, "--prompt", "7=", "--max-tokens", "3", "--temperature", "0", "--json").out)
+    assert set(found) >= {"prompt", "text", "token_ids", "finish_reason", "index"}
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 3
+
+
+def questions(path: Path, answers: dict[str, str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in answers.items()), encoding="utf-8")
+    return path
+
+
+def test_accuracy_is_the_share_of_completions_that_generate_gives_and_a_person_would_count(command, model, tmp_path) -> None:
+    prompts = [f"{7 * i % 23}+{i}=" for i in range(20)]
+    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+    completions = json_lines(command("generate", model, *asked, "--temperature", "0", "--max-tokens", "6", "--json").out)
+    answers = {c["prompt"]: c["text"].strip() if i % 3 == 0 and c["text"].strip() else "no" for i, c in enumerate(completions)}
+    right = sum(c["text"].strip() == answers[c["prompt"]] for c in completions)
+    assert 0 < right < 20
+    recipe = {
+        "model": {"path": "elsewhere"},
+        "task": {
+            "name": "jsonl", "path": str(questions(tmp_path / "train.jsonl", {f"q{i}": "x" for i in range(9)})),
+            "eval_path": str(questions(tmp_path / "eval.jsonl", answers)),
+        },
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    given = ("evaluate", model, "--recipe", tmp_path / "recipe.yaml", "--greedy", "--max-tokens", "6", "--rollout.prompts_per_step=4")
+    found = json.loads(command(*given, "--json").out)
+    assert found["kind"] == "greedy" and found["count"] == 20 and found["faults"] == 0
+    assert found["accuracy"] == pytest.approx(right / 20, abs=1e-12)
+    assert found["mean_reward"] == pytest.approx(right / 20, abs=1e-12)
+    assert Counter(e["completion"] for e in found["examples"]) <= Counter(c["text"] for c in completions)
+    lines = command(*given).out.splitlines()
+    assert lines[0].startswith(f"greedy accuracy {right / 20:.4f}") and "20 prompts" in lines[0]
+
+
+def test_a_sampled_evaluation_is_the_same_with_the_same_seed(command, model) -> None:
+    given = ("evaluate", model, "--task", "sort", "--prompts", "8", "--max-tokens", "8", "--json")
+    first, again, other = (command(*given, "--seed", seed).out for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_a_run_prints_plain_lines_and_commands_that_work_as_they_stand(command, finished_run) -> None:
+    directory, out = finished_run
+    assert "\x1b" not in out
+    assert "create model" in out and "warm up" in out and "step 0: reward" in out and "final accuracy" in out
+    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  tandem ")]
+    assert [words[1] for words in commands] == ["generate", "evaluate"]
+    for words in commands:
+        done: Done = command(*words[1:], *(("--prompts", "4") if words[1] == "evaluate" else ()))
+        assert done.code == 0 and done.out, done.err
+    (row,) = read_rows(directory / "metrics.jsonl")
+    assert row["mismatch_kl"] == 0.0
+
+
+def test_report_writes_the_page_again_from_the_runs_files(command, finished_run) -> None:
+    directory, _ = finished_run
+    page = directory / "report.html"
+    before = page.read_text(encoding="utf-8")
+    page.unlink()
+    done: Done = command("report", directory)
+    assert done.code == 0 and done.out.strip() == str(page)
+    assert len(page.read_text(encoding="utf-8")) > 0.9 * len(before)
+
+
+def lasting(directory: Path) -> list[dict]:
+    """The rows of a run without what the clock and the machine say."""
+    passing = ("timing_s/", "perf/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(passing)} for row in read_rows(directory / "metrics.jsonl")]
+
+
+def test_a_run_that_has_ended_resumes_to_the_same_end(command, finished_run) -> None:
+    directory, out = finished_run
+    weights, rows = (directory / "model" / "model.safetensors").read_bytes(), lasting(directory)
+    done = real("resume", directory, "--inline")
+    assert done.code == 0, done.err
+    summary = next(line for line in out.splitlines() if line.startswith("target"))
+    assert summary in done.out
+    assert (directory / "model" / "model.safetensors").read_bytes() == weights
+    assert lasting(directory) == rows
+
+
+def test_doctor_names_the_torch_and_the_cores_that_are_here(command) -> None:
+    done: Done = command("doctor")
+    facts = {line[:16].strip(): line[16:].strip() for line in done.out.splitlines()}
+    assert done.code == 0
+    assert facts["torch"] == importlib.metadata.version("torch")
+    assert f"{len(os.sched_getaffinity(0))} cores" in facts["machine"]
+    assert {"memory", "shared memory", "disk", "kernels", "instruction set", "Python"} <= set(facts)
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(command, recipe) -> None:
+    before = sorted(recipe.parent.iterdir())
+    done: Done = command("train", recipe, "--dry-run")
+    assert done.code == 0 and "is in order" in done.out
+    assert all(f"predicted {name}: " in done.out for name in ("trainer", "rollout", "segments", "disk"))
+    assert sorted(recipe.parent.iterdir()) == before
+
+
+def test_runs_without_a_name_take_the_next_free_one(recipe) -> None:
+    from tandem.config.recipe import load_config
+    from tandem.jobs.start import _new_directory
+
+    config = load_config(recipe)
+    assert [_new_directory(config, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]

@@ -1,0 +1,81 @@
+"""A disk that is full, before a run and in the middle of one; two runs in one directory."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers_cli import real
+
+from tandem.runtime.run_lock import RunLock
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_too_small_for_the_run_is_refused_before_any_work(command, recipe, small_disk) -> None:
+    done = command("train", recipe, f"--run.directory={small_disk / 'runs'}", "--model.create.hidden_size=128")
+    assert "MiB are free; make room" in done.refusal(1)
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "inline"),
+    [
+        (1, True), (60, True), (60, False),
+        *(pytest.param(k, inline, marks=pytest.mark.full) for k in (5, 12, 20, 35, 90, 120) for inline in (True, False)),
+    ],
+)
+def test_a_disk_that_takes_no_more_in_the_middle_of_a_run_ends_it_in_one_line(recipe, kibibytes, inline) -> None:
+    limit = kibibytes * 1024
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    real("train", recipe, *["--inline"] * inline, before=full).refusal(1)
+    runs = [path for path in (recipe.parent / "runs").glob("*/model") if path.is_dir()]
+    assert runs == []
+
+
+def test_a_run_that_a_full_disk_ended_goes_on_when_there_is_room(recipe) -> None:
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60 * 1024, 60 * 1024))
+
+    real("train", recipe, "--run.name=mine", "--inline", before=full).refusal(1)
+    directory = recipe.parent / "runs" / "mine"
+    done = real("resume", directory, "--inline")
+    assert done.code == 0, done.err
+    assert (directory / "model" / "model.safetensors").is_file()
+
+
+def test_a_second_run_in_a_directory_in_use_is_refused_with_its_holder(command, recipe) -> None:
+    directory = recipe.parent / "runs" / "mine"
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(recipe.read_text())
+    before = sorted(path.name for path in directory.iterdir())
+    with RunLock(directory):
+        assert f"in use by process {os.getpid()}" in command("resume", directory).refusal()
+        assert "use 'tandem resume" in command("train", recipe, "--run.name=mine").refusal()
+    assert sorted(path.name for path in directory.iterdir()) == [*before, "lock"]
+
+
+def test_resume_and_report_refuse_what_is_damaged(command, recipe, tmp_path) -> None:
+    directory = tmp_path / "damaged"
+    directory.mkdir()
+    (directory / "config.yaml").write_text("model: [")
+    assert "not valid YAML" in command("resume", directory).refusal()
+    (directory / "journal.sqlite").write_bytes(b"no database" * 100)
+    command("report", directory).refusal(1)
+    (directory / "config.yaml").write_text(recipe.read_text())
+    command("resume", directory).refusal(1)
+    assert (directory / "journal.sqlite").read_bytes() == b"no database" * 100

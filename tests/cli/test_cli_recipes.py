@@ -1,0 +1,105 @@
+"""The recipes that stand in the repository run, each with a tiny model and for a step or two."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers_cli import ROOT, TINY_MODEL, TINY_RUN, TINY_WARM_UP, real
+
+from tandem.config.recipe import load_config
+from tandem.data.tasks.jsonl import read_jsonl
+from tandem.runtime.journal import Journal
+from tandem.runtime.metrics import read_rows
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_in_order(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.fixture(scope="module")
+def their_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder that transformers wrote: Llama, with a byte-level BPE tokenizer trained on the questions."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        (item.text for item in items), trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
+    folder = tmp_path_factory.mktemp("theirs") / "llama"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_model, tmp_path) -> None:
+    done = real(
+        "train", "recipes/jsonl.yaml", f"--model.path={their_model}", f"--run.directory={tmp_path}", "--run.name=mine", *TINY_RUN,
+        "--run.max_steps=2",
+    )
+    assert done.code == 0, done.err
+    directory = tmp_path / "mine"
+    rows = read_rows(directory / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all(row["mismatch_kl"] == 0.0 for row in rows)
+    with Journal(directory / "journal.sqlite", read_only=True) as journal:
+        samples, scores = journal.samples(1), journal.scores(1)
+    assert samples is not None and scores is not None
+    assert {frozenset(score.components) for score in scores} == {frozenset({"exact_symbol", "partial_credit", "partial_credit/length"})}
+    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    for sample, score in zip(samples, scores, strict=True):
+        words = sample.text.split()
+        given = words[0].rstrip(".,;") if words else ""
+        possible = {
+            float(given == item.ground_truth) + 0.2 * (0.5 * (given[:1].lower() == item.ground_truth[:1].lower()) + 0.5 * (given == item.ground_truth))
+            for item in items
+        }
+        assert any(score.value == pytest.approx(value) for value in possible)
+
+
+def test_a_reasoning_gym_task_trains_a_model_that_the_recipe_makes(tmp_path) -> None:
+    pytest.importorskip("reasoning_gym")
+    done = real(
+        "train", "recipes/reasoning_gym.yaml", "--inline", f"--run.directory={tmp_path}", "--run.name=mine", *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN
+    )
+    assert done.code == 0, done.err
+    (row,) = read_rows(tmp_path / "mine" / "metrics.jsonl")
+    assert row["mismatch_kl"] == 0.0
+    found = json.loads(real("evaluate", tmp_path / "mine" / "model", "--recipe", tmp_path / "mine" / "config.yaml", "--prompts", "4", "--json").out)
+    assert all("problem" in e["prompt"] or "=" in e["prompt"] or "+" in e["prompt"] for e in found["examples"])
+
+
+def test_another_reasoning_gym_task_needs_its_name_alone(command) -> None:
+    pytest.importorskip("reasoning_gym")
+    done = command(
+        "train", "recipes/reasoning_gym.yaml", "--dry-run", "--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}",
+        "--model.create.max_positions=512",
+    )
+    assert done.code == 0, done.err
+
+
+def test_the_examples_judges_give_what_their_words_say() -> None:
+    import runpy
+
+    judges = runpy.run_path(str(ROOT / "examples" / "rewards.py"))
+    exact, score = judges["exact_symbol"], judges["compute_score"]
+    assert exact(completions=[" Fe.", "fe", "", "Au is it"], answer=["Fe", "Fe", "Fe", "Au"], atomic_number=[26, 26, 26, 79]) == [1, 0, 0, 1]
+    assert [score("jsonl", text, "Fe")["score"] for text in ("Fe", "fe", "F", "Au", "")] == [1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+def test_the_examples_questions_are_the_first_92_elements_each_once() -> None:
+    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    assert [item.columns["atomic_number"] for item in items] == list(range(1, 93))
+    assert len({item.text for item in items}) == len({item.ground_truth for item in items}) == 92
