@@ -77,6 +77,8 @@ class Run:
         if step % settings.every_steps:
             return False
         if self.journal.evaluation(step, "sampled") is None:
+            if step == 0:
+                self.evaluate(pod, step, "greedy", self.prompts.fresh(settings.final_prompts))
             result = self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts))
             if step == 0 and warm_up is not None and result.accuracy > warm_up.max_accuracy:
                 raise RunError(

@@ -49,11 +49,12 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """``steps``: optimizer steps taken. ``accuracy``: sampled, on the final prompts, ``before`` the same kind of figure on the
-    held-out prompts of step 0. ``model``: the trained model's folder."""
+    held-out prompts of step 0; ``greedy`` and ``before_greedy`` on the final prompts. ``model``: the trained model's folder."""
 
     directory: Path
     steps: int
     before: float | None
+    before_greedy: float | None
     accuracy: float
     greedy: float
     reached: bool
@@ -64,9 +65,10 @@ class RunResult:
     def summary(self) -> str:
         """What a person wants to know at the end."""
         before = f" (before: {self.before:.3f})" if self.before is not None else ""
+        greedy = f" (before: {self.before_greedy:.3f})" if self.before_greedy is not None else ""
         lines = [
             f"{'target reached' if self.reached else 'target NOT reached'} after {self.steps} steps: "
-            f"sampled accuracy {self.accuracy:.3f}{before}, greedy {self.greedy:.3f} on fresh prompts",
+            f"sampled accuracy {self.accuracy:.3f}{before}, greedy {self.greedy:.3f}{greedy} on fresh prompts",
             f"report: {self.report}",
             "try the model:",
             *(f"  {command}" for command in self.commands),
@@ -306,13 +308,14 @@ def _finish(recipe: Recipe, directory: Path, pod: Pod, run: Run, steps: int, lis
             pod.recover(death, steps)
     journal = run.journal
     final, greedy = journal.evaluation(steps, "final"), journal.evaluation(steps, "final_greedy")
-    before = journal.evaluation(0, "sampled")
+    before, before_greedy = journal.evaluation(0, "sampled"), journal.evaluation(0, "greedy")
     assert final is not None and greedy is not None
     commands = _commands(recipe, model, run)
     journal.set("commands", list(commands))
     report = report_run(directory)
     return RunResult(
-        directory, steps, before["accuracy"] if before else None, final["accuracy"], greedy["accuracy"],
+        directory, steps, before["accuracy"] if before else None, before_greedy["accuracy"] if before_greedy else None,
+        final["accuracy"], greedy["accuracy"],
         run.target_reached(steps), model, report, commands,
     )
 

@@ -125,8 +125,8 @@ def _learning_curve(facts: RunFacts) -> str:
     steps, values = _column(facts.rows, "reward/mean")
     if steps:
         traces.append(graph.Scatter(x=steps, y=values, name="reward in training", line={"color": "#9ec5fe"}))
-    for kind, colour in (("sampled", "#0b5ed7"), ("greedy", "#198754")):
-        points = [(e["step"], e["accuracy"], e.get("standard_error", 0.0)) for e in facts.evaluations if e["kind"] == kind]
+    for kind, kinds, colour in (("sampled", {"sampled"}, "#0b5ed7"), ("greedy", {"greedy", "final_greedy"}, "#198754")):
+        points = [(e["step"], e["accuracy"], e.get("standard_error", 0.0)) for e in facts.evaluations if e["kind"] in kinds]
         if points:
             traces.append(
                 graph.Scatter(
