@@ -23,6 +23,8 @@ from tandem.kernels import select
 
 SHAPES = [(4096, 1024), (1024, 4096), (1024, 4864), (512, 128), (128, 512), (256, 128), (99, 128)]
 ROWS = [1, 4, 8, 16, 64, 256, 4096, 8192]
+MOST_WORK = 4096 * 4096 * 1024
+"""Multiply-adds; above this a shape says nothing that a smaller one has not said."""
 
 
 class Best(NamedTuple):
@@ -63,6 +65,8 @@ def table(threads: int, seconds: float) -> list[str]:
         weight = torch.randn(columns, width)
         packed = kernels.pack(weight)
         for rows in ROWS:
+            if rows * columns * width > MOST_WORK:
+                continue
             x = torch.randn(rows, width)
             ours, plain, mkl = interleaved(
                 [
@@ -88,6 +92,8 @@ def gradients(threads: int, seconds: float) -> list[str]:
     lines = ["| N x K | rows | ours us | MKL us | MKL / ours |", "| --- | --- | --- | --- | --- |"]
     for columns, width in SHAPES:
         for rows in (1024, 8192):
+            if rows * columns * width > MOST_WORK:
+                continue
             x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(columns, width, requires_grad=True)
             grad = torch.randn(rows, columns)
 
@@ -112,7 +118,8 @@ def machine() -> str:
     flags = [f for f in known if f in named.get("flags", "").split()]
     processor = named.get("model name", platform.processor())
     processor += f", family {named.get('cpu family', '?')} model {named.get('model', '?')}"
-    return f"{processor}; {os.cpu_count()} cores; {' '.join(flags)}; torch {torch.__version__}"
+    load = f"load average {os.getloadavg()[0]:.1f} at the start"
+    return f"{processor}; {os.cpu_count()} cores; {' '.join(flags)}; torch {torch.__version__}; {load}"
 
 
 def main() -> None:
@@ -123,12 +130,12 @@ def main() -> None:
     options = parser.parse_args()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     text = ["# Linear layers: fixed order beside MKL", "", f"{today}. {machine()}.", "", __doc__.split("\n\n")[1], ""]
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"linear-{today}.md"
     for threads in options.threads:
         text += [f"## {threads} thread{'s' if threads > 1 else ''}", "", *table(threads, options.seconds), ""]
         text += ["Forward and both gradients, as one training step takes them:", "", *gradients(threads, options.seconds), ""]
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"linear-{today}.md"
-    path.write_text("\n".join(text))
+        path.write_text("\n".join(text))
     print(f"wrote {path}")
 
 
