@@ -136,7 +136,7 @@ def _learning_curve(facts: RunFacts) -> str:
             )
     if not traces:
         return "<p class='quiet'>No step was completed.</p>"
-    return _figure(traces, xaxis_title="optimizer step", yaxis_range=[0, 1.05], legend={"orientation": "h"})
+    return _figure(traces, xaxis_title="optimizer step", yaxis_range=[0, 1.05], legend={"orientation": "h", "y": 1.12})
 
 
 def _timings(rows: Sequence[Row]) -> dict[str, list[float]]:
