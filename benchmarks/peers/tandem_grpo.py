@@ -7,7 +7,6 @@ in the engine. With ``--profile FILE`` cProfile writes where the time of all ste
 """
 
 import cProfile
-import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -73,7 +72,7 @@ def main() -> None:
         answer(ready=True)
         while (words := command())[0] != "quit":
             if words[0] == "save":
-                side.trainer.export({"folder": os.path.abspath(words[1])}, {}, _quiet)
+                side.trainer.export({"folder": str(Path(words[1]).resolve())}, {}, _quiet)
                 answer(saved=words[1])
                 continue
             if profile_file is not None and side.trainer.steps:

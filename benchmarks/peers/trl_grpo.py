@@ -18,7 +18,7 @@ from lines import answer, command
 with open(sys.argv[3], encoding="utf-8") as file:
     SETTINGS: dict[str, Any] = json.load(file)
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(SETTINGS["threads"])
 
