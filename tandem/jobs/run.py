@@ -76,13 +76,14 @@ class Run:
         settings, warm_up = self.recipe.evaluation, self.recipe.warm_up
         if step % settings.every_steps:
             return False
-        if self.journal.evaluation(step, "sampled") is None:
-            if step == 0:
+        found = self.journal.evaluation(step, "sampled")
+        accuracy = found["accuracy"] if found else self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts)).accuracy
+        if step == 0:
+            if self.journal.evaluation(step, "greedy") is None:
                 self.evaluate(pod, step, "greedy", self.prompts.fresh(settings.final_prompts))
-            result = self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts))
-            if step == 0 and warm_up is not None and result.accuracy > warm_up.max_accuracy:
+            if warm_up is not None and accuracy > warm_up.max_accuracy:
                 raise RunError(
-                    f"the warm start already has a held-out sampled accuracy of {result.accuracy:.3f}, more than warm_up.max_accuracy "
+                    f"the warm start already has a held-out sampled accuracy of {accuracy:.3f}, more than warm_up.max_accuracy "
                     f"({warm_up.max_accuracy:g}); lower warm_up.steps or raise warm_up.corrupted_share"
                 )
         return self.target_reached(step)

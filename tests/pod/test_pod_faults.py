@@ -14,8 +14,16 @@ REPRESENTATIVE = (
     "trainer_shim:before:register:2",
     "rollout_worker:after:update_weight:1",
     "rollout_shim:before:rollout:4",
-    "pod:after:commit_samples:5",
+    "pod:after:commit_scores:5",
     "pod:before:commit_checkpoint:4",
+)
+DELICATE = (
+    "trainer_worker:before:save:4",  # the checkpoint was not made again after the recovery
+    "trainer_worker:before:inference:5",  # steps are repeated from the journal, then samples are there without a rollout
+    "pod:after:commit_samples:5",  # the same, in the next life
+    "pod:after:commit_evaluation:0",  # between the two evaluations of the start model
+    "trainer_shim:after:train:3,pod:before:record_event:3",  # the pod dies over the recovery
+    "rollout_worker:before:rollout:2,rollout_shim:after:start_engine:2,trainer_worker:after:onload:2",
 )
 RANDOM_SIXTY = random.Random(20).sample(list(every_fault_point()), 60)
 
@@ -50,6 +58,14 @@ def test_kill_at_a_point_and_the_run_is_the_same(fault: str, undisturbed: PodRun
     run = PodRun(tmp_path)
     survive(run, fault)
     assert_recovered(run, fault)
+    assert_lost_nothing(run, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("faults", DELICATE)
+def test_kill_at_a_delicate_point_and_the_run_is_the_same(faults: str, undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    survive(run, *faults.split(","))
     assert_lost_nothing(run, undisturbed)
 
 
