@@ -38,7 +38,8 @@ def tables(text: str) -> list[list[dict[str, str]]]:
             continue
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if names is None:
-            names = cells
+            # Columns of the same name are told apart by how often it stood before.
+            names = [cell + "'" * cells[:i].count(cell) for i, cell in enumerate(cells)]
             found.append([])
         elif not set(line) <= set("|-: "):
             found[-1].append(dict(zip(names, cells, strict=True)))
@@ -62,12 +63,9 @@ def weight_ratios(report: str) -> list[dict[str, Any]]:
     """Verified bytes as a share of the plain copy. Nothing is promised of them but that they are here."""
     rows: list[dict[str, Any]] = []
     for line in tables(report)[0]:
-        shares = [value for value in line.values() if value.endswith("%")]
-        names = ("register", "update")
-        rows += [
-            {"what": f"weight update, {line['model']}: {name} / plain copy", "ratio": float(share.rstrip("%")) / 100, "target": None}
-            for name, share in zip(names, shares, strict=True)
-        ]
+        for name, column in (("register", "share of copy"), ("update", "share of copy'")):
+            share = float(line[column].rstrip("%")) / 100
+            rows.append({"what": f"weight update, {line['model']}: {name} / plain copy", "ratio": share, "target": None})
     return rows
 
 

@@ -8,6 +8,7 @@ in the engine. With ``--profile FILE`` cProfile writes where the time of all ste
 
 import cProfile
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -67,7 +68,7 @@ _quiet: Progress = lambda _: None
 
 def main() -> None:
     profile_file = Path(sys.argv[5]) if sys.argv[4:5] == ["--profile"] else None
-    side, watch, profile = Side(Path(sys.argv[1]), Path(sys.argv[3])), Stopwatch(), cProfile.Profile()
+    side, watch, profile = Side(Path(sys.argv[1]), Path(sys.argv[3])), Stopwatch(), cProfile.Profile(time.process_time)
     with closing(side.rewards):
         answer(ready=True)
         while (words := command())[0] != "quit":

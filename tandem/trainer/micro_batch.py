@@ -47,6 +47,8 @@ class MicroBatch:
 def forward_tokens(sequence: TrainSequence) -> int:
     """Tokens of ``sequence`` that must go through the network: all before its last counted one; 0 where none counts."""
     mask = sequence.loss_mask
+    if mask and mask[-1] != 0:
+        return len(mask) - 1
     return next((index for index in range(len(mask) - 1, 0, -1) if mask[index] != 0), 0)
 
 
@@ -68,8 +70,8 @@ def collate(
     }
     with_reference = all(s.reference_logprobs is not None for s in sequences)
     for number, sequence in enumerate(sequences):
-        _check(sequence)
         length, start = forward_tokens(sequence), bounds[-1]
+        _check(sequence, length)
         counted = [i for i in range(1, length + 1) if sequence.loss_mask[i] != 0]
         tokens += sequence.token_ids[:length]
         positions += range(length)
@@ -115,7 +117,7 @@ def _take(column: list[float], values: Sequence[float], indices: list[int]) -> N
     column += [values[i] for i in indices] if values else [0.0] * len(indices)
 
 
-def _check(sequence: TrainSequence) -> None:
+def _check(sequence: TrainSequence, counted: int) -> None:
     length = len(sequence.token_ids)
     for name in ("loss_mask", "advantages", "rollout_logprobs", "sampling_logprobs", "reference_logprobs"):
         values = getattr(sequence, name)
@@ -123,5 +125,5 @@ def _check(sequence: TrainSequence) -> None:
             raise ValueError(f"sequence '{sequence.id}': {name} has {len(values)} entries for {length} tokens")
     if sequence.loss_mask[0] != 0:
         raise ValueError(f"sequence '{sequence.id}': loss_mask counts token 0, which nothing predicts")
-    if forward_tokens(sequence) == 0:
+    if counted == 0:
         raise ValueError(f"sequence '{sequence.id}' has no counted token; leave it out of the micro-batch")
