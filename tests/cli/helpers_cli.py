@@ -28,11 +28,11 @@ class Done:
         return lines[0].removeprefix("tandem: ")
 
 
-def real(*arguments: str | Path, cwd: Path = ROOT, stdin: str | None = None, before: Callable[[], None] | None = None) -> Done:
+def real(*arguments: str | Path, cwd: Path = ROOT, stdin: str = "", before: Callable[[], None] | None = None, limit_s: float = 300) -> Done:
     """The installed command, as a user runs it."""
     done = subprocess.run(
-        [str(COMMAND), *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300, preexec_fn=before,
-        input=stdin if stdin is not None else "", env={**os.environ, "COLUMNS": "100"},
+        [str(COMMAND), *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=limit_s, preexec_fn=before,
+        input=stdin, env={**os.environ, "COLUMNS": "100"},
     )
     return Done(done.returncode, done.stdout, done.stderr)
 

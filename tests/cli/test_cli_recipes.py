@@ -1,6 +1,7 @@
 """The recipes that stand in the repository run, each with a tiny model and for a step or two."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,25 +70,46 @@ def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_m
         assert any(score.value == pytest.approx(value) for value in possible)
 
 
-def test_a_reasoning_gym_task_trains_a_model_that_the_recipe_makes(tmp_path) -> None:
+CHAIN_SUM = "--task.name=reasoning_gym:chain_sum", "--task.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
+
+
+def test_a_reasoning_gym_task_trains_a_model_that_the_recipe_makes(command, tmp_path) -> None:
     pytest.importorskip("reasoning_gym")
-    done = real(
-        "train", "recipes/reasoning_gym.yaml", "--inline", f"--run.directory={tmp_path}", "--run.name=mine", *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN
-    )
+    given = ("recipes/reasoning_gym.yaml", "--inline", f"--run.directory={tmp_path}", "--run.name=mine", *CHAIN_SUM)
+    done = real("train", *given, *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN)
     assert done.code == 0, done.err
     (row,) = read_rows(tmp_path / "mine" / "metrics.jsonl")
     assert row["mismatch_kl"] == 0.0
-    found = json.loads(real("evaluate", tmp_path / "mine" / "model", "--recipe", tmp_path / "mine" / "config.yaml", "--prompts", "4", "--json").out)
-    assert all("problem" in e["prompt"] or "=" in e["prompt"] or "+" in e["prompt"] for e in found["examples"])
+    recipe = tmp_path / "mine" / "config.yaml"
+    found = json.loads(command("evaluate", tmp_path / "mine" / "model", "--recipe", recipe, "--prompts", "4", "--json").out)
+    assert len(found["examples"]) == 4
+    for example in found["examples"]:
+        asked = re.search(r"(\d) ([+-]) (\d) =", example["prompt"])
+        assert asked is not None
+        first, sign, second = asked.groups()
+        assert int(example["ground_truth"]) == int(first) + (1 if sign == "+" else -1) * int(second)
 
 
-def test_another_reasoning_gym_task_needs_its_name_alone(command) -> None:
+def test_the_recipe_as_it_stands_and_other_tasks_by_name_alone_are_in_order(command) -> None:
     pytest.importorskip("reasoning_gym")
-    done = command(
-        "train", "recipes/reasoning_gym.yaml", "--dry-run", "--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}",
-        "--model.create.max_positions=512",
+    given = ("train", "recipes/reasoning_gym.yaml", "--dry-run")
+    assert command(*given).code == 0
+    assert command(*given, *CHAIN_SUM).code == 0
+    other = ("--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}", "--model.create.max_positions=512")
+    assert command(*given, *other).code == 0
+
+
+@pytest.mark.full
+def test_the_reasoning_gym_recipe_gains_in_sampled_accuracy_on_fresh_prompts(tmp_path) -> None:
+    pytest.importorskip("reasoning_gym")
+    done = real(
+        "train", "recipes/reasoning_gym.yaml", "--inline", "--machine.threads=1", f"--run.directory={tmp_path}", "--run.name=mine",
+        "--run.max_steps=25", limit_s=1800,
     )
     assert done.code == 0, done.err
+    with Journal(tmp_path / "mine" / "journal.sqlite", read_only=True) as journal:
+        figures = {(step, kind): result["accuracy"] for step, kind, result in journal.evaluations()}
+    assert figures[25, "final"] > figures[0, "sampled"] + 0.15
 
 
 def test_the_examples_judges_give_what_their_words_say() -> None:
