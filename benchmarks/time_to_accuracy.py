@@ -32,6 +32,8 @@ from tandem.types import Prompt, Sample
 
 TARGET, EVERY, PROMPTS, MOST = 0.90, 5, 256, 0.5
 TRL_BEST = ["trainer.learning_rate=5e-4", "trainer.warmup_steps=10", "trainer.beta2=0.99", "algorithm.kl_coefficient=0.02"]
+PEER_SETTINGS = {"best": TRL_BEST, "recipe": []}
+"""What TRL is told beyond the sort recipe."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ def accuracy(recipe: Recipe, folder: Path, prompts: Sequence[Prompt], rewards: R
 
 def run(model: Path, work: Path, peer: str, options: argparse.Namespace) -> list[Race]:
     common = [f"run.seed={options.seed}", f"machine.threads={options.threads}"]
-    recipe, best = recipe_with(common), recipe_with([*common, *TRL_BEST])
+    recipe, best = recipe_with(common), recipe_with([*common, *PEER_SETTINGS[options.peer_settings]])
     with (
         tempfile.TemporaryDirectory(dir=work) as name, closing(prompt_source(recipe, model)) as source, RewardPool(recipe.rewards) as rewards,
     ):
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=150, help="at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peer-settings", choices=sorted(PEER_SETTINGS), default="best", help="TRL's own, or the sort recipe's")
     parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="where the start model is kept")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
@@ -133,10 +136,11 @@ def main() -> None:
     by_step = [{point[0]: point[1] for point in race.points} for race in races]
     for step in sorted({step for found in by_step for step in found}):
         curves.append(f"| {step} | " + " | ".join(f"{found[step]:.3f}" if step in found else "" for found in by_step) + " |")
+    told = ", ".join(PEER_SETTINGS[options.peer_settings]) or "the same"
     text = "\n".join([
         f"# Time to {TARGET:.2f} held-out sampled accuracy", "", described, "",
         f"{options.threads} thread{'s' if options.threads > 1 else ''}, seed {options.seed}, the same warm start, 32 prompts x 8 samples a step and the "
-        f"same prompts, taken in turn. Ours: recipes/sort.yaml; TRL: {', '.join(TRL_BEST)}. Evaluated every {EVERY} steps on the same "
+        f"same prompts, taken in turn. Ours: recipes/sort.yaml; TRL: {told}. Evaluated every {EVERY} steps on the same "
         f"{PROMPTS} prompts with the same random numbers; evaluation, saving and starting count for neither.", "", *lines, "", *curves,
     ])
     print(text)
