@@ -69,7 +69,8 @@ def recipe(tmp_path: Path) -> Path:
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of one step that has ended, and what it printed."""
     runs = tmp_path_factory.mktemp("finished")
-    done = real("train", "recipes/sort.yaml", "--inline", f"--run.directory={runs}", "--run.name=mine", *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN)
+    given = ("recipes/sort.yaml", "--inline", f"--run.directory={runs}", "--run.name=mine")
+    done = real("train", *given, *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN)
     assert done.code == 0, done.err
     assert done.err == ""
     return runs / "mine", done.out

@@ -44,7 +44,8 @@ def test_the_panel_shows_phase_reward_accuracy_speed_and_time_left() -> None:
         tell(shown)
         console.print(shown._render())
     text = console.export_text()
-    for part in ("phase", "rollout", "0.625", "0.500 of 0.90", "1234", "time left", "at most", "6/10", "runs/größe [red]", "[bold]not markup[/bold]"):
+    facts = ("phase", "rollout", "0.625", "0.500 of 0.90", "1234", "time left", "at most", "6/10")
+    for part in (*facts, "runs/größe [red]", "[bold]not markup[/bold]"):
         assert part in text, part
 
 
@@ -53,7 +54,8 @@ def test_standard_output_that_is_no_terminal_gets_plain_lines(capsys) -> None:
 
 
 def test_durations_read_as_a_person_says_them() -> None:
-    assert [duration(s) for s in (0.2, 59.4, 59.6, 185, 3600, 7800)] == ["0 s", "59 s", "1 min 00 s", "3 min 05 s", "1 h 00 min", "2 h 10 min"]
+    seconds = (0.2, 59.4, 59.6, 185, 3600, 7800)
+    assert [duration(s) for s in seconds] == ["0 s", "59 s", "1 min 00 s", "3 min 05 s", "1 h 00 min", "2 h 10 min"]
 
 
 def test_in_a_terminal_a_run_draws_the_panel(recipe: Path) -> None:

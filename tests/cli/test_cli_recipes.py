@@ -63,10 +63,8 @@ def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_m
     for sample, score in zip(samples, scores, strict=True):
         words = sample.text.split()
         given = words[0].rstrip(".,;") if words else ""
-        possible = {
-            float(given == item.ground_truth) + 0.2 * (0.5 * (given[:1].lower() == item.ground_truth[:1].lower()) + 0.5 * (given == item.ground_truth))
-            for item in items
-        }
+        rights = {str(item.ground_truth) for item in items}
+        possible = {1.2 * (given == right) + 0.1 * (given[:1].lower() == right[:1].lower() and given != right) for right in rights}
         assert any(score.value == pytest.approx(value) for value in possible)
 
 
@@ -117,7 +115,8 @@ def test_the_examples_judges_give_what_their_words_say() -> None:
 
     judges = runpy.run_path(str(ROOT / "examples" / "rewards.py"))
     exact, score = judges["exact_symbol"], judges["compute_score"]
-    assert exact(completions=[" Fe.", "fe", "", "Au is it"], answer=["Fe", "Fe", "Fe", "Au"], atomic_number=[26, 26, 26, 79]) == [1, 0, 0, 1]
+    completions, answers = [" Fe.", "fe", "", "Au is it"], ["Fe", "Fe", "Fe", "Au"]
+    assert exact(completions=completions, answer=answers, atomic_number=[26, 26, 26, 79]) == [1, 0, 0, 1]
     assert [score("jsonl", text, "Fe")["score"] for text in ("Fe", "fe", "F", "Au", "")] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
 
