@@ -2,9 +2,10 @@
 
     python benchmarks/rollout.py [--peer-python .venv-peer/bin/python] [--rounds 8] [--threads 1 2]
 
-Sampled at temperature 1 from the same warm model, every prompt another one, end tokens ignored, so that both sides make
-exactly the same number of tokens. Ours also gives text and raw and processed log-probabilities of every token, which
-``generate`` is not asked for. Both sides are processes of their own that take turns; the first round is not counted.
+Sampled at temperature 1 from the same warm model, every prompt another one. ``fixed``: end tokens ignored, so that both sides
+make exactly the same number of tokens. ``natural``: each completion ends where the model ends it, as in a rollout. Ours also
+gives text and raw and processed log-probabilities of every token, which ``generate`` is not asked for. Both sides are processes
+of their own that take turns; the first round is not counted.
 """
 
 import argparse
@@ -21,14 +22,15 @@ from start_model import recipe_with, warm_model
 from tandem.pod.prompts import prompt_source
 
 TOKENS = 32
-SEQUENCES = {256: 4.0, 1: 1.0}
-"""How many at once, and the ratio that is promised."""
+WORKLOADS = {("fixed", 256): 4.0, ("natural", 256): 4.0, ("fixed", 1): 1.0}
+"""Lengths, how many at once, and the ratio of tokens a CPU second that is promised."""
 CALLS = {256: 1, 1: 5}
 """Calls in one round: a single sequence takes so little that several make one measurement."""
+Workload = tuple[str, int]
 
 
-def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> dict[int, dict[str, list[dict[str, Any]]]]:
-    """By number of sequences and side: the counted rounds."""
+def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> dict[Workload, dict[str, list[dict[str, Any]]]]:
+    """By workload and side: the counted rounds."""
     recipe = recipe_with()
     with tempfile.TemporaryDirectory(dir=work) as folder:
         prompts = Path(folder) / "prompts.json"
@@ -38,15 +40,15 @@ def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> di
         ours = [sys.executable, HERE / "peers" / "tandem_generate.py", model, prompts, str(TOKENS), str(threads)]
         theirs = [peer, HERE / "peers" / "transformers_generate.py", model, prompts, str(TOKENS), str(threads)]
         with Driven("tandem", ours, threads, work / "a.log") as a, Driven("transformers", theirs, threads, work / "b.log") as b:
-            found: dict[int, dict[str, list[dict[str, Any]]]] = {n: {"tandem": [], "transformers": []} for n in SEQUENCES}
+            found: dict[Workload, dict[str, list[dict[str, Any]]]] = {w: {"tandem": [], "transformers": []} for w in WORKLOADS}
             for number in range(rounds + 1):
-                for sequences in SEQUENCES:
+                for lengths, sequences in WORKLOADS:
                     for name, side in (("tandem", a), ("transformers", b)):
-                        parts = [side.ask(f"generate {sequences}") for _ in range(CALLS[sequences])]
+                        parts = [side.ask(f"{lengths} {sequences}") for _ in range(CALLS[sequences])]
                         took = {key: sum(part[key] for part in parts) for key in ("tokens", "cpu_s", "wall_s")}
-                        assert took["tokens"] == sequences * TOKENS * CALLS[sequences], took
+                        assert lengths == "natural" or took["tokens"] == sequences * TOKENS * CALLS[sequences], took
                         if number:
-                            found[sequences][name].append(took)
+                            found[lengths, sequences][name].append(took)
     return found
 
 
@@ -63,23 +65,27 @@ def main() -> None:
     model = warm_model(options.work)
     lines, promises = [], []
     for threads in options.threads:
-        for sequences, sides in measure(model, options.work, peer, threads, options.rounds).items():
-            cells, tokens = [f"{threads}", f"{sequences}"], sequences * TOKENS * CALLS[sequences]
+        for (lengths, sequences), sides in measure(model, options.work, peer, threads, options.rounds).items():
+            tokens = [sum(p["tokens"] for p in sides[name]) / len(sides[name]) for name in ("tandem", "transformers")]
+            cells = [f"{threads}", f"{sequences}", lengths, f"{tokens[0]:,.0f} / {tokens[1]:,.0f}"]
             for kind in ("cpu_s", "wall_s"):
-                (a, am), (b, bm) = (best_and_median([part[kind] for part in sides[name]]) for name in ("tandem", "transformers"))
-                cells += [f"{tokens / a:,.0f} / {tokens / am:,.0f}", f"{tokens / b:,.0f} / {tokens / bm:,.0f}", f"**{b / a:.2f}** / {bm / am:.2f}"]
+                a, b = (
+                    best_and_median([part[kind] / part["tokens"] for part in sides[name]]) for name in ("tandem", "transformers")
+                )
+                cells += [*(f"{1 / best:,.0f} / {1 / median:,.0f}" for best, median in (a, b)), f"**{b[0] / a[0]:.2f}** / {b[1] / a[1]:.2f}"]
                 if kind == "cpu_s" and threads == 1:
-                    what = f"rollout, tokens a CPU second, {sequences} sequence{'s' if sequences > 1 else ''}"
-                    promises.append({"what": what, "ratio": b / a, "median": bm / am, "target": SEQUENCES[sequences]})
+                    what = f"rollout, tokens a CPU second, {sequences} sequence{'s' if sequences > 1 else ''}, {lengths} lengths"
+                    promises.append({"what": what, "ratio": b[0] / a[0], "median": b[1] / a[1], "target": WORKLOADS[lengths, sequences]})
             lines.append("| " + " | ".join(cells) + " |")
             print(lines[-1], file=sys.stderr, flush=True)
-    text = "\n".join([
-        "# Rollout beside transformers' generate", "",
-        f"{described}\n\nBest / median of {options.rounds} interleaved rounds; {TOKENS} new tokens a sequence, sampled at temperature 1, end tokens "
-        "ignored, every prompt another one; the sort recipe's warm model. Ours also returns log-probabilities and text.", "",
-        "| threads | sequences | tokens / CPU s, tandem | transformers | ratio | tokens / wall s, tandem | transformers | ratio |",
-        "|---|---|---|---|---|---|---|---|", *lines,
-    ])
+    about = (
+        f"Best / median of {options.rounds} interleaved rounds; {TOKENS} new tokens a sequence at most, sampled at temperature 1; fixed "
+        "lengths: end tokens ignored, natural: each ends where the model ends it; every prompt another one; the sort recipe's warm "
+        "model. Ours also returns log-probabilities and text."
+    )
+    sides = "tandem | transformers | ratio"
+    header = f"| threads | sequences | lengths | tokens a round, tandem / transformers | tokens / CPU s, {sides} | tokens / wall s, {sides} |"
+    text = "\n".join(["# Rollout beside transformers' generate", "", f"{described}\n\n{about}", "", header, "|---" * 10 + "|", *lines])
     print(text)
     print(f"wrote {write_report('rollout', text, options.out)}")
     write_ratios("rollout", promises, options.work)

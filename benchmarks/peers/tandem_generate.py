@@ -18,14 +18,15 @@ def main() -> None:
     llm = LLM(sys.argv[1])
     with open(sys.argv[2], encoding="utf-8") as file:
         prompts = json.load(file)
-    params = SamplingParams(temperature=1.0, max_tokens=int(sys.argv[3]), ignore_eos=True)
+    tokens = int(sys.argv[3])
+    modes = {word: SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=word == "fixed") for word in ("fixed", "natural")}
     watch, calls = Stopwatch(), 0
     answer(ready=True)
     while (words := command())[0] != "quit":
         calls += 1
         watch.start()
         asked = [{"prompt_token_ids": prompt, "cache_salt": str(calls)} for prompt in prompts[: int(words[1])]]
-        outputs = llm.generate(asked, params, use_tqdm=False)
+        outputs = llm.generate(asked, modes[words[0]], use_tqdm=False)
         took = watch.stop()
         answer(tokens=sum(len(output.outputs[0].token_ids) for output in outputs), **took)
 

@@ -38,6 +38,10 @@ class Threads:
         }
 
 
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""What a child prints is in its file also when it is killed."""
+
+
 def available_cores() -> int:
     """Cores that this process may use: its affinity and its cgroup's quota, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,7 +87,7 @@ def spawn(
                 pass_fds=tuple(pass_fds),
                 start_new_session=new_session,
                 cwd=directory,
-                env={**os.environ, **threads.environment(), **(environment or {})},
+                env={**os.environ, **UNBUFFERED, **threads.environment(), **(environment or {})},
             )
 
     # The kernel sends the parent-death signal when the *thread* that forked ends, so a child is never started from a
