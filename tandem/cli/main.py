@@ -5,6 +5,7 @@ import difflib
 import importlib
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 from tandem.types import UserError
@@ -46,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: the run failed; 2: usage error; 130: interrupted."""
+    # torch says this where NumPy is not installed; nothing here needs it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
