@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import yaml
 
@@ -37,8 +36,6 @@ from tandem.runtime.run_lock import RunLock
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)

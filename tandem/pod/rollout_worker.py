@@ -1,9 +1,7 @@
 """The rollout sidecar's worker: the engine, and the calls that the pod makes of it."""
 
 import logging
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tandem.checkpoint_engine.update import WeightReader
 from tandem.config.recipe import Recipe
@@ -12,16 +10,12 @@ from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
 from tandem.rl.rollout.dispatch import request_key
 from tandem.rl.rollout.groups import samples_of, sampling_params
+from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import RunError, WeightVersion
 from tandem.types.wire import decode_prompts, encode_samples
 
 logger = logging.getLogger(__name__)
-
-Meta = Mapping[str, Any]
-Blobs = Mapping[str, bytes]
-Reply = tuple[dict[str, Any], dict[str, bytes]]
-Progress = Callable[[dict[str, Any]], None]
 
 
 class RolloutWorker:
@@ -32,7 +26,7 @@ class RolloutWorker:
         self.reader = WeightReader(EmbeddedStore(directory / "pod" / "store.sqlite"))
         self.llm: LLM | None = None
 
-    def methods(self) -> dict[str, Callable[[Meta, Blobs, Progress], Reply]]:
+    def methods(self) -> dict[str, Method]:
         """Every call by its name."""
         return {"start_engine": self.start_engine, "update_weight": self.update_weight, "rollout": self.rollout}
 

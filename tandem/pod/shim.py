@@ -10,12 +10,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, WorkerDied
+from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.logs import log_uncaught, setup
 from tandem.runtime.processes import Threads, memory_of
@@ -30,8 +28,6 @@ TRAINER_CALLS = (
 )
 ROLLOUT_CALLS = ("start_engine", "update_weight", "rollout")
 CALLS = {"trainer": TRAINER_CALLS, "rollout": ROLLOUT_CALLS}
-
-Reply = tuple[dict[str, Any], Mapping[str, bytes]]
 
 
 class Shim:

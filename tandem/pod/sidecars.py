@@ -3,16 +3,15 @@
 Whether a call crosses two processes or none is the channel's business (``tandem.pod.channel``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.pod.channel import Channel
+from tandem.runtime.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire import decode_samples, encode_prompts, encode_samples, encode_scores
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)

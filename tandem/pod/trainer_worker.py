@@ -5,9 +5,8 @@ Every call may be made again for the same step: after a fault the pod simply ask
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.supervised import fine_tune
 from tandem.rl.algorithms.update import sequence_logprobs, update_policy
+from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.trainer.optimizer import AdamW
@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """What makes a checkpoint a Hugging Face folder, besides the weights."""
 
-Meta = Mapping[str, Any]
-Blobs = Mapping[str, bytes]
-Reply = tuple[dict[str, Any], dict[str, bytes]]
-Progress = Callable[[dict[str, Any]], None]
 
 
 class TrainerWorker:
@@ -59,7 +55,7 @@ class TrainerWorker:
         self.inferred: tuple[int, dict[str, tuple[float, ...]]] | None = None
         self.converted: list[tuple[str, Tensor]] | None = None
 
-    def methods(self) -> dict[str, Callable[[Meta, Blobs, Progress], Reply]]:
+    def methods(self) -> dict[str, Method]:
         """Every call by its name."""
         names = (
             "create_model", "warm_up", "export", "load", "inference", "train", "offload", "onload",

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 Meta = Mapping[str, Any]
 Blobs = Mapping[str, bytes]
 Progress = Callable[[dict[str, Any]], None]
-Method = Callable[[Meta, Blobs, Progress], tuple[dict[str, Any], Mapping[str, bytes]]]
+Reply = tuple[dict[str, Any], Mapping[str, bytes]]
+Method = Callable[[Meta, Blobs, Progress], Reply]
 """A call's implementation: ``(meta, blobs, progress) -> (meta, blobs)``. What it raises reaches the caller."""
 
 MAX_FRAME_BYTES = 2**31
