@@ -7,9 +7,10 @@ rename, an object store by the end of its upload.
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tandem.types import RunError, UserError
@@ -42,6 +43,11 @@ class Storage(Protocol):
 
     def local(self, name: str) -> Path | None:
         """Where ``name`` lies on this machine, or ``None`` for a storage that is elsewhere."""
+        ...
+
+    def scratch(self) -> AbstractContextManager[Path]:
+        """A passing folder on this machine for what will be put here. One that a killed process left is cleared away, where
+        it can be known."""
         ...
 
 
@@ -100,15 +106,26 @@ class FolderStorage:
         fresh = target.parent / f".{target.name}.tmp"
         with _disk(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, fresh)
+            shutil.move(source, fresh)
             descriptor = os.open(fresh, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
             fresh.replace(target)
-        source.unlink()
 
     def local(self, name: str) -> Path | None:
         return self.root / name
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        # On the same disk, so that putting a file here is a rename.
+        folder = self.root / ".scratch"
+        shutil.rmtree(folder, ignore_errors=True)
+        with _disk(folder):
+            folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +155,15 @@ class RemoteStorage:
 
     def local(self, name: str) -> Path | None:
         return None
+
+    def scratch(self) -> AbstractContextManager[Path]:
+        return _passing_folder()
+
+
+@contextmanager
+def _passing_folder() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="tandem-data-") as name:
+        yield Path(name)
 
 
 def _remote(url: str, scheme: str) -> RemoteStorage:

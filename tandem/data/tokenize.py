@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandem.data.documents import DocumentFormat, Part, divide
@@ -110,15 +109,15 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     _check_plan(destination, plan, names)
     end = tokenizer.eos_token_ids[0] if settings.append_end else None
     fingerprint, dtype = tokenizer_fingerprint(settings.tokenizer), token_dtype(tokenizer.vocab_size)
-    with TemporaryDirectory(prefix="tandem-tokenize-") as scratch:
+    with destination.scratch() as scratch:
         if PLAN not in names:
-            _put(destination, PLAN, plan, Path(scratch))
+            _put(destination, PLAN, plan, scratch)
         done = {number for number in range(len(units)) if _record(number) in names}
-        _Crew(settings, units, dtype, end, Path(scratch)).work(sorted(set(range(len(units))) - done), done, on_progress)
+        _Crew(settings, units, dtype, end, scratch).work(sorted(set(range(len(units))) - done), done, on_progress)
         shards = tuple(Shard.from_json(json.loads(read(destination, _record(number)))) for number in range(len(units)))
         found = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards)
         if DATASET not in names:
-            _put(destination, DATASET, found.to_json(), Path(scratch))
+            _put(destination, DATASET, found.to_json(), scratch)
     return found
 
 
@@ -175,7 +174,7 @@ class _Crew:
                 report()
 
         parts = [list(part) for part in self.units[number]]
-        meta = {"parts": parts, "shard": shard_name(number), "record": _record(number), "scratch": str(self.scratch)}
+        meta = {"parts": parts, "shard": shard_name(number), "record": _record(number), "scratch": str(self.scratch.absolute())}
         for _ in range(MOST_DEATHS):
             try:
                 workers[slot].call("unit", meta, deadline_s=UNIT_DEADLINE_S, on_progress=progress)

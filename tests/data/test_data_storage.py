@@ -103,6 +103,16 @@ def test_shards_elsewhere_are_brought_here_once_and_verified(url: str, tmp_path:
         assert list((tmp_path / "other").glob("*.tar")) == []
 
 
+def test_scratch_of_a_killed_process_is_cleared_away_and_nothing_stays(url: str) -> None:
+    storage = open_storage(url, create=True)
+    with storage.scratch() as folder:
+        (folder / "left").write_text("x")
+        assert storage.files() == []
+        with storage.scratch() as again:
+            assert list(again.iterdir()) == []
+    assert not folder.exists() and storage.files() == []
+
+
 def test_address_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     for url, said in ((str(tmp_path / "nix"), "is no folder"), ("nosuch://x", "nosuch")):
         with pytest.raises(UserError) as caught:
