@@ -8,6 +8,7 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import BinaryIO, NamedTuple
 
 from tandem.data.storage import Storage, StoredFile
@@ -20,10 +21,14 @@ COMPRESSED = ".gz"
 @dataclass(frozen=True, slots=True)
 class DocumentFormat:
     """``text_key``: which key of a JSON line holds the text. ``suffixes``: of files that are one document each, such as
-    ``.txt`` (``.jsonl`` and ``.ndjson``, and both with ``.gz``, are always read)."""
+    ``.txt`` (``.jsonl`` and ``.ndjson``, and both with ``.gz``, are always read). ``exclude``: patterns of names that are left
+    out, as a shell writes them; ``*`` takes in slashes. ``skip_broken``: documents that cannot be read are counted and left out
+    instead of ending the work."""
 
     text_key: str = "text"
     suffixes: tuple[str, ...] = (".txt", ".md")
+    exclude: tuple[str, ...] = ()
+    skip_broken: bool = False
 
     def check(self) -> None:
         for suffix in self.suffixes:
@@ -31,6 +36,14 @@ class DocumentFormat:
                 raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and be none of .jsonl, .ndjson and .gz")
         if not self.text_key:
             raise UserError("the key of the text is empty; name the key of a JSON line that holds its text")
+
+
+class Document(NamedTuple):
+    """``text`` is ``None`` for one that is broken; ``problem`` then says in a line where and why. ``size``: bytes of its source."""
+
+    text: str | None
+    size: int
+    problem: str = ""
 
 
 class Part(NamedTuple):
@@ -59,9 +72,15 @@ def divide(files: Sequence[StoredFile], form: DocumentFormat, unit_bytes: int) -
     return [*units, tuple(open_parts)] if open_parts else units
 
 
-def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[tuple[str, int]]:
-    """The texts of ``part`` in order, each with the bytes of its source. Raises ``UserError`` with file and byte for one that is
-    broken."""
+def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:
+    """The documents of ``part`` in order. Raises ``UserError`` for one that is broken unless those are skipped."""
+    for document in _documents(storage, part, form):
+        if document.text is None and not form.skip_broken:
+            raise UserError(f"{document.problem}; mend it, take it out or skip what is broken")
+        yield document
+
+
+def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:
     with storage.open(part.name) as file:
         if part.name.endswith(LINES):
             yield from _lines(file, part, form)
@@ -69,14 +88,16 @@ def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[tu
             yield from _compressed(file, part, form)
         else:
             content = file.read()
-            yield _decode(content, part.name), len(content)
+            yield _document(content, part.name)
 
 
 def _is_read(name: str, form: DocumentFormat) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in form.exclude):
+        return False
     return name.removesuffix(COMPRESSED).endswith(LINES) or name.endswith(form.suffixes)
 
 
-def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[tuple[str, int]]:
+def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
     at = part.start
     if at > 0:
         # The line that ends after the boundary belongs to the part before, unless it begins exactly here.
@@ -86,37 +107,41 @@ def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[tuple[s
         line = file.readline()
         if not line:
             return
-        yield _text(line, f"{part.name}, the line at byte {at}", form), len(line)
+        yield _document(line, f"{part.name}, the line at byte {at}", form)
         at += len(line)
 
 
-def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[tuple[str, int]]:
-    """``bytes`` here are those of the compressed file that were read meanwhile."""
+def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
+    """Sizes here are of the compressed bytes that were read meanwhile."""
     before = 0
     try:
         with gzip.open(file) as lines:
             for number, line in enumerate(lines, start=1):
                 position = file.tell()
-                yield _text(line, f"{part.name}, line {number}", form), position - before
+                yield _document(line, f"{part.name}, line {number}", form)._replace(size=position - before)
                 before = position
     except (EOFError, gzip.BadGzipFile) as error:
-        raise UserError(f"{part.name} is damaged: {error}; fetch it again") from None
+        yield Document(None, part.stop - before, f"{part.name} is damaged: {error}")
 
 
-def _text(line: bytes, where: str, form: DocumentFormat) -> str:
+def _document(content: bytes, where: str, form: DocumentFormat | None = None) -> Document:
+    """``content`` as text, or with a ``form`` as a JSON line."""
+
+    def broken(problem: str) -> Document:
+        return Document(None, len(content), f"{where}: {problem}")
+
     try:
-        row = json.loads(_decode(line, where))
-    except ValueError as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return broken(f"not UTF-8 (byte {error.start + 1})")
+    if form is None:
+        return Document(text, len(content))
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return broken(f"not valid JSON: {error}")
     if not isinstance(row, dict) or not isinstance(row.get(form.text_key), str):
         there = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
-        raise UserError(f"{where}: there is no text under the key '{form.text_key}' (there is {there}); name the right key")
-    text: str = row[form.text_key]
-    return text
-
-
-def _decode(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 (byte {error.start + 1}); save it as UTF-8 or take it out") from None
+        return broken(f"there is no text under the key '{form.text_key}' (there is {there})")
+    found: str = row[form.text_key]
+    return Document(found, len(content))

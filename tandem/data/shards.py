@@ -30,7 +30,7 @@ def token_dtype(vocab_size: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A committed shard: ``NAME.tar`` and ``NAME.lengths``. ``digest``: BLAKE2b-128 of the tar file, ``lengths_digest`` of the
-    other, in hexadecimal. ``size``: bytes of the tar file."""
+    other, in hexadecimal. ``size``: bytes of the tar file. ``skipped``: broken documents of its source, which are not in it."""
 
     name: str
     documents: int
@@ -38,6 +38,7 @@ class Shard:
     size: int
     digest: str
     lengths_digest: str
+    skipped: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +55,7 @@ class ShardWriter:
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype
         self.lengths = array("I")
-        self.size = 0
+        self.size = self.skipped = 0
         self._file = (folder / f"{name}.tar").open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
 
@@ -75,7 +76,7 @@ class ShardWriter:
         (self.folder / f"{self.name}.lengths").write_bytes(lengths)
         return Shard(
             self.name, len(self.lengths), sum(self.lengths), self.size, self._digest.hexdigest(),
-            hashlib.blake2b(lengths, digest_size=16).hexdigest(),
+            hashlib.blake2b(lengths, digest_size=16).hexdigest(), self.skipped,
         )
 
     def _write(self, data: bytes) -> None:

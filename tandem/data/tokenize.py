@@ -17,11 +17,12 @@ from typing import Any
 
 from tandem.data.documents import DocumentFormat, Part, divide
 from tandem.data.shards import Shard, token_dtype
+from tandem.data.split import Side
 from tandem.data.storage import Storage, open_storage, read
 from tandem.runtime.calls import WorkerDied
 from tandem.runtime.processes import Threads, available_cores
 from tandem.runtime.worker_pipe import Worker
-from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
 DATASET, PLAN = "dataset.json", "plan.json"
@@ -35,8 +36,9 @@ Progress = Callable[[int, int, int], None]
 @dataclass(frozen=True, slots=True)
 class TokenizeSettings:
     """``source`` and ``destination``: folders or URLs. ``tokenizer``: a Hugging Face folder. ``unit_bytes``: of the source in
-    one shard. ``append_end``: every document ends with the tokenizer's end-of-sequence token. ``workers``: processes; 0 takes one
-    for each core."""
+    one shard. ``append_end``: every document ends with the tokenizer's end-of-sequence token. ``side``: all documents, or those of
+    one side where ``held_out_share`` of them, by a hash of their text, are held out. ``workers``: processes; 0 takes one for each
+    core."""
 
     source: str
     destination: str
@@ -44,12 +46,16 @@ class TokenizeSettings:
     form: DocumentFormat = field(default_factory=DocumentFormat)
     unit_bytes: int = 64 * 2**20
     append_end: bool = True
+    side: Side = "all"
+    held_out_share: float = 0.01
     workers: int = 0
 
     def check(self) -> None:
         self.form.check()
         if self.unit_bytes < 1:
             raise UserError(f"the size of a shard's source is {self.unit_bytes} bytes; it must be at least 1")
+        if not 0 < self.held_out_share < 1:
+            raise UserError(f"the share of documents held out is {self.held_out_share}; it must be above 0 and below 1")
         if self.workers < 0:
             raise UserError(f"the number of workers is {self.workers}; it must be 0 (one for each core) or more")
         if self.source.rstrip("/") == self.destination.rstrip("/"):
@@ -58,7 +64,7 @@ class TokenizeSettings:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDataset:
-    """``dataset.json``. ``tokenizer``: the BLAKE2b-128 of its files; ``end_token``: what ends every document (``None``: nothing);
+    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing);
     ``dtype``: of the ids."""
 
     tokenizer: str
@@ -75,8 +81,12 @@ class TokenizedDataset:
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
+    @property
+    def skipped(self) -> int:
+        return sum(shard.skipped for shard in self.shards)
+
     def to_json(self) -> bytes:
-        facts = {"format": 1, "documents": self.documents, "tokens": self.tokens}
+        facts = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
         return json.dumps({**facts, **asdict(self)}, indent=1).encode() + b"\n"
 
 
@@ -192,7 +202,7 @@ class _Crew:
         options = json.dumps(
             {
                 "source": settings.source, "destination": settings.destination, "tokenizer": settings.tokenizer, "dtype": self.dtype,
-                "text_key": settings.form.text_key, "suffixes": list(settings.form.suffixes), "end": self.end,
+                "form": asdict(settings.form), "end": self.end, "side": settings.side, "held_out_share": settings.held_out_share,
             }
         )
         return Worker(f"tokenizer {slot}", "tandem.data.tokenize_worker", ["--options", options], threads=Threads(1))
@@ -210,21 +220,17 @@ def _record(number: int) -> str:
 
 
 def tokenizer_fingerprint(folder: str | Path) -> str:
-    """The BLAKE2b-128 of a tokenizer's files, in hexadecimal."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in TOKENIZER_FILES:
-        path = Path(folder) / name
-        if name != "chat_template.jinja" and path.is_file():
-            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    """The BLAKE2b-128 of a tokenizer's ``tokenizer.json``, in hexadecimal: what its ids depend on."""
+    return hashlib.blake2b((Path(folder) / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
 
 
 def _plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> bytes:
     """What the shards depend on; two runs with the same plan write the same bytes."""
     sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
     facts = {
-        "tokenizer": tokenizer_fingerprint(settings.tokenizer), "text_key": settings.form.text_key, "suffixes": list(settings.form.suffixes),
-        "unit_bytes": settings.unit_bytes, "append_end": settings.append_end, "units": len(units), "sources": sources,
+        "tokenizer": tokenizer_fingerprint(settings.tokenizer), **asdict(settings.form), "unit_bytes": settings.unit_bytes,
+        "append_end": settings.append_end, "side": settings.side,
+        "held_out_share": settings.held_out_share if settings.side != "all" else 0, "units": len(units), "sources": sources,
     }
     return json.dumps(facts, indent=1).encode() + b"\n"
 

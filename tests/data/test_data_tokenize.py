@@ -19,6 +19,8 @@ from tandem.data.documents import DocumentFormat, divide, documents
 from tandem.data.shards import ShardReader
 from tandem.data.storage import StoredFile, open_storage
 from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
 TEXTS = [f"document {i}: " + "naïve 数 café \u2028 line\n" * (i % 7) + "x" * (i * 37 % 211) for i in range(300)]
@@ -108,8 +110,8 @@ def test_byte_ranges_cut_json_lines_without_losing_or_doubling_one(unit_bytes: i
     storage, form = open_storage(str(tmp_path)), DocumentFormat()
     units = divide(storage.files(), form, unit_bytes)
     found = [document for unit in units for part in unit for document in documents(storage, part, form)]
-    assert [text for text, _ in found] == [json.loads(line)["text"] for line in lines]
-    assert sum(size for _, size in found) == (tmp_path / "a.jsonl").stat().st_size
+    assert [document.text for document in found] == [json.loads(line)["text"] for line in lines]
+    assert sum(document.size for document in found) == (tmp_path / "a.jsonl").stat().st_size
 
 
 def test_small_files_share_a_unit_and_files_of_other_kinds_are_left_out() -> None:
@@ -184,6 +186,44 @@ def test_broken_document_is_one_line_with_file_and_place(content: bytes, said: s
     with pytest.raises(UserError) as caught:
         tokenize(settings(tmp_path / "s", tmp_path / "t", tokenizer_folder))
     assert "broken.jsonl, " in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_broken_documents_can_be_skipped_and_are_counted(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (source / "broken.jsonl").write_bytes(b'{"text": "fine"}\n{\n{"text": "\xff"}\n{"other": 1}\n')
+    (source / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (source / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "before the cut"}\n' * 500)[:-20])
+    with pytest.raises(UserError, match="skip what is broken"):
+        tokenize(settings(source, tmp_path / "t", tokenizer_folder))
+    found = tokenize(settings(source, tmp_path / "u", tokenizer_folder, form=DocumentFormat(skip_broken=True)))
+    texts = decoded(tmp_path / "u", tokenizer_folder)
+    assert found.skipped == 5 and texts.count("fine") == 1 and len(set(TEXTS) - set(texts)) == 0
+
+
+def test_excluded_names_are_left_out(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    found = tokenize(settings(source, tmp_path / "t", tokenizer_folder, form=DocumentFormat(exclude=("deep/er/*", "*.gz"))))
+    assert sorted(decoded(tmp_path / "t", tokenizer_folder)) == sorted(TEXTS[:200]) and found.documents == 200
+
+
+def test_sides_divide_the_documents_without_overlap(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    sides = {side: settings(source, tmp_path / side, tokenizer_folder, side=side, held_out_share=0.3) for side in ("train", "held_out")}
+    for side in sides.values():
+        tokenize(side)
+    train, held_out = (decoded(tmp_path / side, tokenizer_folder) for side in sides)
+    assert sorted(train + held_out) == sorted(TEXTS) and not set(train) & set(held_out)
+    assert 0.2 < len(held_out) / len(TEXTS) < 0.4
+
+
+def test_learned_tokenizer_encodes_any_text_and_is_not_written_over(source: Path, tmp_path: Path) -> None:
+    train_tokenizer(open_storage(str(source)), DocumentFormat(), 500, tmp_path / "t")
+    tokenizer = Tokenizer.from_folder(tmp_path / "t")
+    assert tokenizer.vocab_size == 500 and tokenizer.eos_token_ids == (0,)
+    for text in ("naïve 数 café", "\0\x7f 🎉 nothing like it was seen", " \n\t "):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("document 7: naïve")) < 10, "it has learned what is frequent"
+    with pytest.raises(UserError, match="has a tokenizer already"):
+        train_tokenizer(open_storage(str(source)), DocumentFormat(), 500, tmp_path / "t")
+    with pytest.raises(UserError, match="at least 257"):
+        train_tokenizer(open_storage(str(source)), DocumentFormat(), 100, tmp_path / "u")
 
 
 def test_what_cannot_work_is_refused_before_any_work(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
