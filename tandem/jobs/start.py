@@ -16,9 +16,10 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.data.prompts import PromptSource
 from tandem.jobs.inputs import check_inputs
+from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.rl import reinforce
 from tandem.jobs.run import Run
-from tandem.jobs.start_pretraining import PretrainResult, check_pretraining, execute_pretraining
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
@@ -129,6 +130,9 @@ def _execute(
     recipe: AnyRecipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
 ) -> RunResult | PretrainResult:
     if isinstance(recipe, PretrainRecipe):
+        # It trains in this process; a pod's controller needs no torch.
+        from tandem.jobs.start_pretraining import execute_pretraining
+
         return execute_pretraining(recipe, directory, listener, resumed)
     return _reinforce(recipe, directory, inline, listener, faults, resumed)
 
