@@ -34,7 +34,7 @@ class StructuredOutputsParams:
     ``min_tokens`` says. ``max_tokens``, stop texts and stop tokens end a completion wherever it stands.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
+    json: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None and (name != "json_object" or self.json_object)]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = "none" if not given else " and ".join(given)
             raise UserError(f"structured_outputs has {found}; give exactly one of {', '.join(_KINDS)}")
@@ -61,7 +61,7 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """The field that is set."""
-        return next(name for name in _KINDS if getattr(self, name))
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     def key(self) -> str:
         """A text that is the same for equal values and no others."""
@@ -95,7 +95,9 @@ class Grammars:
         matcher = library.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise _refusal(params, matcher.get_error())
-        if not any(matcher.deep_copy().compute_bitmask()):
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
             raise UserError(f"structured_outputs {params.kind}: no token of the vocabulary can begin such a text")
         self._compiled[key] = matcher
         if len(self._compiled) > _COMPILED_GRAMMARS:
@@ -107,13 +109,14 @@ class GrammarCursor:
     """Where a sequence stands in its grammar. What ``fill`` writes is a function of ``output`` alone; the state in here
     only saves reading again what was read for the position before."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher.deep_copy()
+    def __init__(self, start: Any) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
         self._read: list[int] = []
 
     def fill(self, output: list[int], words: Tensor) -> None:
-        """Set the bits in ``words[W]`` int32 (on the CPU, contiguous) of the tokens that may follow ``output``; only the
-        end token may follow tokens that do not match."""
+        """Set the bits in ``words[W]`` int32 (on the CPU, contiguous) of the tokens that may follow ``output``. Only end
+        tokens may where ``output`` does not match, or where the vocabulary has no token that leads on."""
         if output[: len(self._read)] != self._read:
             kept = next((i for i, (a, b) in enumerate(zip(self._read, output, strict=False)) if a != b), len(output))
             self._matcher.rollback(len(self._read) - kept)
@@ -126,6 +129,9 @@ class GrammarCursor:
             matcher = self._matcher.deep_copy()
             matcher.consume_token(rest[taken])
         matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * len(words))
+        if self._matcher.is_error():
+            # A matcher never leaves that state; another position may be a sound one.
+            self._matcher, self._read = self._start.deep_copy(), []
 
 
 def _schema_text(schema: Any) -> str:
@@ -134,8 +140,8 @@ def _schema_text(schema: Any) -> str:
             schema = json.loads(schema)
         except ValueError as error:
             raise UserError(f"structured_outputs json is not valid JSON: {error}") from None
-    if not isinstance(schema, Mapping | bool):
-        raise UserError(f"structured_outputs json is a {type(schema).__name__}; a JSON schema is an object (or true)")
+    if not isinstance(schema, Mapping):
+        raise UserError(f"structured_outputs json is a {type(schema).__name__}; a JSON schema is an object")
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
