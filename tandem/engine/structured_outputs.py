@@ -165,11 +165,11 @@ def _grammar(library: ModuleType, params: StructuredOutputsParams) -> str:
     elif params.grammar is not None:
         found = library.grammar_from("grammar", params.grammar)
     else:
-        options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+        options: dict[str, Any] = {"whitespace_flexible": False} if params.disable_any_whitespace else {}
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         schema = '{"type": "object"}' if params.json is None else params.json
-        found = library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        found = library.LLMatcher.grammar_from_json_schema(schema, overrides=options or None)
     return str(found)
 
 

@@ -143,7 +143,7 @@ def test_masks_are_the_same_in_any_batch_and_unconstrained_neighbours_keep_their
 def test_a_place_in_a_grammar_is_a_function_of_the_tokens_alone(folder: Path) -> None:
     text = Text.from_folder(folder)
     start = Grammars(text, text.vocab_size + 8).compile(StructuredOutputsParams(json=SCHEMA))
-    drawn = text.encode('{"name":"ab\\n", "age": 17,"tags":["red","blue"]}') + [2, 2]
+    drawn = [*text.encode('{"name":"ab\\n", "age": 17,"tags":["red","blue"]}'), 2, 2]
     drafts = [drawn[:k] + other for k in range(len(drawn)) for other in ([], text.encode("}"), text.encode("{{"))]
 
     def mask(cursor: GrammarCursor, output: list[int]) -> list[int]:

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from tandem.model.weight_store import WeightStore, download, is_remote, objects
 from tandem.model.weight_store.manifest import read_manifest
@@ -82,7 +84,6 @@ def test_a_model_is_downloaded_once_and_then_read_from_the_disk(tmp_path: Path, 
 
 
 def test_memory_and_other_storages_of_fsspec_work_too(tmp_path: Path) -> None:
-    fsspec = pytest.importorskip("fsspec")
     storage = fsspec.filesystem("memory")
     storage.pipe({"/bucket/m/config.json": b"{}", "/bucket/m/model.safetensors": content(300_000, 1), "/bucket/m/deep/x.json": b"no"})
     with WeightStore(tmp_path).hold("memory://bucket/m") as held:
@@ -170,7 +171,7 @@ def test_what_was_used_longest_ago_goes_first_and_what_is_in_use_never(tmp_path:
     with store.hold(urls[0]):  # the oldest is used again, and still is while the next comes
         with store.hold(urls[3]) as last:
             assert [path.exists() for path in [*paths, last.path]] == [True, False, True, True]
-        with store.hold(urls[2]), store.hold(urls[3]), pytest.raises(UserError, match="models in use have .*: raise its size"):
+        with store.hold(urls[2]), store.hold(urls[3]), pytest.raises(UserError, match=r"models in use have .*: raise its size"):
             store.hold(urls[1])
     with pytest.raises(UserError, match="the weight cache may hold 1000"):
         WeightStore(tmp_path / "cache", max_bytes=1000).hold(urls[1])
@@ -188,7 +189,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(download, "_in_order", full)
-    with pytest.raises(UserError, match="no space left for 'file://.*name another folder") as caught:
+    with pytest.raises(UserError, match=r"no space left for 'file://.*name another folder") as caught:
         store.hold(url)
     assert "\n" not in str(caught.value) and [path.name for path in (tmp_path / "cache").iterdir()] == ["locks"]
     monkeypatch.undo()
@@ -235,7 +236,7 @@ def test_a_start_that_is_killed_leaves_a_beginning_that_the_next_goes_on_from(
     process = child(url, tmp_path / "cache", 0.03)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        (entry,) = [p for p in (tmp_path / "cache").glob("remote-*")] or [tmp_path]
+        (entry,) = list((tmp_path / "cache").glob("remote-*")) or [tmp_path]
         manifest = read_manifest(entry)
         if manifest is not None and manifest.part is not None and manifest.part.size_bytes >= MIB:
             break
@@ -307,6 +308,7 @@ def test_an_address_without_a_model_is_one_line(tmp_path: Path, url: str, words:
 
 def test_storage_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)
     with pytest.raises(UserError, match=r"pip install 'tandem-rl\[s3\]'"):
         WeightStore(tmp_path).hold("s3://bucket/model")
 
@@ -314,7 +316,7 @@ def test_storage_without_its_library_says_what_to_install(tmp_path: Path, monkey
 def test_a_cache_that_cannot_be_written_or_has_no_size_is_refused(tmp_path: Path) -> None:
     url = make_remote(tmp_path / "remote")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="weight cache .* cannot be written"):
+    with pytest.raises(UserError, match=r"weight cache .* cannot be written"):
         WeightStore(tmp_path / "file").hold(url)
     with pytest.raises(UserError, match="size is -1"):
         WeightStore(tmp_path, max_bytes=-1)

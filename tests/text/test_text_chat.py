@@ -62,6 +62,27 @@ def test_text_is_that_of_transformers(options, folder) -> None:
     assert apply_chat_template(folder, MESSAGES, **options) == expected
 
 
+@pytest.mark.parametrize("content", ["The answer is", " spaces around  ", "twice twice", "line\n"])
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_message_that_is_continued_ends_where_transformers_ends_it(folder, content, trim) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    template = TEMPLATE if trim else TEMPLATE.replace(" | trim", "")
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    peer = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = peer.apply_chat_template(messages, tokenize=False, continue_final_message=True, chat_template=template)
+    given = {"add_generation_prompt": False, "continue_final_message": True, "template": template}
+    assert apply_chat_template(folder, messages, **given) == expected
+
+
+def test_what_cannot_be_continued_is_refused(folder) -> None:
+    with pytest.raises(UserError, match="exclude each other"):
+        apply_chat_template(folder, MESSAGES, continue_final_message=True)
+    for messages, words in (([], "needs a last message"), ([{"role": "skip", "content": "x"}], "does not show the last message")):
+        with pytest.raises(UserError, match=words):
+            apply_chat_template(folder, messages, add_generation_prompt=False, continue_final_message=True)
+
+
 def test_faults_are_named_in_one_line(folder, byte_level, tmp_path, monkeypatch) -> None:
     with pytest.raises(UserError, match="unknown role nobody"):
         apply_chat_template(folder, [{"role": "nobody", "content": ""}])
