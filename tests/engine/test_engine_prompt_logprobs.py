@@ -26,7 +26,7 @@ def scores(answer: RequestOutput) -> list[float]:
     return [entry[token].logprob for token, entry in entries if entry is not None]
 
 
-def trainers(folder: Path, kernels: str, tokens: list[list[int]]) -> list[list[float]]:
+def trainers(folder: Path, kernels: str, tokens: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
     """The log-probabilities of all tokens but the first by the trainer's own forward pass."""
     sequences = []
     for i, ids in enumerate(tokens):
@@ -39,7 +39,7 @@ def trainers(folder: Path, kernels: str, tokens: list[list[int]]) -> list[list[f
         )  # fmt: skip
     model = load_model(folder, select(kernels, torch.float32))  # type: ignore[arg-type]
     batches = [collate([s], torch.float32, torch.device("cpu")) for s in sequences if len(s.token_ids) > 1]
-    found = infer(model, batches)
+    found = infer(model, batches, temperature)
     return [[value for _, value in sorted(found.get(str(i), {}).items())] for i in range(len(tokens))]
 
 
@@ -99,6 +99,25 @@ def test_a_score_is_the_logprob_that_the_sampler_reported(make_llm: Callable[...
     texts = [{"prompt_token_ids": a.prompt_token_ids + a.outputs[0].token_ids} for a in drawn]
     for answer, again in zip(drawn, llm.generate(texts, SCORE), strict=True):
         assert scores(again)[len(answer.prompt_token_ids) - 1 :] == answer.outputs[0].raw_logprobs
+
+
+def test_a_rollout_knows_the_policy_only_at_temperature_1_or_with_nothing_filtered(
+    make_folder: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    """Why a recipe with a filter and another temperature must recompute pi_old: what was drawn from is not the policy."""
+    llm = make_llm()
+    for temperature, top_p in ((1.0, 0.8), (0.7, 1.0), (0.7, 0.8)):
+        drawn = llm.generate(PROMPTS, SamplingParams(seed=5, max_tokens=40, temperature=temperature, top_p=top_p))
+        policy = trainers(make_folder(), "auto", [a.prompt_token_ids + a.outputs[0].token_ids for a in drawn], temperature)
+        gaps = []
+        for answer, own in zip(drawn, policy, strict=True):
+            completion = answer.outputs[0]
+            reported = completion.raw_logprobs if temperature == 1 else completion.sampling_logprobs
+            gaps += [r - p for r, p in zip(reported, own[len(answer.prompt_token_ids) - 1 :], strict=True)]
+        if (temperature, top_p) == (0.7, 0.8):
+            assert min(gaps) > -1e-5 and max(gaps) > 0.1
+        else:
+            assert max(map(abs, gaps)) < 1e-5
 
 
 def test_a_prompt_that_fills_the_context_can_be_scored(make_llm: Callable[..., LLM]) -> None:
