@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tandem.engine.grammars import GrammarCursor, Grammars
 from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import GrammarCursor, Grammars
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
