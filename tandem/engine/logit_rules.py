@@ -109,7 +109,7 @@ def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
         penalty = torch.tensor([[p.rules.repetition] for _, p in repeats], dtype=own.dtype, device=own.device)
         logits = own[rows, tokens]
         own[rows, tokens] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and len(p.output)]
+    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and p.output.numel()]
     if drawn:
         rows, tokens, ordered = _padded(own, [i for i, _ in drawn], [p.output for _, p in drawn])
         count = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
@@ -161,7 +161,7 @@ def _ban(own: Tensor, positions: Sequence[Position]) -> None:
 
 
 def _banned(position: Position) -> list[int]:
-    rules, length = position.rules, len(position.output)
+    rules, length = position.rules, position.output.numel()
     tokens = list(rules.end_tokens) if length < rules.min_tokens else []
     if rules.bad_words:
         longest = max(map(len, rules.bad_words)) - 1
