@@ -71,7 +71,7 @@ def rules_of(
         presence=params.presence_penalty,
         seen=torch.tensor(sorted(set(prompt))) if repeats else None,
         allowed=None if allowed is None else _packed(allowed, vocab_size),
-        bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer)),
+        bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer) if ids),
         min_tokens=params.min_tokens if end else 0,
         end_tokens=end,
         grammar=None if params.structured_outputs is None else grammars.compile(params.structured_outputs),
