@@ -21,6 +21,7 @@ from tandem.model.huggingface import load_model, read_shapes
 from tandem.model.initialise import initialise
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
+from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError, WeightVersion
 
@@ -172,11 +173,18 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm, on_progress=on_progress)
 
-    def chat_prompt(self, messages: Messages, **options: Any) -> PromptInput:
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any
+    ) -> PromptInput:
         """The prompt that ``messages`` (each with ``role`` and ``content``) become by the chat template of the tokenizer's
-        folder; ``options`` are those of ``tandem.text.chat.apply_chat_template``."""
+        folder. With ``continue_final_message`` it ends where the last message does, so that the model goes on with that;
+        the other ``options`` are those of ``tandem.text.chat.apply_chat_template``."""
         tokenizer = self.get_tokenizer()
-        text = apply_chat_template(self._tokenizer_folder, messages, **options)
+        if continue_final_message and add_generation_prompt:
+            raise UserError("continue_final_message and add_generation_prompt exclude each other; set the second to False")
+        shown = mark_end(messages) if continue_final_message else messages
+        text = apply_chat_template(self._tokenizer_folder, shown, add_generation_prompt=add_generation_prompt, **options)
+        text = cut_at_mark(text) if continue_final_message else text
         # Special tokens are the template's business.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
 
