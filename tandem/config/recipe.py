@@ -55,6 +55,12 @@ class Recipe:
                 "rollout.top_p, top_k and min_p draw from another distribution than the trainer's; set "
                 "algorithm.truncated_importance_cap (2.0 is usual) or turn them off"
             )
+        if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout":
+            # At another temperature the rollout reports pi_old by what it drew from, which a filter has renormalised.
+            raise UserError(
+                f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
+                "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
+            )
         if self.algorithm.group_size > self.rollout.max_sequences:
             raise UserError(
                 f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "
