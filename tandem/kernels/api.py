@@ -27,6 +27,15 @@ class PackedWeight(NamedTuple):
     columns: int
 
 
+class PackedGroups(NamedTuple):
+    """The weights of G groups in the layout that ``grouped_linear_packed`` wants; each plain one is ``rows`` x
+    ``columns``, and ``data[g]`` is group g's."""
+
+    data: Tensor
+    rows: int
+    columns: int
+
+
 class KVLayer(NamedTuple):
     """One layer's cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register
     holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``."""
@@ -69,8 +78,9 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``rope_to_cache``,
-    ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are differentiable in their floating tensors."""
+    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``pack_groups``,
+    ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
+    differentiable in their floating tensors."""
 
     name: str
 
@@ -84,6 +94,20 @@ class Kernels(Protocol):
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """As ``linear``, for weights that are used many times between changes. No gradient."""
+        ...
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        """``linear`` with a weight for each of G groups: rows ``bounds[g]:bounds[g + 1]`` of ``x[R, K]`` times
+        ``weight[G, N, K][g]`` -> [R, N]. ``bounds[G + 1]`` int64 starts at 0 and ends at R. A row has the bits of
+        ``linear`` with its group's weight."""
+        ...
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        """``weight[G, N, K]`` copied into the kernel's own layout."""
+        ...
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        """As ``grouped_linear``, for weights that are used many times between changes. No gradient."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

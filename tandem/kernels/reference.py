@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedGroups, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
 
 TILE_ROWS = 64
 FEWEST_COLUMNS = 16
@@ -49,6 +49,18 @@ class ReferenceKernels:
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         with torch.no_grad():
             return self.linear(x, weight.data, bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        rows = itertools.pairwise(bounds.tolist())
+        parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]
+        return torch.cat(parts) if parts else x.new_empty(0, weight.shape[1])
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.grouped_linear(x, weight.data, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.contiguous().to(_compute_dtype(x.dtype))

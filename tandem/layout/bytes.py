@@ -33,7 +33,16 @@ def activation_bytes_per_token(shapes: ModelShapes) -> int:
     """Bytes that the trainer's forward saves for one token's backward, in fp32, without checkpointing.
 
     Per layer: the residual stream twice, the two normed inputs, the projection q|k|v before and after rotation, the
-    attention's output and log-sum-exp, gate|up and their product. Once: the final residual and its norm.
+    attention's output and log-sum-exp, gate|up and their product. In a mixture of experts every one of a token's
+    experts has its own input, gate|up, product and output, beside the router's probabilities. Once: the final residual
+    and its norm.
     """
-    layer = 4 * shapes.hidden_size + 2 * shapes.qkv_size + shapes.query_size + shapes.num_heads + 3 * shapes.intermediate_size
-    return 4 * (layer * shapes.num_layers + 2 * shapes.hidden_size)
+    hidden = shapes.hidden_size
+    total = 2 * hidden + shapes.num_layers * (4 * hidden + 2 * shapes.qkv_size + shapes.query_size + shapes.num_heads)
+    for layer in range(shapes.num_layers):
+        experts = shapes.experts_of(layer)
+        if experts is None:
+            total += 3 * shapes.intermediate_size
+        else:
+            total += experts.experts_per_token * (2 * hidden + 3 * experts.intermediate_size) + 2 * experts.num_experts
+    return 4 * total

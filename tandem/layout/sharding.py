@@ -28,6 +28,9 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(mlp\.experts\.\d+\.(gate|up)_proj|block_sparse_moe\.experts\.\d+\.w[13])\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.(mlp\.experts\.\d+\.down_proj|block_sparse_moe\.experts\.\d+\.w2)\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn\.[qk]_norm|input_layernorm|post_attention_layernorm)\.weight", "replicated", None),
     Rule(r"model\.norm\.weight", "replicated", None),
 )

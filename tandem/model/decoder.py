@@ -1,4 +1,4 @@
-"""The decoder, defined once for trainer and engine: Llama, Qwen2 and Qwen3, as their shapes say."""
+"""The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
 
 from typing import Any, NamedTuple, cast
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
+from tandem.model.moe import ExpertLayer, Experts, mixture
 from tandem.model.rotary import rotary_table
 
 
@@ -34,10 +35,14 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and
-    up."""
+    """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up.
+    A layer has these and ``down_proj``, or ``experts``."""
 
-    def __init__(self, shapes: ModelShapes, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up_proj: Linear | None
+    down_proj: Linear | None
+    experts: Experts | None
+
+    def __init__(self, shapes: ModelShapes, index: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
         self.input_layernorm = Norm(hidden, dtype, device)
@@ -46,11 +51,15 @@ class Layer(nn.Module):
         self.k_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
         self.o_proj = Linear(hidden, shapes.query_size, shapes.output_bias, dtype, device)
         self.post_attention_layernorm = Norm(hidden, dtype, device)
-        self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
-        self.down_proj = Linear(hidden, inner, shapes.mlp_bias, dtype, device)
+        experts = shapes.experts_of(index)
+        self.experts = None if experts is None else Experts(experts, hidden, dtype, device)
+        self.gate_up_proj = None if experts else Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
+        self.down_proj = None if experts else Linear(hidden, inner, shapes.mlp_bias, dtype, device)
 
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """Its matrices in the order in which the forward pass meets them."""
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers in the order in which the forward pass meets them; a mixture of experts is none."""
+        if self.gate_up_proj is None or self.down_proj is None:
+            return self.qkv_proj, self.o_proj
         return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
 
 
@@ -71,6 +80,7 @@ class _Step(NamedTuple):
     down: Any
     down_bias: Tensor | None
     next_norm: Tensor
+    experts: ExpertLayer | None
 
 
 class Decoder(nn.Module):
@@ -95,7 +105,7 @@ class Decoder(nn.Module):
         self.shapes = shapes
         self.kernels = kernels
         self.embed_tokens = nn.Parameter(torch.empty(shapes.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
-        self.layers = nn.ModuleList(Layer(shapes, dtype, device) for _ in range(shapes.num_layers))
+        self.layers = nn.ModuleList(Layer(shapes, i, dtype, device) for i in range(shapes.num_layers))
         self.norm = Norm(shapes.hidden_size, dtype, device)
         tied = shapes.tie_embeddings
         self.lm_head = None if tied else Linear(shapes.vocab_size, shapes.hidden_size, False, dtype, device)
@@ -104,11 +114,14 @@ class Decoder(nn.Module):
         self._packed: list[_Step] | None = None
         self._packed_head: PackedWeight | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None
+    ) -> Tensor:
         """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm.
 
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
-        decoder, and any decoder under a ``PagedContext``, computes without gradient.
+        decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
+        receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``).
         """
         is_packed_batch = isinstance(attention, PackedContext)
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_positions:
@@ -117,14 +130,15 @@ class Decoder(nn.Module):
                 f"the model's {self.shapes.max_positions} positions"
             )
         if self._packed is None and is_packed_batch:
-            return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention)
+            return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits)
         with torch.no_grad():
             if self._packed is None:
-                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention)
-            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention)
+                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits)
+            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits)
 
     def _run(
-        self, steps: list[_Step], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext
+        self, steps: list[_Step], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
+        router_logits: list[Tensor] | None,
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
@@ -134,8 +148,11 @@ class Decoder(nn.Module):
             x = attend(kernels, step.attention, linear(x, step.qkv, step.qkv_bias), positions, cos_sin, context)
             x = linear(x, step.output, step.output_bias)
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
-            x = silu_mul(linear(x, step.gate_up, step.gate_up_bias))
-            x = linear(x, step.down, step.down_bias)
+            if step.experts is None:
+                x = silu_mul(linear(x, step.gate_up, step.gate_up_bias))
+                x = linear(x, step.down, step.down_bias)
+            else:
+                x = mixture(kernels, step.experts, x, router_logits)
             x, residual = add_rms_norm(x, residual, step.next_norm, eps)
         return x
 
@@ -169,7 +186,8 @@ class Decoder(nn.Module):
         was_plain = self._packed is None
         if was_plain:
             self._packed = self._steps(
-                [tuple(self._pack_linear(m) for m in layer.linears()) for layer in self._layers()]
+                [tuple(self._pack_linear(m) for m in layer.linears()) for layer in self._layers()],
+                [layer.experts.pack(self.kernels) if layer.experts else None for layer in self._layers()],
             )
         if self.lm_head is None:
             self._packed_head = self.kernels.pack(self.embed_tokens)
@@ -181,6 +199,9 @@ class Decoder(nn.Module):
         if self._packed is None:
             return
         self._packed = self._packed_head = None
+        for layer in self._layers():
+            if layer.experts is not None:
+                layer.experts.allocate()
         linears = [linear for layer in self._layers() for linear in layer.linears()]
         for linear in linears if self.lm_head is None else [*linears, self.lm_head]:
             linear.weight = nn.Parameter(
@@ -194,12 +215,15 @@ class Decoder(nn.Module):
         return packed
 
     def _plain_steps(self) -> list[_Step]:
-        return self._steps([tuple(linear.weight for linear in layer.linears()) for layer in self._layers()])
+        return self._steps(
+            [tuple(linear.weight for linear in layer.linears()) for layer in self._layers()],
+            [layer.experts.plain() if layer.experts else None for layer in self._layers()],
+        )
 
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
-    def _steps(self, matrices: list[tuple[Any, ...]]) -> list[_Step]:
+    def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[_Step]:
         shapes = self.shapes
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         layers = self._layers()
@@ -209,7 +233,7 @@ class Decoder(nn.Module):
             q_norm = layer.q_norm.weight if layer.q_norm is not None else None
             k_norm = layer.k_norm.weight if layer.k_norm is not None else None
             attention = AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps)
-            qkv, output, gate_up, down = matrices[index]
+            qkv, output, gate_up, down = (*matrices[index], None, None)[:4]
             steps.append(
                 _Step(
                     norms[index],
@@ -220,10 +244,11 @@ class Decoder(nn.Module):
                     layer.o_proj.bias,
                     layer.post_attention_layernorm.weight,
                     gate_up,
-                    layer.gate_up_proj.bias,
+                    layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
                     down,
-                    layer.down_proj.bias,
+                    layer.down_proj.bias if layer.down_proj is not None else None,
                     norms[index + 1],
+                    experts[index],
                 )
             )
         return steps

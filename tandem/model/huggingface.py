@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels
-from tandem.layout.shapes import parameters
+from tandem.layout.shapes import EXPERT_NAMES, ExpertNames, parameters
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
+from tandem.model.moe import Experts
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import RunError, UserError
@@ -72,16 +73,28 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         at = f"model.layers.{index}."
         found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
         found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (shapes.hidden_size,))
-        found |= _unfused(
-            layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
-        )
-        found |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (shapes.hidden_size,))
+        if layer.experts is not None:
+            found |= _experts_of(layer.experts, EXPERT_NAMES[shapes.architecture], at)
+        elif layer.gate_up_proj is not None and layer.down_proj is not None:
+            found |= _unfused(
+                layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
+            )
+            found |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (shapes.hidden_size,))
         if layer.q_norm is not None and layer.k_norm is not None:
             found[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
             found[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
         found[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
         found[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
     return {name: found[name] for name, _ in parameters(shapes)}
+
+
+def _experts_of(experts: Experts, names: ExpertNames, at: str) -> dict[str, Tensor]:
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    found: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
+    gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
+    for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
+        found |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked)}
+    return found
 
 
 def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[str, Tensor]:

@@ -9,6 +9,10 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
 
 
+_RESIDUAL = ("o_proj.weight", "down_proj.weight", ".w2.weight")
+"""Endings of the matrices that write to the residual stream; Mixtral calls an expert's last one w2."""
+
+
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
     """Fill every parameter: norms with 1, biases with 0, matrices from a normal distribution of the given standard
@@ -25,7 +29,7 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
             tensor.fill_(0.0)
         else:
             generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            deviation = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else standard_deviation
+            deviation = residual if name.endswith(_RESIDUAL) else standard_deviation
             drawn = torch.empty(tensor.shape, dtype=torch.float32).normal_(0.0, deviation, generator=generator)
             tensor.copy_(drawn)
 

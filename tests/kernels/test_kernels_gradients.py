@@ -46,6 +46,16 @@ def test_linear(kernels: Kernels, rows: int, width: int, columns: int) -> None:
     check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)
 
 
+def test_grouped_linear(kernels: Kernels) -> None:
+    bounds = torch.tensor([0, 30, 30, 31, 100])
+    x, weight = torch.randn(100, 70), torch.randn(4, 33, 70)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([x[i:j] @ own.t() for own, (i, j) in zip(weight, itertools.pairwise(bounds.tolist()), strict=True)])
+
+    check(lambda x, w: kernels.grouped_linear(x, w, bounds), exact, x, weight)
+
+
 def test_linear_over_several_slabs_of_the_sum(kernels: Kernels) -> None:
     x, weight = torch.randn(3, 8500), torch.randn(9, 8500)
     check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)

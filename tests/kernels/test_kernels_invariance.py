@@ -53,6 +53,19 @@ def test_linear_does_not_depend_on_the_order_of_rows_or_where_memory_starts(
     assert torch.equal(kernels.linear(shifted_x, shifted_weight, None), expected)
 
 
+@pytest.mark.parametrize(("columns", "width"), SHAPES)
+def test_grouped_linear_has_the_bits_of_each_groups_own_linear(kernels: Kernels, columns: int, width: int) -> None:
+    bounds = torch.tensor([0, 0, 1, 18, 18, 120, BIG])
+    x, weight = torch.randn(BIG, width), torch.randn(len(bounds) - 1, columns, width)
+    rows = list(zip(bounds[:-1], bounds[1:], strict=True))
+    expected = torch.cat([kernels.linear(x[i:j], own, None) for own, (i, j) in zip(weight, rows, strict=True)])
+    packed = kernels.pack_groups(weight)
+    assert torch.equal(kernels.grouped_linear(x, weight, bounds), expected)
+    assert torch.equal(kernels.grouped_linear_packed(x, packed, bounds), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(kernels.grouped_linear_packed(x, packed, bounds), expected) or kernels.name == "reference"
+
+
 def test_a_sum_in_another_order_is_caught() -> None:
     weight = torch.randn(96, 256)
 
