@@ -8,7 +8,6 @@ import torch
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
 
-
 _RESIDUAL = ("o_proj.weight", "down_proj.weight", ".w2.weight")
 """Endings of the matrices that write to the residual stream; Mixtral calls an expert's last one w2."""
 

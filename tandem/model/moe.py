@@ -31,9 +31,8 @@ class Experts(nn.Module):
     def allocate(self) -> None:
         """Plain, uninitialised matrices."""
         count, inner = self.shapes.num_experts, self.shapes.intermediate_size
-        like = {"dtype": self.router.dtype, "device": self.router.device}
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, self.hidden, **like))
-        self.down_proj = nn.Parameter(torch.empty(count, self.hidden, inner, **like))
+        self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
+        self.down_proj = nn.Parameter(self.router.new_empty(count, self.hidden, inner))
 
     def pack(self, kernels: Kernels) -> "ExpertLayer":
         """The layer with packed matrices; the plain ones are dropped."""
