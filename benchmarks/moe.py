@@ -8,6 +8,7 @@ experts. Times are CPU microseconds of one thread.
 """
 
 import argparse
+from functools import partial
 
 import torch
 import transformers
@@ -52,9 +53,8 @@ def main() -> None:
             x = torch.randn(rows, hidden)
             with torch.inference_mode():
                 torch.testing.assert_close(mixture(kernels, packed, x), peers[0](x.unsqueeze(0))[0], atol=1e-4, rtol=1e-3)
-                mine, *theirs = interleaved(
-                    [lambda: mixture(kernels, packed, x), *(lambda p=p: p(x.unsqueeze(0)) for p in peers)], seconds
-                )
+                calls = [partial(mixture, kernels, packed, x), *(partial(peer, x.unsqueeze(0)) for peer in peers)]
+                mine, *theirs = interleaved(calls, seconds)
             best = min(peer.cpu for peer in theirs)
             print(
                 f"| {hidden} | {shapes.num_experts} | {shapes.experts_per_token} | {rows} | {mine.cpu * 1e6:.0f} | "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
@@ -39,7 +40,8 @@ class LLM:
     than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
-    bring none. """
+    bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
+    ``max_lora_rank``. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
@@ -47,7 +49,7 @@ class LLM:
         kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
         load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
-        weight_version: WeightVersion | None = None,
+        weight_version: WeightVersion | None = None, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
@@ -62,6 +64,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             seed=seed,
+            max_loras=max_loras if enable_lora else 0,
+            max_lora_rank=max_lora_rank,
         )
         settings.check(shapes.max_positions)
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
@@ -85,6 +89,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
         request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order.
 
@@ -92,7 +97,9 @@ class LLM:
         cached blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i;
         without it the key is the prompt's place in this call where its parameters have a seed, else its place among
         all this engine has seen. ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
-        completed and the asked number of prompts whenever one is completed. Raises ``UserError`` before any work. """
+        completed and the asked number of prompts whenever one is completed. ``lora_request``: the adapter of all prompts,
+        or one for each; it is loaded where it is not, and again where its folder has changed. Raises ``UserError`` before
+        any work. """
         asked = self._prompts(prompts)
         params = self._params(sampling_params, len(asked))
         for name, given in (("request_keys", request_keys), ("priority", priority)):
@@ -100,6 +107,7 @@ class LLM:
                 raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
         for (_, tokens, _), own in zip(asked, params, strict=True):
             self.engine.check_request(tokens, own)
+        adapters = self._lora_requests(lora_request, len(asked))
         names = []
         try:
             for i, ((text, tokens, salt), own) in enumerate(zip(asked, params, strict=True)):
@@ -108,7 +116,7 @@ class LLM:
                 self._requests += 1
                 self.engine.add_request(
                     name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i],
-                    priority=0 if priority is None else priority[i], cache_salt=salt,
+                    priority=0 if priority is None else priority[i], cache_salt=salt, lora_request=adapters[i],
                 )
                 names.append(name)
             return self._run(names, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
@@ -158,6 +166,19 @@ class LLM:
             raise UserError(
                 f"generate sampling_params has {len(given)} entries for {count} prompts; give one, or one for each"
             )
+        return list(given)
+
+    def _lora_requests(
+        self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[LoRARequest | None]:
+        """The adapter of each prompt."""
+        if given is None or isinstance(given, LoRARequest):
+            return [given] * count
+        if len(given) != count:
+            raise UserError(f"generate lora_request has {len(given)} entries for {count} prompts; give one, or one for each")
+        distinct, most = {request for request in given if request is not None}, self.engine.settings.max_loras
+        if 0 < most < len(distinct):
+            raise UserError(f"generate lora_request has {len(distinct)} adapters; this engine holds {most}: raise max_loras")
         return list(given)
 
     # -- weights -------------------------------------------------------------------------------------------------------

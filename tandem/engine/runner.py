@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.engine.adapters import Adapters
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
 from tandem.engine.row_table import RowTable, Selection
@@ -13,6 +14,7 @@ from tandem.engine.scheduler import Decision
 from tandem.kernels.api import KVLayer, SampledRows
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
+from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
 
@@ -20,8 +22,9 @@ class Runner:
     """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
     last step are kept and moved on by one token."""
 
-    def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable) -> None:
+    def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters) -> None:
         self.decoder = decoder
+        self.adapters = adapters
         self.caches = caches
         self.table = table
         self.device = decoder.embed_tokens.device
@@ -38,7 +41,7 @@ class Runner:
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
-        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
+        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches), lora=batch.lora)
         if not selection.rows:
             return []
         logits = self._logits(hidden, batch.logit_rows)
@@ -63,8 +66,17 @@ class Runner:
         if decision.prefill:
             batch = add_chunks(batch, decision.prefill)
         batch = to_device(batch, self.device)
+        if self.table.with_adapter or any(chunk.adapter for chunk in decision.prefill):
+            batch = batch._replace(lora=self._lora(decision))
         self._last = None if decision.prefill else (selection, batch)
         return batch
+
+    def _lora(self, decision: Decision) -> LoraBatch | None:
+        adapted, slot = self.table.with_adapter, self.adapters.slot
+        slots = [slot(adapted[row].request.adapter) if row in adapted else -1 for row in decision.decode]
+        for chunk in decision.prefill:
+            slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
+        return self.adapters.batch(slots)
 
     def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """[R, V]. The sequences of a group draw from one row, which is computed once."""

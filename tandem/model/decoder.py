@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
+from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import ExpertLayer, Experts, mixture
 from tandem.model.rotary import rotary_table
 
@@ -83,6 +84,9 @@ class _Step(NamedTuple):
     experts: ExpertLayer | None
 
 
+_UNCHANGED = LoraLayer()
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch of T tokens.
 
@@ -115,13 +119,15 @@ class Decoder(nn.Module):
         self._packed_head: PackedWeight | None = None
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None
+        self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
+        lora: LoraBatch | None = None,
     ) -> Tensor:
         """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm.
 
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
-        receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``).
+        receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an
+        adapter; there is no gradient then.
         """
         is_packed_batch = isinstance(attention, PackedContext)
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_positions:
@@ -129,30 +135,37 @@ class Decoder(nn.Module):
                 f"a sequence of {attention.max_seqlen} tokens is longer than "
                 f"the model's {self.shapes.max_positions} positions"
             )
-        if self._packed is None and is_packed_batch:
+        if self._packed is None and is_packed_batch and lora is None:
             return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits)
         with torch.no_grad():
             if self._packed is None:
-                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits)
-            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits)
+                return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora)
+            return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora)
 
     def _run(
         self, steps: list[_Step], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
-        router_logits: list[Tensor] | None,
+        router_logits: list[Tensor] | None, lora: LoraBatch | None = None,
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
+
+        def project(x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
+            out: Tensor = linear(x, weight, bias)
+            return out if lora is None else add_lora(kernels, out, x, change, lora)
+
         residual = F.embedding(tokens, self.embed_tokens)
         x = kernels.rms_norm(residual, steps[0].input_norm, eps)
         for step in steps:
-            x = attend(kernels, step.attention, linear(x, step.qkv, step.qkv_bias), positions, cos_sin, context)
-            x = linear(x, step.output, step.output_bias)
+            changes = _UNCHANGED if lora is None else lora.layers[step.attention.index]
+            qkv = project(x, step.qkv, step.qkv_bias, changes.qkv)
+            x = attend(kernels, step.attention, qkv, positions, cos_sin, context)
+            x = project(x, step.output, step.output_bias, changes.output)
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
-            if step.experts is None:
-                x = silu_mul(linear(x, step.gate_up, step.gate_up_bias))
-                x = linear(x, step.down, step.down_bias)
-            else:
+            if step.experts is not None:
                 x = mixture(kernels, step.experts, x, router_logits)
+            else:
+                x = silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
+                x = project(x, step.down, step.down_bias, changes.down)
             x, residual = add_rms_norm(x, residual, step.next_norm, eps)
         return x
 
