@@ -14,6 +14,7 @@ from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.prefix_cache import PrefixCache
+from tandem.engine.ranks import Ranks
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
 from tandem.engine.runner import Runner
@@ -35,12 +36,13 @@ class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
     ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion.
+    nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
+    first part ``decoder`` is.
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION,
+        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
@@ -56,9 +58,12 @@ class Engine:
         embedding = decoder.embed_tokens
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
-        sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.run("allocate", {"num_blocks": settings.num_blocks}, lambda: None)
+        sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
         caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
-        self._runner = Runner(decoder, caches, self._table, self._adapters)
+        self._runner = Runner(decoder, caches, self._table, self._adapters, ranks)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
         self._arrivals = 0
@@ -222,11 +227,19 @@ class Engine:
         set does not fit the model ``UserError`` is raised and the old weights stay.
         """
         preemption.preempt_all(self._state)
-        load_tensors(self._decoder, tensors)
-        self._decoder.pack()
+        if self._ranks is not None:
+            self._ranks.update_weights(tensors)
+        else:
+            load_tensors(self._decoder, tensors)
+            self._decoder.pack()
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel engine. It computes nothing any more then."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 

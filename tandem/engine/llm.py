@@ -3,23 +3,24 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.load import LoadFormat, load_decoder
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
+from tandem.engine.ranks import Ranks, RankSettings
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.kernels import BLOCK_TOKENS, KernelChoice, select
+from tandem.kernels import BLOCK_TOKENS, KernelChoice
 from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, read_shapes
-from tandem.model.initialise import initialise
+from tandem.layout.sharding import Cut
+from tandem.model.huggingface import read_shapes
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError, WeightVersion
 
@@ -41,20 +42,26 @@ class LLM:
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
     bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
-    ``max_lora_rank``. """
+    ``max_lora_rank``.
+
+    ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
+    and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
+    kernels); else with fewer exchanges. A rank that is silent for ``rank_deadline_s`` ends the engine. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
         dtype: str | torch.dtype = "float32", device: str = "cpu", seed: int = 0, max_model_len: int | None = None,
         kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
-        load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
-        weight_version: WeightVersion | None = None, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
+        load_format: LoadFormat = "auto", kernels: KernelChoice = "auto",
+        weight_version: WeightVersion | None = None, tensor_parallel_size: int = 1, deterministic: bool = True,
+        rank_deadline_s: float = 120.0, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         torch_dtype = _dtype(dtype)
         shapes = read_shapes(model)
+        _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device, enable_lora)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
@@ -71,15 +78,20 @@ class LLM:
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
         if found is not None and found.vocab_size > shapes.vocab_size:
             raise UserError(f"the tokenizer has {found.vocab_size} tokens and '{model}' {shapes.vocab_size}; they do not belong together")
-        chosen = select(kernels, torch_dtype)
-        if load_format == "dummy":
-            decoder = Decoder(shapes, chosen, dtype=torch_dtype, device=device)
-            initialise(decoder, seed)
+        ranks = None
+        if tensor_parallel_size > 1:
+            ranks = Ranks(
+                RankSettings(
+                    str(model), kernels, str(torch_dtype).removeprefix("torch."), device, load_format, seed, tensor_parallel_size,
+                    deterministic, rank_deadline_s,
+                )
+            )
+            decoder = ranks.decoder
         else:
-            decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
+            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        self.engine = Engine(decoder, settings, found, weight_version)
+        self.engine = Engine(decoder, settings, found, weight_version, ranks)
         self._requests = 0
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -192,6 +204,28 @@ class LLM:
     ) -> None:
         """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version)
+
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel engine."""
+        self.engine.close()
+
+
+def _check_ranks(
+    shapes: ModelShapes, size: int, deterministic: bool, deadline_s: float, device: str, enable_lora: bool
+) -> None:
+    if size < 1 or not deadline_s > 0:
+        raise UserError(
+            f"engine tensor_parallel_size is {size} and rank_deadline_s {deadline_s}; both must be above 0, the first a whole number"
+        )
+    if size > 1 and enable_lora:
+        raise UserError(f"engine enable_lora is set with tensor_parallel_size {size}; adapters need tensor_parallel_size 1")
+    if size > 1 and device != "cpu" and size > torch.cuda.device_count():
+        raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
+    try:
+        Cut(0, size, deterministic).check(shapes)
+    except ValueError as error:
+        raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
 
 
 def _show(done: int, asked: int) -> None:

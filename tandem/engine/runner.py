@@ -1,6 +1,7 @@
 """From a decision to flat tensors, through the model, to one token for every row that draws."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,11 +9,13 @@ from torch import Tensor
 from tandem.engine.adapters import Adapters
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
+from tandem.engine.forward import forward
+from tandem.engine.ranks import Ranks
 from tandem.engine.row_table import RowTable, Selection
 from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
+from tandem.engine.step_message import encode_step
 from tandem.kernels.api import KVLayer, SampledRows
-from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
@@ -22,9 +25,12 @@ class Runner:
     """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
     last step are kept and moved on by one token."""
 
-    def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None
+    ) -> None:
         self.decoder = decoder
         self.adapters = adapters
+        self.ranks = ranks
         self.caches = caches
         self.table = table
         self.device = decoder.embed_tokens.device
@@ -34,17 +40,14 @@ class Runner:
     @torch.inference_mode()
     def run(self, decision: Decision) -> list[int]:
         """Compute one step and draw its tokens into the table; returns the rows that ended by length or stop token."""
-        if decision.copies:
-            self._copy_blocks(decision.copies)
         if decision.changes:
             self.table.change_blocks(decision.changes)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
-        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches), lora=batch.lora)
-        if not selection.rows:
+        logits = self._forward(decision.copies, batch, bool(selection.rows))
+        if logits is None:
             return []
-        logits = self._logits(hidden, batch.logit_rows)
         drawn = self._draw(logits, selection)
         tokens, raw, sampling = (values.to("cpu") for values in drawn)
         if not math.isfinite(float(raw.sum())):
@@ -78,13 +81,11 @@ class Runner:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """[R, V]. The sequences of a group draw from one row, which is computed once."""
-        if rows is None:
-            return self.decoder.logits(hidden)
-        distinct, inverse = torch.unique(rows, return_inverse=True)
-        logits = self.decoder.logits(hidden.index_select(0, distinct))
-        return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
+    def _forward(self, copies: tuple[BlockCopy, ...], batch: FlatBatch, draws: bool) -> Tensor | None:
+        own = partial(forward, self.decoder, self.caches, copies, batch, draws)
+        if self.ranks is None:
+            return own()
+        return self.ranks.run("step", {}, own, {"step": encode_step(copies, batch, draws)})
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
@@ -130,9 +131,3 @@ class Runner:
             found = top_logprobs(logits[index], drawn.tokens[index], drawn.raw[index], counts)
             for (_, sequence), entries in zip(asking, found, strict=True):
                 sequence.top_logprobs.append(entries)
-
-    def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
-        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
-        for layer in self.caches:
-            layer.keys[targets] = layer.keys[sources]
-            layer.values[targets] = layer.values[sources]

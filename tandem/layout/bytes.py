@@ -1,7 +1,7 @@
 """Bytes of a model's parts, as plain arithmetic. Imports no torch."""
 
-from tandem.layout.shapes import ModelShapes, parameter_count, parameters
-from tandem.layout.sharding import shard_slices
+from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.sharding import Cut, local_parameters
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -10,13 +10,7 @@ def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank
     """Bytes of the parameters that one tensor-parallel rank holds."""
     if tensor_parallel == 1:
         return parameter_count(shapes) * DTYPE_BYTES[dtype]
-    total = 0
-    for name, shape in parameters(shapes):
-        count = 1
-        for part in shard_slices(name, shape, rank, tensor_parallel):
-            count *= part.stop - part.start
-        total += count
-    return total * DTYPE_BYTES[dtype]
+    return sum(p.numel for p in local_parameters(shapes, Cut(rank, tensor_parallel))) * DTYPE_BYTES[dtype]
 
 
 def kv_bytes_per_token(shapes: ModelShapes, dtype: str) -> int:

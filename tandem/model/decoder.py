@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import WHOLE, Cut, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import ExpertLayer, Experts, mixture
 from tandem.model.rotary import rotary_table
+from tandem.model.tensor_parallel import RankGroup, collectives
 
 
 class Linear(nn.Module):
@@ -43,19 +45,26 @@ class Layer(nn.Module):
     down_proj: Linear | None
     experts: Experts | None
 
-    def __init__(self, shapes: ModelShapes, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: Cut = WHOLE) -> None:
         super().__init__()
+        shapes = local_shapes(whole, cut)
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
+        # A cut by output columns (see ``Cut``) leaves the sum whole.
+        rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
         self.input_layernorm = Norm(hidden, dtype, device)
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
         self.q_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
         self.k_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
-        self.o_proj = Linear(hidden, shapes.query_size, shapes.output_bias, dtype, device)
+        self.o_proj = Linear(rows, of.query_size, shapes.output_bias, dtype, device)
         self.post_attention_layernorm = Norm(hidden, dtype, device)
-        experts = shapes.experts_of(index)
-        self.experts = None if experts is None else Experts(experts, hidden, dtype, device)
-        self.gate_up_proj = None if experts else Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
-        self.down_proj = None if experts else Linear(hidden, inner, shapes.mlp_bias, dtype, device)
+        experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
+        self.experts = self.gate_up_proj = self.down_proj = None
+        if experts is not None and whole_experts is not None:
+            down = (rows, whole_experts.intermediate_size)
+            self.experts = Experts(experts, hidden, dtype, device, down)
+        else:
+            self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
+            self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
 
     def linears(self) -> tuple[Linear, ...]:
         """Its linear layers in the order in which the forward pass meets them; a mixture of experts is none."""
@@ -91,7 +100,8 @@ class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch of T tokens.
 
     Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
-    has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``.
+    has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``. With a ``group``
+    it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks.
     """
 
     lm_head: Linear | None
@@ -103,18 +113,23 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.shapes = shapes
         self.kernels = kernels
-        self.embed_tokens = nn.Parameter(torch.empty(shapes.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
-        self.layers = nn.ModuleList(Layer(shapes, i, dtype, device) for i in range(shapes.num_layers))
+        self.group = group
+        self.cut = WHOLE if group is None else group.cut
+        self.local = local = local_shapes(shapes, self.cut)
+        self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
+        self.layers = nn.ModuleList(Layer(shapes, i, dtype, device, self.cut) for i in range(shapes.num_layers))
         self.norm = Norm(shapes.hidden_size, dtype, device)
         tied = shapes.tie_embeddings
-        self.lm_head = None if tied else Linear(shapes.vocab_size, shapes.hidden_size, False, dtype, device)
+        self.lm_head = None if tied else Linear(local.vocab_size, shapes.hidden_size, False, dtype, device)
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
+        self._before, self._after = collectives(group)
         self._packed: list[_Step] | None = None
         self._packed_head: PackedWeight | None = None
 
@@ -153,27 +168,41 @@ class Decoder(nn.Module):
             out: Tensor = linear(x, weight, bias)
             return out if lora is None else add_lora(kernels, out, x, change, lora)
 
-        residual = F.embedding(tokens, self.embed_tokens)
+        before, after = self._before, self._after
+        residual = self._embed(tokens)
         x = kernels.rms_norm(residual, steps[0].input_norm, eps)
         for step in steps:
             changes = _UNCHANGED if lora is None else lora.layers[step.attention.index]
             qkv = project(x, step.qkv, step.qkv_bias, changes.qkv)
             x = attend(kernels, step.attention, qkv, positions, cos_sin, context)
-            x = project(x, step.output, step.output_bias, changes.output)
+            x = after(project(before(x), step.output, step.output_bias, changes.output))
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
             if step.experts is not None:
-                x = mixture(kernels, step.experts, x, router_logits)
+                x = after(mixture(kernels, step.experts, x, router_logits, before))
             else:
                 x = silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
-                x = project(x, step.down, step.down_bias, changes.down)
+                x = after(project(before(x), step.down, step.down_bias, changes.down))
             x, residual = add_rms_norm(x, residual, step.next_norm, eps)
         return x
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.group is None:
+            return F.embedding(tokens, self.embed_tokens)
+        own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
+        held = (own >= 0) & (own < self.local.vocab_size)
+        found = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
+        # Nothing changes when -0 is added to it, +0 and -0 included.
+        return self.group.total(found.masked_fill(~held.unsqueeze(1), -0.0))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden[R, H]`` -> [R, V]."""
+        """``hidden[R, H]`` -> [R, V]; on ranks but the first, their own columns."""
         if self._packed_head is not None:
-            return self.kernels.linear_packed(hidden, self._packed_head, None)
-        return self.kernels.linear(hidden, self.head_weight, None)
+            own = self.kernels.linear_packed(hidden, self._packed_head, None)
+        else:
+            own = self.kernels.linear(hidden, self.head_weight, None)
+        if self.group is None:
+            return own
+        return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.cut), self.shapes.vocab_size)
 
     @property
     def head_weight(self) -> Tensor:
@@ -237,7 +266,9 @@ class Decoder(nn.Module):
         return cast("list[Layer]", list(self.layers))
 
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[_Step]:
-        shapes = self.shapes
+        shapes = self.local
+        # Partial products are summed over the ranks, a bias is to be added once.
+        biased = self.cut.deterministic or self.cut.rank == 0
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         layers = self._layers()
         norms = [*(layer.input_layernorm.weight for layer in layers), self.norm.weight]
@@ -254,12 +285,12 @@ class Decoder(nn.Module):
                     qkv,
                     layer.qkv_proj.bias,
                     output,
-                    layer.o_proj.bias,
+                    layer.o_proj.bias if biased else None,
                     layer.post_attention_layernorm.weight,
                     gate_up,
                     layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
                     down,
-                    layer.down_proj.bias if layer.down_proj is not None else None,
+                    layer.down_proj.bias if layer.down_proj is not None and biased else None,
                     norms[index + 1],
                     experts[index],
                 )

@@ -5,7 +5,7 @@ else is routed where: its gates are a function of its own row, a row of a groupe
 own, and what its experts return is added in the order of its gates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,18 @@ from tandem.layout.shapes import ExpertShapes
 
 class Experts(nn.Module):
     """The parameters of one layer's mixture of E experts: ``router[E, H]``, ``gate_up_proj[E, 2 F, H]`` (an expert's rows
-    of gate, then those of up) and ``down_proj[E, H, F]``. Packing drops the last two and leaves the router."""
+    of gate, then those of up) and ``down_proj[E, N, I]``, [E, H, F] where the model is not cut. Packing drops the last two
+    and leaves the router."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
 
-    def __init__(self, shapes: ExpertShapes, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shapes: ExpertShapes, hidden: int, dtype: torch.dtype, device: torch.device, down: tuple[int, int] | None = None
+    ) -> None:
         super().__init__()
         self.shapes, self.hidden = shapes, hidden
+        self.down = down or (hidden, shapes.intermediate_size)
         self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
         self.allocate()
 
@@ -32,7 +36,7 @@ class Experts(nn.Module):
         """Plain, uninitialised matrices."""
         count, inner = self.shapes.num_experts, self.shapes.intermediate_size
         self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
-        self.down_proj = nn.Parameter(self.router.new_empty(count, self.hidden, inner))
+        self.down_proj = nn.Parameter(self.router.new_empty(count, *self.down))
 
     def pack(self, kernels: Kernels) -> "ExpertLayer":
         """The layer with packed matrices; the plain ones are dropped."""
@@ -87,9 +91,12 @@ def route(logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
     return Routing(gates, experts, bounds, order, inverse)
 
 
-def mixture(kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
+def mixture(
+    kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None,
+    before_down: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """``x[T, H]`` through each token's experts -> [T, H]. ``router_logits``, where given, receives the [T, E] of this
-    layer."""
+    layer; ``before_down`` is applied to the input of ``down``."""
     is_packed = isinstance(layer.gate_up, PackedGroups)
     linear: Any = kernels.linear_packed if is_packed else kernels.linear
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
@@ -98,7 +105,8 @@ def mixture(kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list
         router_logits.append(logits)
     routing = route(logits, layer.experts_per_token, layer.normalised)
     rows = _Dispatch.apply(x, routing.order, routing.inverse, layer.experts_per_token)
-    rows = grouped(kernels.silu_mul(grouped(rows, layer.gate_up, routing.bounds)), layer.down, routing.bounds)
+    inner = kernels.silu_mul(grouped(rows, layer.gate_up, routing.bounds))
+    rows = grouped(inner if before_down is None else before_down(inner), layer.down, routing.bounds)
     returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, -1)
     weighted = returned.to(routing.gates.dtype) * routing.gates.unsqueeze(-1)
     return sum_in_order(weighted.unbind(1)).to(x.dtype)
