@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.lora_request import LoRARequest
+from tandem.engine.ranks import Ranks
 from tandem.model.decoder import Decoder
 from tandem.model.lora import CONFIG, WEIGHTS, Adapter, LoraBatch, LoraLayer, load_adapter, lora_batch, stack
 from tandem.types import UserError
@@ -15,16 +16,17 @@ Signature = list[tuple[int, int] | None]
 
 
 class Adapters:
-    """Up to ``max_loras`` adapters of up to ``max_rank`` for ``decoder``."""
+    """Up to ``max_loras`` adapters of up to ``max_rank`` for ``decoder``, and for the other ``ranks`` of its model."""
 
-    def __init__(self, decoder: Decoder, max_loras: int, max_rank: int) -> None:
+    def __init__(self, decoder: Decoder, max_loras: int, max_rank: int, ranks: Ranks | None = None) -> None:
         self.max_loras, self.max_rank = max_loras, max_rank
-        self._decoder = decoder
+        self._decoder, self._ranks = decoder, ranks
         self._slots: list[tuple[LoRARequest, Adapter] | None] = [None] * max_loras
         self._used = [0] * max_loras
         self._signatures: dict[str, Signature] = {}
         self._clock = itertools.count(1)
-        self._layers = self._stack()
+        self._layers: list[LoraLayer] = []
+        self._stack()
 
     def digests(self) -> dict[str, str]:
         """The digest of each adapter's content by name."""
@@ -83,14 +85,12 @@ class Adapters:
                     f"adapter '{request.lora_name}' has no place: {self.max_loras} adapters are in use; raise max_loras or wait"
                 )
             slot = min(free, key=lambda s: (names[s] is not None, self._used[s]))
-        self._slots[slot] = (request, adapter)
+        self._fill(slot, (request, adapter))
         self._used[slot] = next(self._clock)
-        self._layers = self._stack()
 
     def remove(self, name: str) -> None:
         """Free the slot of ``name``."""
-        self._slots[self.slot(name)] = None
-        self._layers = self._stack()
+        self._fill(self.slot(name), None)
 
     def batch(self, slots: list[int]) -> LoraBatch | None:
         """For a flat batch whose tokens have these ``slots`` (-1: no adapter)."""
@@ -103,9 +103,16 @@ class Adapters:
     def _like(self) -> Tensor:
         return self._decoder.embed_tokens.detach()
 
-    def _stack(self) -> list[LoraLayer]:
-        adapters = [None if held is None else held[1] for held in self._slots]
-        return stack(adapters, self._decoder.shapes, self._decoder.kernels, self.max_rank, self._like)
+    def _fill(self, slot: int, held: tuple[LoRARequest, Adapter] | None) -> None:
+        self._slots[slot] = held
+        if self._ranks is None:
+            self._stack()
+        else:
+            self._ranks.fill_slot(slot, None if held is None else held[1], self.max_loras, self.max_rank, self._stack)
+
+    def _stack(self) -> None:
+        adapters, decoder = [None if held is None else held[1] for held in self._slots], self._decoder
+        self._layers = stack(adapters, decoder.shapes, decoder.kernels, self.max_rank, self._like, decoder.cut)
 
 
 def _signature(folder: str) -> Signature:

@@ -53,7 +53,7 @@ class Engine:
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
         cache = PrefixCache(allocator, settings.enable_prefix_caching)
-        self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank)
+        self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         self._state = SchedulerState(limits, allocator, cache, version, self._read_back, self._adapters.key)
         embedding = decoder.embed_tokens
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)

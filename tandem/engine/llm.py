@@ -61,7 +61,7 @@ class LLM:
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         torch_dtype = _dtype(dtype)
         shapes = read_shapes(model)
-        _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device, enable_lora)
+        _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
@@ -211,15 +211,11 @@ class LLM:
         self.engine.close()
 
 
-def _check_ranks(
-    shapes: ModelShapes, size: int, deterministic: bool, deadline_s: float, device: str, enable_lora: bool
-) -> None:
+def _check_ranks(shapes: ModelShapes, size: int, deterministic: bool, deadline_s: float, device: str) -> None:
     if size < 1 or not deadline_s > 0:
         raise UserError(
             f"engine tensor_parallel_size is {size} and rank_deadline_s {deadline_s}; both must be above 0, the first a whole number"
         )
-    if size > 1 and enable_lora:
-        raise UserError(f"engine enable_lora is set with tensor_parallel_size {size}; adapters need tensor_parallel_size 1")
     if size > 1 and device != "cpu" and size > torch.cuda.device_count():
         raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
     try:

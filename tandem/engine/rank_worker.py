@@ -16,6 +16,7 @@ from tandem.kernels import KVLayer, empty_cache
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_parts
+from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.worker_pipe import serve
@@ -28,10 +29,12 @@ class RankWorker:
     group: RankGroup
     decoder: Decoder
     caches: list[KVLayer]
+    adapters: list[Adapter | None]
+    lora_layers: list[LoraLayer]
 
     def methods(self) -> Mapping[str, Method]:
         return {
-            name: self._method(getattr(self, name)) for name in ("hello", "join", "load", "allocate", "step", "update_weights")
+            name: self._method(getattr(self, name)) for name in ("hello", "join", "load", "allocate", "fill_slot", "step", "update_weights")
         }
 
     @staticmethod
@@ -52,6 +55,7 @@ class RankWorker:
     def load(self, meta: Meta, blobs: Blobs) -> None:
         self.decoder = self.settings.load(self.group)
         self.decoder.pack()
+        self.adapters, self.lora_layers = [], []
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """The key-value cache."""
@@ -60,8 +64,25 @@ class RankWorker:
         self.caches = empty_cache(sizes, local.num_layers, embedding.dtype, embedding.device)
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
-        copies, batch, draws = decode_step(blobs["step"])
-        forward(self.decoder, self.caches, copies, to_device(batch, self.decoder.embed_tokens.device), draws)
+        device = self.decoder.embed_tokens.device
+        copies, batch, draws, adapted = decode_step(blobs["step"])
+        batch = to_device(batch, device)
+        if adapted is not None:
+            batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
+        forward(self.decoder, self.caches, copies, batch, draws)
+
+    def fill_slot(self, meta: Meta, blobs: Blobs) -> None:
+        decoder = self.decoder
+        like = decoder.embed_tokens.detach()
+        pairs: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer, module, *shapes in meta["matrices"]:
+            a, b = (torch.empty(shape, device=like.device) for shape in shapes)
+            pairs[layer, module] = (a, b)
+        self.group.receive([matrix for pair in pairs.values() for matrix in pair])
+        if len(self.adapters) != meta["slots"]:
+            self.adapters = [None] * meta["slots"]
+        self.adapters[meta["slot"]] = Adapter(meta["r"], pairs, "") if pairs else None
+        self.lora_layers = stack(self.adapters, decoder.shapes, decoder.kernels, meta["max_rank"], like, decoder.cut)
 
     def update_weights(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device

@@ -20,6 +20,7 @@ from tandem.layout.shapes import parameters
 from tandem.layout.sharding import Cut
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import checked_tensors, load_parts, part_of
+from tandem.model.lora import Adapter
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import CallError, RpcTimeout, WorkerDied
 from tandem.runtime.processes import Threads
@@ -153,6 +154,21 @@ class Ranks:
 
         dtypes = [str(given[name].dtype).removeprefix("torch.") for name in names]
         self.run("update_weights", {"dtypes": dtypes}, send)
+
+    def fill_slot(self, slot: int, adapter: Adapter | None, slots: int, max_rank: int, own: Callable[[], None]) -> None:
+        """Put ``adapter`` into one of the ``slots`` on every other rank (``None``: free it), and call ``own()`` here."""
+        pairs = {} if adapter is None else adapter.matrices
+        matrices = [[*at, list(a.shape), list(b.shape)] for at, (a, b) in pairs.items()]
+        meta = {"slot": slot, "slots": slots, "max_rank": max_rank, "matrices": matrices, "r": 0 if adapter is None else adapter.rank}
+        device, group = self.decoder.embed_tokens.device, self.decoder.group
+        assert group is not None
+
+        def send() -> None:
+            for rank in range(1, self._settings.size):
+                group.send([matrix.to(device, torch.float32) for pair in pairs.values() for matrix in pair], rank)
+            own()
+
+        self.run("fill_slot", meta, send)
 
     def close(self) -> None:
         """End the other ranks."""

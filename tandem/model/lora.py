@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups
 from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import WHOLE, Cut, cut_slices
 from tandem.model.huggingface_config import read_json
 from tandem.model.safetensors_file import read_file
 from tandem.types import UserError
@@ -144,37 +145,45 @@ def lora_batch(layers: list[LoraLayer], slots: Tensor, count: int) -> LoraBatch 
 
 
 def stack(
-    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor
+    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, cut: Cut = WHOLE
 ) -> list[LoraLayer]:
     """The layers' stacks for ``adapters`` in their slots (``None``: a free one), in the dtype and on the device of
-    ``like``."""
+    ``like``; with a ``cut`` what one rank needs beside its part of each matrix."""
     layers = []
     for layer in range(shapes.num_layers):
         fused = {}
         for name, parts in _FUSED.items():
             if any(adapter is not None and (layer, part) in adapter.matrices for adapter in adapters for part in parts):
-                fused[name] = _low_rank(adapters, layer, parts, shapes, kernels, max_rank, like)
+                fused[name] = _low_rank(adapters, layer, parts, shapes, kernels, max_rank, like, cut)
         layers.append(LoraLayer(**fused))
     return layers
 
 
 def _low_rank(
     adapters: Sequence[Adapter | None], layer: int, parts: Sequence[str], shapes: ModelShapes, kernels: Kernels,
-    max_rank: int, like: Tensor,
+    max_rank: int, like: Tensor, cut: Cut,
 ) -> LowRank:
-    sizes = [_shape_of(shapes, layer, part, "") for part in parts]
-    first = like.new_zeros(len(adapters), len(parts) * max_rank, sizes[0][1])
-    second = like.new_zeros(len(adapters), sum(rows for rows, _ in sizes), len(parts) * max_rank)
+    held = [_held(shapes, layer, part, cut) for part in parts]
+    sizes = [rows.stop - rows.start for rows, _ in held]
+    first = like.new_zeros(len(adapters), len(parts) * max_rank, held[0][1].stop - held[0][1].start)
+    second = like.new_zeros(len(adapters), sum(sizes), len(parts) * max_rank)
     for slot, adapter in enumerate(adapters):
         row = 0
         for i, part in enumerate(parts):
             if adapter is not None and (layer, part) in adapter.matrices:
                 a, b = adapter.matrices[layer, part]
                 share = slice(i * max_rank, i * max_rank + adapter.rank)
-                first[slot, share] = a.to(like)
-                second[slot, row : row + sizes[i][0], share] = b.to(like)
-            row += sizes[i][0]
+                first[slot, share] = a[:, held[i][1]].to(like)
+                second[slot, row : row + sizes[i], share] = b[held[i][0]].to(like)
+            row += sizes[i]
     return LowRank(kernels.pack_groups(first), kernels.pack_groups(second))
+
+
+def _held(shapes: ModelShapes, layer: int, part: str, cut: Cut) -> tuple[slice, slice]:
+    """The rows and the columns of an adapted matrix that a rank holds."""
+    name = f"model.layers.{layer}.{'self_attn' if part in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{part}.weight"
+    rows, columns = cut_slices(shapes, name, _shape_of(shapes, layer, part, ""), cut)
+    return rows, columns
 
 
 def add_lora(kernels: Kernels, out: Tensor, x: Tensor, low_rank: LowRank | None, batch: LoraBatch) -> Tensor:

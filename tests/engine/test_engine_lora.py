@@ -1,5 +1,6 @@
 """Adapters per request: each does what merged weights do, alone or among others, and never meets another's blocks."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -183,3 +184,19 @@ def test_an_adapter_in_use_is_neither_removed_nor_evicted(lora_llm, adapters, tm
     assert set(engine.list_loras()) == {"adapter-2"}
     with pytest.raises(UserError, match="'adapter-1' is not loaded"):
         engine.remove_lora("adapter-1")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_adapters_reach_every_rank(lora_llm, adapters, deterministic) -> None:
+    one, asked = lora_llm(), [adapters[0], None, adapters[1], adapters[0]]
+    with contextlib.closing(lora_llm(tensor_parallel_size=2, deterministic=deterministic)) as two:
+        for seed in (1, 79):
+            write_adapter(Path(adapters[0].lora_path), seed)
+            ours, theirs = (run(llm, PROMPTS, asked) for llm in (two, one))
+            assert (ours == theirs) is deterministic
+            pairs = [pair for mine, other in zip(ours, theirs, strict=True) for pair in zip(mine, other, strict=True)]
+            for mine, other in pairs:
+                assert mine.token_ids == other.token_ids
+                assert mine.raw_logprobs == pytest.approx(other.raw_logprobs, abs=1e-5)
+        two.engine.remove_lora("adapter-1")
+        assert run(two, PROMPTS[:1], None)[0][0].token_ids == run(one, PROMPTS[:1], None)[0][0].token_ids

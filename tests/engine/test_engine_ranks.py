@@ -189,7 +189,6 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(make_folder) -> No
         ({"tensor_parallel_size": 3}, "num_heads 4 does not divide by 3 tensor-parallel ranks; choose another size"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"rank_deadline_s": 0}, "rank_deadline_s 0"),
-        ({"enable_lora": True}, "adapters need tensor_parallel_size 1"),
     ):
         with pytest.raises(UserError, match=message):
             start(folder, **settings)
