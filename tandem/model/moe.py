@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels, PackedGroups
+from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
 from tandem.layout.shapes import ExpertShapes
 
 
@@ -62,35 +62,6 @@ class ExpertLayer(NamedTuple):
     normalised: bool
 
 
-class Routing(NamedTuple):
-    """Where T tokens go. ``gates[T, k]``, the largest first, and ``experts[T, k]`` int64. Sorted by expert, the rows
-    ``bounds[e]:bounds[e + 1]`` (int64 [E + 1]) are expert e's; row i there is place ``order[i]`` of the flat [T k], and
-    place j stands in row ``inverse[j]``."""
-
-    gates: Tensor
-    experts: Tensor
-    bounds: Tensor
-    order: Tensor
-    inverse: Tensor
-
-
-def route(logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
-    """The experts with the largest probabilities under ``softmax(logits[T, E])``, in fp32 at least; of equals those of the
-    lowest ids."""
-    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    gates, experts = probabilities.sort(dim=-1, descending=True, stable=True)
-    gates, experts = gates[:, :experts_per_token], experts[:, :experts_per_token]
-    if normalised:
-        gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
-    flat = experts.reshape(-1)
-    order = flat.argsort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    bounds = flat.new_zeros(logits.shape[1] + 1)
-    torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
-    return Routing(gates, experts, bounds, order, inverse)
-
-
 def mixture(
     kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None,
     before_down: Callable[[Tensor], Tensor] | None = None,
@@ -103,8 +74,8 @@ def mixture(
     logits = linear(x, layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)
-    routing = route(logits, layer.experts_per_token, layer.normalised)
-    rows = _Dispatch.apply(x, routing.order, routing.inverse, layer.experts_per_token)
+    routing = kernels.route(logits, layer.experts_per_token, layer.normalised)
+    rows = _dispatched(x, routing, layer.experts_per_token)
     inner = kernels.silu_mul(grouped(rows, layer.gate_up, routing.bounds))
     rows = grouped(inner if before_down is None else before_down(inner), layer.down, routing.bounds)
     returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, -1)
@@ -123,17 +94,15 @@ def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int)
     return num_experts * (share * probabilities.mean(0)).sum()
 
 
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The first plus the second, plus the third: torch's own sums may take another order for another shape."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def _dispatched(x: Tensor, routing: Routing, each: int) -> Tensor:
+    """Each token's row once for each of its experts, sorted by expert."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Dispatch.apply(x, routing.order, routing.inverse, each)  # type: ignore[no-any-return]
+    return x.index_select(0, routing.order // each)
 
 
 class _Dispatch(torch.autograd.Function):
-    """Each token's row once for each of its experts, sorted by expert. The gradient is summed in the order of the
-    gates."""
+    """The gradient is summed in the order of the gates."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tandem.kernels.api import sum_in_order
 from tandem.layout.sharding import Cut
-from tandem.model.moe import sum_in_order
 
 
 class RankGroup:

@@ -11,7 +11,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, read_shapes, save_model, to_huggingface
 from tandem.model.initialise import initialise
-from tandem.model.moe import Experts, load_balancing_loss, mixture, route
+from tandem.model.moe import Experts, load_balancing_loss, mixture
 from tandem.types import UserError
 
 SHAPES = ModelShapes("mixtral", 40, 24, 2, 2, 1, 16, 32, 64, False, experts=ExpertShapes(6, 2, 32))
@@ -25,26 +25,26 @@ def random_experts(shapes: ExpertShapes, hidden: int) -> Experts:
     return experts
 
 
-def test_the_gates_of_a_case_worked_by_hand() -> None:
+def test_the_gates_of_a_case_worked_by_hand(kernels: Kernels) -> None:
     # Probabilities 0.5, 0.25, 0.125, 0.125: the two largest, and their shares of 0.75.
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().roll(1, 1)
-    plain, normalised = route(logits, 2, False), route(logits, 2, True)
+    plain, normalised = kernels.route(logits, 2, False), kernels.route(logits, 2, True)
     assert plain.experts.tolist() == normalised.experts.tolist() == [[1, 2]]
     torch.testing.assert_close(plain.gates, torch.tensor([[0.5, 0.25]]))
     torch.testing.assert_close(normalised.gates, torch.tensor([[2 / 3, 1 / 3]]))
 
 
-def test_of_equal_experts_the_lowest_ids_are_chosen_whoever_stands_beside() -> None:
+def test_of_equal_experts_the_lowest_ids_are_chosen_whoever_stands_beside(kernels: Kernels) -> None:
     tied = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0] * 4])
     for rows in (1, 3, 40):
         logits = torch.randn(rows, 32)
         logits[-1] = tied
-        assert route(logits, 3, True).experts[-1].tolist() == [1, 3, 4]
+        assert kernels.route(logits, 3, True).experts[-1].tolist() == [1, 3, 4]
 
 
-def test_rows_stand_by_expert_and_go_back_to_their_tokens() -> None:
+def test_rows_stand_by_expert_and_go_back_to_their_tokens(kernels: Kernels) -> None:
     torch.manual_seed(0)
-    routing = route(torch.randn(50, 7), 3, False)
+    routing = kernels.route(torch.randn(50, 7), 3, False)
     flat = routing.experts.reshape(-1)
     for expert in range(7):
         rows = routing.order[routing.bounds[expert] : routing.bounds[expert + 1]]

@@ -63,6 +63,28 @@ class GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+class Route(torch.autograd.Function):
+    """Softmax over all experts, of which the chosen ones' probabilities are the gates."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, each: int, normalised: bool, calls: Calls) -> tuple[Tensor, ...]:
+        routing = calls.route(dense(logits), each, normalised)
+        ctx.save_for_backward(logits, routing.gates, routing.experts)
+        ctx.normalised = normalised
+        ctx.mark_non_differentiable(*routing[1:])
+        return tuple(routing)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, gates, experts = ctx.saved_tensors
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.gather(1, experts)
+        if ctx.normalised:
+            grad = (grad - (grad * gates).sum(1, keepdim=True)) / chosen.sum(1, keepdim=True)
+        along = (grad * chosen).sum(1, keepdim=True)
+        return (-along * probabilities).scatter_add_(1, experts, grad * chosen), None, None, None
+
+
 class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, calls: Calls) -> Tensor:

@@ -6,7 +6,7 @@ Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brough
 
 from torch import Tensor, empty, empty_like, float32, float64, int32, int64
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedGroups, PackedWeight, PagedBatch, SampledRows
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
 
 _MAX_HEAD = 512
@@ -90,6 +90,19 @@ class Calls:
             out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def route(self, logits: Tensor, each: int, normalised: bool) -> Routing:
+        rows, experts = logits.shape
+        if not 1 <= each <= experts:
+            raise ValueError(f"route: {each} experts for a token of {experts}")
+        gates, chosen = logits.new_empty(rows, each), empty(rows, each, dtype=int64)
+        bounds, places = empty(experts + 1, dtype=int64), empty(2, rows * each, dtype=int64)
+        order, inverse = places
+        self._c.route(
+            logits.data_ptr(), rows, experts, each, normalised, gates.data_ptr(), chosen.data_ptr(), bounds.data_ptr(),
+            order.data_ptr(), inverse.data_ptr(),
+        )  # fmt: skip
+        return Routing(gates, chosen, bounds, order, inverse)
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         columns, width = weight.shape
