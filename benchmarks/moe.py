@@ -4,15 +4,17 @@ The two take turns and the best of the repetitions counts. Ours is the engine's 
 matrix); the peer is ``Qwen3MoeSparseMoeBlock`` with the faster of its implementations, grouped products and a loop over
 experts. Times are CPU microseconds of one thread.
 
-    python benchmarks/moe.py [--seconds 0.5]
+    python benchmarks/moe.py [--seconds 0.5] [--out benchmarks/results]
 """
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
 from linear import interleaved
+from machine import machine, write_report
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tandem.kernels import select
@@ -24,13 +26,16 @@ ROWS = [1, 8, 64, 512]
 
 
 def main() -> None:
-    """Print one Markdown table."""
+    """Write one Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each cell")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the report goes")
+    options = parser.parse_args()
+    seconds = options.seconds
     torch.set_num_threads(1)
     kernels = select("cpu")
-    print("| hidden | experts | each | tokens | tandem | transformers | ratio |\n|---|---|---|---|---|---|---|")
+    lines = ["# A mixture of experts beside transformers", "", machine(), "", __doc__.split("\n\n")[1], ""]
+    lines += ["| hidden | experts | each | tokens | tandem us | transformers us | ratio |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for hidden, shapes in SHAPES:
         peers = []
         for implementation in ("eager", "grouped_mm"):
@@ -56,11 +61,12 @@ def main() -> None:
                 calls = [partial(mixture, kernels, packed, x), *(partial(peer, x.unsqueeze(0)) for peer in peers)]
                 mine, *theirs = interleaved(calls, seconds)
             best = min(peer.cpu for peer in theirs)
-            print(
+            lines.append(
                 f"| {hidden} | {shapes.num_experts} | {shapes.experts_per_token} | {rows} | {mine.cpu * 1e6:.0f} | "
-                f"{best * 1e6:.0f} | {best / mine.cpu:.2f} |",
-                flush=True,
+                f"{best * 1e6:.0f} | {best / mine.cpu:.2f} |"
             )
+            print(lines[-1], flush=True)
+    print(f"wrote {write_report('moe', chr(10).join(lines), options.out)}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ examples:
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -29,6 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], help="a text that ends a completion; may be given several times")
     parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that hold a part of the model each")
     parser.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a completion")
 
@@ -48,13 +51,24 @@ def run(options: argparse.Namespace) -> int:
         n=options.n, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p,
         max_tokens=options.max_tokens, stop=options.stop, seed=options.seed,
     )
-    llm = LLM(options.model, seed=options.seed)
+    adapter, rank = None, 1
+    if options.lora is not None:
+        from tandem.engine.lora_request import LoRARequest
+        from tandem.model.lora import rank_of
+
+        adapter, rank = LoRARequest(options.lora, 1, options.lora), rank_of(options.lora)
+    llm = LLM(
+        options.model, seed=options.seed, tensor_parallel_size=options.tensor_parallel, enable_lora=adapter is not None,
+        max_lora_rank=rank,
+    )
     texts = prompts
     if options.chat:
         from tandem.text.chat import apply_chat_template
 
         texts = [apply_chat_template(options.model, [{"role": "user", "content": prompt}]) for prompt in prompts]
-    for prompt, output in zip(prompts, llm.generate(texts, params, use_tqdm=False), strict=True):
+    with contextlib.closing(llm):
+        outputs = llm.generate(texts, params, use_tqdm=False, lora_request=adapter)
+    for prompt, output in zip(prompts, outputs, strict=True):
         for completion in output.outputs:
             if options.json:
                 print(json.dumps({"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False))

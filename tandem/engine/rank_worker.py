@@ -1,6 +1,7 @@
 """A rank of a tensor-parallel engine but the first: ``python -m tandem.engine.rank_worker --channel FD``."""
 
 import argparse
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,9 @@ from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.worker_pipe import serve
+from tandem.types import RunError
+
+logger = logging.getLogger(__name__)
 
 
 class RankWorker:
@@ -40,7 +44,12 @@ class RankWorker:
     @staticmethod
     def _method(function: Any) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-            function(meta, blobs)
+            try:
+                function(meta, blobs)
+            except RuntimeError as error:
+                # What an exchange raises when another rank is gone: the first rank finds out which.
+                logger.exception("a call failed")
+                raise RunError(f"a rank could not go on: {str(error).splitlines()[0]}") from None
             return {}, {}
 
         return call

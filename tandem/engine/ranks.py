@@ -4,12 +4,14 @@ Every rank holds its part of the weights and of the key-value cache. A step is d
 other ranks, and all compute it together (see ``forward``).
 """
 
+import shutil
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import torch
@@ -70,16 +72,22 @@ class Ranks:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._broken = ""
-        self._folder = TemporaryDirectory(prefix="tandem-ranks-")
+        self._folder = Path(mkdtemp(prefix="tandem-ranks-"))
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         threads = Threads(max(1, torch.get_num_threads() // settings.size) if settings.device == "cpu" else 1)
         others = range(1, settings.size)
-        self._workers = [Worker(f"tensor-parallel rank {rank}", "tandem.engine.rank_worker", threads=threads) for rank in others]
+        self._workers = [
+            Worker(
+                f"tensor-parallel rank {rank}", "tandem.engine.rank_worker", threads=threads, output=self._folder / f"rank-{rank}.log"
+            )
+            for rank in others
+        ]
         self._callers = ThreadPoolExecutor(len(others), "rank")
         self._lock = threading.Lock()
         try:
             # Every rank has imported what it needs before any of them waits for another.
             self.run("hello", {}, lambda: None)
-            where = Path(self._folder.name) / "rendezvous"
+            where = self._folder / "rendezvous"
             meta = {"settings": asdict(settings), "rendezvous": str(where)}
             group = self.run("join", meta, lambda: settings.join(0, where), per_rank=True)
             self.decoder = self.run("load", {}, lambda: settings.load(group))
@@ -126,14 +134,20 @@ class Ranks:
         wait(calls, _GRACE_S)
         failures = [call.exception() for call in calls if call.done()]
         self._kill()
-        guilty = [failure for failure in failures if isinstance(failure, WorkerDied | RpcTimeout)]
-        refused = next((failure for failure in (error, *failures) if isinstance(failure, UserError)), None)
-        if guilty or refused is None:
-            found = guilty[0] if guilty else error or next((f for f in failures if f is not None), None)
-            text = str(found) if isinstance(found, CallError) else f"tensor-parallel '{name}' failed: {found}"
-            refused = RunError(f"{text}; the engine has ended, make it again")
-        self._broken = str(refused)
-        return refused
+        found: list[BaseException] = [failure for failure in failures if isinstance(failure, WorkerDied | RpcTimeout)]
+        found += [failure for failure in (error, *failures) if isinstance(failure, UserError)]
+        first = found[0] if found else error
+        if isinstance(first, UserError) and not isinstance(first, RunError):
+            told: UserError = first
+        else:
+            text = str(first) if isinstance(first, UserError | CallError) else f"tensor-parallel '{name}' failed: {first}"
+            told = RunError(f"{text}; the engine has ended, make it again")
+        if isinstance(first, RpcTimeout):
+            # Its log says where it was stuck.
+            self._remove_folder.detach()
+            told = RunError(f"{told} (logs: {self._folder})")
+        self._broken = str(told)
+        return told
 
     def update_weights(self, tensors: Any) -> None:
         """Give every rank its part of a whole set of weights. Raises ``UserError`` where the set does not fit the model, and
@@ -176,12 +190,11 @@ class Ranks:
         for worker in self._workers:
             worker.stop()
         self._callers.shutdown(wait=True)
-        self._folder.cleanup()
+        self._remove_folder()
 
     def _kill(self) -> None:
         for worker in self._workers:
             worker.stop(grace_s=0.0)
         self._callers.shutdown(wait=True)
-        self._folder.cleanup()
 
 

@@ -56,19 +56,27 @@ def digest_of(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
+def rank_of(folder: str | Path) -> int:
+    """The rank that an adapter's configuration names. Raises ``UserError`` where there is none."""
+    rank = read_json(Path(folder) / CONFIG).get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise UserError(f"adapter '{folder}' has r {rank!r}; it must be a whole number of at least 1")
+    return rank
+
+
 def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adapter:
     """The adapter in a PEFT folder, for a model of ``shapes``. Raises ``UserError`` where it is none, is broken, changes
     what cannot be changed here, does not fit the model or has a rank above ``max_rank``."""
     digest = digest_of(folder)
-    config = read_json(Path(folder) / CONFIG)
+    rank, config = rank_of(folder), read_json(Path(folder) / CONFIG)
     if config.get("peft_type") != "LORA":
         raise UserError(f"adapter '{folder}' has peft_type {config.get('peft_type')!r}; only 'LORA' is supported")
     for key, plain in _PLAIN.items():
         if config.get(key) and config[key] != plain:
             raise UserError(f"adapter '{folder}' has {key} {config[key]!r}; only {json.dumps(plain)} is supported")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(f"adapter '{folder}' has r {rank!r} and lora_alpha {alpha!r}; both must be numbers, r at least 1")
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, int | float):
+        raise UserError(f"adapter '{folder}' has lora_alpha {alpha!r}; it must be a number")
     if rank > max_rank:
         raise UserError(f"adapter '{folder}' has rank {rank}; this engine takes up to {max_rank}: raise max_lora_rank")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -146,9 +148,21 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
             llm.engine.step() if llm.engine.has_unfinished_requests else generate(llm)
     with pytest.raises(RunError, match="rank 1 died"):
         llm.generate(PROMPTS, PARAMS)
+    logs = llm.engine._ranks._folder
     llm.close()
+    assert not logs.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(victim, 0)
+
+
+@pytest.mark.full
+def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
+    llm = start(uneven(tmp_path / "model", num_heads=8, num_kv_heads=2), tensor_parallel_size=4)
+    os.kill(llm.engine._ranks.pids[1], signal.SIGKILL)
+    with pytest.raises(RunError, match=r"^tensor-parallel rank 2 died while 'step' ran: killed by SIGKILL"):
+        generate(llm)
+    llm.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
@@ -157,8 +171,11 @@ def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
     # The ranks have met under the longer deadline; from here on one second is enough.
     object.__setattr__(ranks._settings, "deadline_s", 1.0)
     os.kill(ranks.pids[0], signal.SIGSTOP)
-    with pytest.raises(RunError, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed"):
+    with pytest.raises(RunError, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed") as raised:
         generate(llm)
+    logs = Path(re.search(r"\(logs: (.*)\)", str(raised.value))[1])
+    assert (logs / "rank-1.log").exists()
+    shutil.rmtree(logs)
     llm.close()
 
 
