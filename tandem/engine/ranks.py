@@ -76,12 +76,8 @@ class Ranks:
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         threads = Threads(max(1, torch.get_num_threads() // settings.size) if settings.device == "cpu" else 1)
         others = range(1, settings.size)
-        self._workers = [
-            Worker(
-                f"tensor-parallel rank {rank}", "tandem.engine.rank_worker", threads=threads, output=self._folder / f"rank-{rank}.log"
-            )
-            for rank in others
-        ]
+        names = [f"tensor-parallel rank {rank}" for rank in others]
+        self._workers = [Worker(name, "tandem.engine.rank_worker", threads=threads, output=self._log_of(name)) for name in names]
         self._callers = ThreadPoolExecutor(len(others), "rank")
         self._lock = threading.Lock()
         try:
@@ -121,7 +117,7 @@ class Ranks:
                 raise self._end(name, calls, error) from error
             except BaseException:
                 # Interrupted in the middle: the ranks are out of step for good.
-                self._end(name, calls, None)
+                self._end(name, calls, InterruptedError("it was interrupted"), grace_s=0.0)
                 raise
             for call in calls:
                 failure = call.exception()
@@ -129,9 +125,9 @@ class Ranks:
                     raise self._end(name, calls, failure) from failure
             return result
 
-    def _end(self, name: str, calls: "list[Future[Any]]", error: BaseException | None) -> Exception:
+    def _end(self, name: str, calls: "list[Future[Any]]", error: BaseException, grace_s: float = _GRACE_S) -> Exception:
         """Kill every rank; returns what the caller is told: who died or was stuck, else the first thing that went wrong."""
-        wait(calls, _GRACE_S)
+        wait(calls, grace_s)
         failures = [call.exception() for call in calls if call.done()]
         self._kill()
         found: list[BaseException] = [failure for failure in failures if isinstance(failure, WorkerDied | RpcTimeout)]
@@ -142,10 +138,9 @@ class Ranks:
         else:
             text = str(first) if isinstance(first, UserError | CallError) else f"tensor-parallel '{name}' failed: {first}"
             told = RunError(f"{text}; the engine has ended, make it again")
-        if isinstance(first, RpcTimeout):
-            # Its log says where it was stuck.
+        if isinstance(first, CallError) and self._log_of(first.peer).stat().st_size:
             self._remove_folder.detach()
-            told = RunError(f"{told} (logs: {self._folder})")
+            told = RunError(f"{told} (log: {self._log_of(first.peer)})")
         self._broken = str(told)
         return told
 
@@ -191,6 +186,9 @@ class Ranks:
             worker.stop()
         self._callers.shutdown(wait=True)
         self._remove_folder()
+
+    def _log_of(self, name: str) -> Path:
+        return self._folder / f"{name.replace(' ', '-')}.log"
 
     def _kill(self) -> None:
         for worker in self._workers:
