@@ -136,7 +136,8 @@ def load_parts(decoder: Decoder, parts: Mapping[str, Tensor]) -> None:
 
 def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: Cut | None = None) -> Tensor:
     """What the rank of ``cut`` (``None``: the decoder's own) holds of a whole tensor."""
-    return tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut or decoder.cut)]
+    cut = cut or decoder.cut
+    return tensor if cut.size == 1 else tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut)]
 
 
 def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,15 +1,16 @@
 """The router and what is sent where: ties, order, balance, and folders that are no mixture."""
 
 import json
+import random
 
 import pytest
 import torch
 
-from tandem.kernels import Kernels
+from tandem.kernels import Kernels, select
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.huggingface import load_tensors, read_shapes, save_model, to_huggingface
+from tandem.model.huggingface import load_model, load_tensors, read_shapes, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.moe import Experts, load_balancing_loss, mixture
 from tandem.types import UserError
@@ -142,3 +143,30 @@ def test_impossible_mixtures_are_refused_by_name(changes, message, tmp_path) -> 
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=message):
         read_shapes(tmp_path / "model")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_mixtures_have_the_logits_of_transformers(seed: int, peer_model, packed_logits, tmp_path) -> None:
+    draw = random.Random(seed)
+    kv_heads, experts, layers = draw.choice((1, 2, 3)), draw.randint(1, 40), draw.randint(1, 4)
+    config = {
+        "num_experts": experts, "num_experts_per_tok": draw.randint(1, min(8, experts)), "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads, "num_attention_heads": kv_heads * draw.randint(1, 3), "head_dim": 2 * draw.randint(2, 16),
+        "hidden_size": draw.randint(8, 90), "intermediate_size": draw.randint(4, 70), "tie_word_embeddings": draw.random() < 0.5,
+    }  # fmt: skip
+    model_type = draw.choice(("qwen3_moe", "mixtral"))
+    if model_type == "qwen3_moe":
+        config |= {
+            "moe_intermediate_size": draw.randint(4, 70), "norm_topk_prob": draw.random() < 0.5,
+            "decoder_sparse_step": draw.randint(1, 2), "mlp_only_layers": [i for i in range(layers) if draw.random() < 0.2],
+        }  # fmt: skip
+    peer = peer_model(model_type, seed, **config)
+    # Its grouped product asks for rows of whole 16 bytes.
+    peer.set_experts_implementation("eager")
+    peer.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, select("auto"))
+    tokens = torch.randint(0, 61, (50,), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        (ours,) = packed_logits(decoder, [tokens])
+        theirs = peer(tokens.unsqueeze(0)).logits[0]
+    assert (ours - theirs).abs().max() < 1e-4
