@@ -53,6 +53,7 @@ class RowTable:
         self.adjusted: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
         self.with_stop_texts: dict[int, Sequence] = {}
+        self.with_adapter: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
         """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being
@@ -70,6 +71,8 @@ class RowTable:
                 self.with_top_logprobs[sequence.row] = sequence
             if params.stop_texts:
                 self.with_stop_texts[sequence.row] = sequence
+            if request.adapter:
+                self.with_adapter[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
         self._numbers[:, index] = torch.tensor(numbers, dtype=torch.float32).t()
         self._set_stops(index, stops)
@@ -155,5 +158,5 @@ class RowTable:
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_stop_texts):
+            for special in (self.adjusted, self.with_top_logprobs, self.with_stop_texts, self.with_adapter):
                 special.pop(sequence.row, None)
