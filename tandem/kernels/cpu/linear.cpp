@@ -1,15 +1,35 @@
 // Linear layers for Python.
+#include <sys/mman.h>
+
 #include <cstdint>
 
 #include "gemm.h"
 #include "parallel.h"
 #include "rows.h"
 
+namespace {
+
+// A weight of many pages is read from end to end for every token: with few rows that is limited by page walks, and by the
+// hardware's prefetch, which stops at each page's end. Memory that was touched before stays as it is.
+void ask_for_huge_pages(float* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t HUGE_PAGE = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / HUGE_PAGE * HUGE_PAGE;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace
+
 extern "C" {
 
 int64_t tandem_packed_floats(int64_t n, int64_t k) { return packed_floats(n, k); }
 
-void tandem_pack(const float* weight, int64_t n, int64_t k, float* packed) { pack({weight, Layout::COLUMNS, k}, n, k, packed); }
+void tandem_pack(const float* weight, int64_t n, int64_t k, float* packed) {
+  ask_for_huge_pages(packed, packed_floats(n, k) * static_cast<int64_t>(sizeof(float)));
+  pack({weight, Layout::COLUMNS, k}, n, k, packed);
+}
 
 // out[m, n] = x[m, k] weight[n, k]^T + bias, with the weight packed or plain.
 void tandem_linear(const float* x, const float* weight, int packed, const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
