@@ -38,10 +38,12 @@ class Runner:
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
-        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
+        wanted, inverse = _distinct(batch.logit_rows)
+        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches, wanted))
         if not selection.rows:
             return []
-        logits = self._logits(hidden, batch.logit_rows)
+        logits = self.decoder.logits(hidden)
+        logits = logits if inverse is None else logits.index_select(0, inverse)
         drawn = self._draw(logits, selection)
         tokens, raw, sampling = (values.to("cpu") for values in drawn)
         if not math.isfinite(float(raw.sum())):
@@ -65,14 +67,6 @@ class Runner:
         batch = to_device(batch, self.device)
         self._last = None if decision.prefill else (selection, batch)
         return batch
-
-    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """[R, V]. The sequences of a group draw from one row, which is computed once."""
-        if rows is None:
-            return self.decoder.logits(hidden)
-        distinct, inverse = torch.unique(rows, return_inverse=True)
-        logits = self.decoder.logits(hidden.index_select(0, distinct))
-        return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
@@ -124,3 +118,12 @@ class Runner:
         for layer in self.caches:
             layer.keys[targets] = layer.keys[sources]
             layer.values[targets] = layer.values[sources]
+
+
+def _distinct(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The distinct ones of the rows that draw, and the place of each row among them (``None``: its own). The sequences
+    of a group draw from one row, which is computed once."""
+    if rows is None:
+        return None, None
+    distinct, inverse = torch.unique(rows, return_inverse=True)
+    return distinct, None if len(distinct) == len(rows) else inverse

@@ -105,7 +105,8 @@ class Decoder(nn.Module):
         self._packed_head: PackedWeight | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
-        """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm.
+        """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
+        the rows that a ``PagedContext`` wants.
 
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient.
@@ -128,10 +129,13 @@ class Decoder(nn.Module):
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
+        wanted = context.wanted if isinstance(context, PagedContext) else None
         residual = F.embedding(tokens, self.embed_tokens)
         x = kernels.rms_norm(residual, steps[0].input_norm, eps)
         for step in steps:
             x = attend(kernels, step.attention, linear(x, step.qkv, step.qkv_bias), positions, cos_sin, context)
+            if wanted is not None and step is steps[-1]:
+                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             x = linear(x, step.output, step.output_bias)
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
             x = silu_mul(linear(x, step.gate_up, step.gate_up_bias))
