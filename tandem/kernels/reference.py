@@ -50,6 +50,12 @@ class ReferenceKernels:
         with torch.no_grad():
             return self.linear(x, weight.data, bias)
 
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.contiguous().to(_compute_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         self, steps: list[_Step], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
-        add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
+        add_rms_norm = kernels.add_rms_norm
         wanted = context.wanted if isinstance(context, PagedContext) else None
         residual = F.embedding(tokens, self.embed_tokens)
         x = kernels.rms_norm(residual, steps[0].input_norm, eps)
@@ -138,8 +138,10 @@ class Decoder(nn.Module):
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             x = linear(x, step.output, step.output_bias)
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
-            x = silu_mul(linear(x, step.gate_up, step.gate_up_bias))
-            x = linear(x, step.down, step.down_bias)
+            if steps is self._packed:
+                x = kernels.gated_mlp_packed(x, step.gate_up, step.gate_up_bias, step.down, step.down_bias)
+            else:
+                x = linear(kernels.silu_mul(linear(x, step.gate_up, step.gate_up_bias)), step.down, step.down_bias)
             x, residual = add_rms_norm(x, residual, step.next_norm, eps)
         return x
 

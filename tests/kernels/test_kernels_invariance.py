@@ -40,6 +40,22 @@ def test_packed_linear_has_the_bits_of_linear(kernels: Kernels, columns: int, wi
         assert torch.equal(kernels.linear_packed(x[:count], packed, bias), expected)
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 512), (30, 33), (72, 300)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gated_mlp_has_the_bits_of_its_parts(kernels: Kernels, hidden: int, inner: int, with_bias: bool) -> None:
+    x, gate_up, down = torch.randn(BIG, hidden), torch.randn(2 * inner, hidden), torch.randn(hidden, inner)
+    gate_up_bias, down_bias = (torch.randn(2 * inner), torch.randn(hidden)) if with_bias else (None, None)
+    parts = kernels.linear(kernels.silu_mul(kernels.linear(x, gate_up, gate_up_bias)), down, down_bias)
+    packed = kernels.pack(gate_up), kernels.pack(down)
+
+    def whole(rows: Tensor) -> Tensor:
+        return kernels.gated_mlp_packed(rows, packed[0], gate_up_bias, packed[1], down_bias)
+
+    assert torch.equal(whole(x), parts)
+    assert counts_that_differ(whole, x) == []
+    assert whole(x[:0]).shape == (0, hidden)
+
+
 @pytest.mark.parametrize(("columns", "width"), SHAPES)
 def test_linear_does_not_depend_on_the_order_of_rows_or_where_memory_starts(
     kernels: Kernels, columns: int, width: int

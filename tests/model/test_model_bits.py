@@ -161,6 +161,11 @@ class ReorderedSum:
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return self.linear(x, weight.data, bias)
 
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_check_sees_a_sum_in_another_order(

@@ -21,8 +21,7 @@ constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 constexpr int MOST_ROWS = 12;
 constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
-constexpr int64_t ROW_CHUNK = 192;             // rows whose K_BLOCK stays in the second-level cache; a multiple of every tile
-constexpr int64_t SLAB_FLOATS = 8 << 20;       // of the right matrix packed at a time
+constexpr int64_t SLAB_FLOATS = 8 << 20;  // of the right matrix packed at a time
 constexpr int64_t SLAB_K = 32 * K_BLOCK;
 
 struct Tile {

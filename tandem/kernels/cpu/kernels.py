@@ -32,6 +32,11 @@ class CpuKernels:
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return self._calls.linear_with(dense(x), weight, bias)
 
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self._calls.gated_mlp(dense(x), gate_up, gate_up_bias, down, down_bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if _wants_grad(x, weight, None):
             return autograd.RmsNorm.apply(x, weight, eps, self._calls)  # type: ignore[no-any-return]

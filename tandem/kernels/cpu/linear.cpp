@@ -1,6 +1,7 @@
 // Linear layers for Python.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "gemm.h"
@@ -34,6 +35,22 @@ void tandem_pack(const float* weight, int64_t n, int64_t k, float* packed) {
 // out[m, n] = x[m, k] weight[n, k]^T + bias, with the weight packed or plain.
 void tandem_linear(const float* x, const float* weight, int packed, const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
   multiply({m, n, k, {x, k, 1}, {weight, packed ? Layout::PACKED : Layout::COLUMNS, k}, out, n, bias, false});
+}
+
+// out[m, hidden] = silu_mul(x gate_up^T + gate_up_bias) down^T + down_bias, with both weights packed, a few rows after the other:
+// what lies between stays in the cache, and no [m, 2 inner] is ever allocated.
+void tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down, const float* down_bias,
+                      int64_t m, int64_t hidden, int64_t inner, float* out) {
+  thread_local Scratch memory;
+  const int64_t at_once = std::min(m, ROW_CHUNK * threads_for(m * hidden * inner));
+  float *both = memory.floats(at_once * 3 * inner), *gated = both + at_once * 2 * inner;
+  for (int64_t first = 0; first < m; first += at_once) {
+    const int64_t rows = std::min(at_once, m - first);
+    multiply({rows, 2 * inner, hidden, {x + first * hidden, hidden, 1}, {gate_up, Layout::PACKED, hidden}, both, 2 * inner, gate_up_bias,
+              false});
+    silu_mul(both, rows, inner, gated);
+    multiply({rows, hidden, inner, {gated, inner, 1}, {down, Layout::PACKED, inner}, out + first * hidden, hidden, down_bias, false});
+  }
 }
 
 // grad_x[m, k] = grad[m, n] weight[n, k]
