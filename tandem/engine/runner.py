@@ -10,7 +10,7 @@ from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batc
 from tandem.engine.row_table import RowTable, Selection
 from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
-from tandem.kernels.api import KVLayer, SampledRows
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.types import RunError
@@ -27,6 +27,7 @@ class Runner:
         self.device = decoder.embed_tokens.device
         self._selection: Selection | None = None
         self._last: tuple[Selection, FlatBatch] | None = None
+        self._numbers: tuple[Selection | None, list[Tensor]] = (None, [])
 
     @torch.inference_mode()
     def run(self, decision: Decision) -> list[int]:
@@ -70,10 +71,7 @@ class Runner:
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
-        if selection.is_greedy:
-            uniform = torch.zeros(len(selection.rows), dtype=torch.float64)
-        else:
-            uniform = uniforms(selection.random_key, table.length.index_select(0, selection.index))
+        uniform = self._uniforms(selection)
         adjustments = self._adjustments(selection) if table.adjusted else []
         drawn = self.decoder.kernels.sample_rows(
             adjust(logits, adjustments) if adjustments else logits,
@@ -88,6 +86,17 @@ class Runner:
         if table.with_top_logprobs:
             self._note_top_logprobs(logits, drawn, selection)
         return drawn
+
+    def _uniforms(self, selection: Selection) -> Tensor:
+        """The number of each row at its position. A kept selection takes them from a block of positions at a time."""
+        if selection.is_greedy:
+            return torch.zeros(len(selection.rows), dtype=torch.float64)
+        kept, ahead = self._numbers
+        if kept is not selection or not ahead:
+            positions = self.table.length.index_select(0, selection.index) + torch.arange(BLOCK_TOKENS).unsqueeze(1)
+            ahead = list(uniforms(selection.random_key, positions))
+            self._numbers = (selection, ahead)
+        return ahead.pop(0)
 
     def _adjustments(self, selection: Selection) -> list[Adjustment]:
         found = []

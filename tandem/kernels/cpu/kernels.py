@@ -30,7 +30,7 @@ class CpuKernels:
         return self._calls.pack(dense(weight.detach()))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        return self._calls.linear_with(dense(x), weight, bias)
+        return self._calls.linear_with(x, weight, bias)
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "direct.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "rows.h"
@@ -67,3 +68,6 @@ void tandem_linear_grad_weight(const float* grad, const float* x, int64_t m, int
 void tandem_linear_grad_bias(const float* grad, int64_t m, int64_t n, float* grad_bias) { sum_partials(grad, m, n, grad_bias); }
 
 }  // extern "C"
+
+DIRECT(linear);
+DIRECT(gated_mlp);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "direct.h"
 #include "parallel.h"
 
 namespace {
@@ -99,3 +100,6 @@ void tandem_silu_mul_backward(const float* gate_up, const float* grad, int64_t r
 }
 
 }  // extern "C"
+
+DIRECT(rms_norm);
+DIRECT(silu_mul);

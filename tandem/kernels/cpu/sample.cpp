@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "direct.h"
 #include "parallel.h"
 #include "softmax.h"
 
@@ -134,3 +135,5 @@ extern "C" void tandem_sample(const float* logits, int64_t rows, int64_t width, 
     sampling[r] = drawn.sampling;
   }
 }
+
+DIRECT(sample);
