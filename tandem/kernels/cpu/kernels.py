@@ -83,14 +83,15 @@ class CpuKernels:
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        raw = torch.empty(logits.shape[0], dtype=torch.float32)
-        self._calls.logprobs(dense(logits.detach()), targets, 1.0, raw, None, None)
+        logits = dense(logits)
+        raw = torch.empty(logits.shape[0])
+        self._calls.logprobs(logits, targets, 1.0, raw, None, None)
         return raw
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
-        return self._calls.sample_rows(dense(logits.detach()), temperature, top_k, top_p, min_p, uniform)
+        return self._calls.sample_rows(dense(logits), temperature, top_k, top_p, min_p, uniform)
 
 
 def _wants_grad(first: Tensor, second: Tensor | None, third: Tensor | None) -> bool:
