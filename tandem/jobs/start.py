@@ -87,10 +87,14 @@ def resume(
 ) -> RunResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint."""
     directory = Path(run_directory)
+    return _execute(recipe_of(directory), directory, inline, listener or Listener(), faults, resumed=True)
+
+
+def recipe_of(directory: Path) -> Recipe:
+    """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
-    recipe = build(Recipe, read_yaml(directory / "config.yaml"))
-    return _execute(recipe, directory, inline, listener or Listener(), faults, resumed=True)
+    return build(Recipe, read_yaml(directory / "config.yaml"))
 
 
 def _new_directory(recipe: Recipe, stem: str) -> Path:
@@ -169,20 +173,28 @@ def _start_model(recipe: Recipe, directory: Path, trainer: TrainerSidecar, journ
                 listener.message(f"{death}; replacing it")
                 trainer.channel.discard()
 
-    folder = Path(recipe.model.path).resolve() if recipe.model.path is not None else directory / "models" / "initial"
+    folder, start = _untrained(recipe, directory), start_folder(recipe, directory)
     if recipe.model.create is not None:
         listener.phase("create_model", 0)
         attempt(lambda: trainer.create_model(folder))
     if recipe.warm_up is None:
-        return folder
-    warm = directory / "models" / "warm"
+        return start
     listener.phase("warm_up", 0)
 
     def report(row: dict[str, float]) -> None:
         listener.progress("warm_up", row["done"], row["total"], f"loss {row['loss']:.3f}")
 
-    attempt(lambda: trainer.warm_up(folder, warm, report))
-    return warm
+    attempt(lambda: trainer.warm_up(folder, start, report))
+    return start
+
+
+def start_folder(recipe: Recipe, directory: Path) -> Path:
+    """Where the model stands, or will stand, that the reinforcement learning of the run in ``directory`` starts from."""
+    return _untrained(recipe, directory) if recipe.warm_up is None else directory / "models" / "warm"
+
+
+def _untrained(recipe: Recipe, directory: Path) -> Path:
+    return Path(recipe.model.path).resolve() if recipe.model.path is not None else directory / "models" / "initial"
 
 
 def _bring_up(pod: Pod, journal: Journal) -> int:
