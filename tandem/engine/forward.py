@@ -15,12 +15,13 @@ from tandem.model.decoder import Decoder
 @torch.inference_mode()
 def forward(
     decoder: Decoder, caches: list[KVLayer], copies: Sequence[BlockCopy], batch: FlatBatch, draws: bool
-) -> Tensor | None:
-    """Copy blocks, compute ``batch`` over the cache; the logits [R, V] of the rows that draw, where any does."""
+) -> tuple[Tensor, Tensor | None]:
+    """Copy blocks, compute ``batch`` over the cache; the ``hidden[T, H]`` of all its tokens, and the logits [R, V] of the
+    rows that draw, where any does."""
     if copies:
         _copy_blocks(caches, copies)
     hidden = decoder(batch.tokens, batch.positions, PagedContext(batch.paged, caches), lora=batch.lora)
-    return _logits(decoder, hidden, batch.logit_rows) if draws else None
+    return hidden, _logits(decoder, hidden, batch.logit_rows) if draws else None
 
 
 def _logits(decoder: Decoder, hidden: Tensor, rows: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ class RankWorker:
 
     def methods(self) -> Mapping[str, Method]:
         return {
-            name: self._method(getattr(self, name)) for name in ("hello", "join", "load", "allocate", "fill_slot", "step", "update_weights")
+            name: self._method(getattr(self, name)) for name in ("hello", "join", "load", "allocate", "fill_slot", "step", "logits", "update_weights")
         }
 
     @staticmethod
@@ -79,6 +79,12 @@ class RankWorker:
         if adapted is not None:
             batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
         forward(self.decoder, self.caches, copies, batch, draws)
+
+    @torch.inference_mode()
+    def logits(self, meta: Meta, blobs: Blobs) -> None:
+        embedding = self.decoder.embed_tokens
+        hidden = torch.frombuffer(bytearray(blobs["hidden"]), dtype=embedding.dtype).view(-1, self.decoder.shapes.hidden_size)
+        self.decoder.logits(hidden.to(embedding.device))
 
     def fill_slot(self, meta: Meta, blobs: Blobs) -> None:
         decoder = self.decoder

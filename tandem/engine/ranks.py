@@ -4,6 +4,7 @@ Every rank holds its part of the weights and of the key-value cache. A step is d
 other ranks, and all compute it together (see ``forward``).
 """
 
+import ctypes
 import shutil
 import threading
 import weakref
@@ -15,6 +16,7 @@ from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from tandem.engine.load import LoadFormat, load_decoder
 from tandem.kernels import KernelChoice
@@ -143,6 +145,12 @@ class Ranks:
             told = RunError(f"{told} (log: {self._log_of(first.peer)})")
         self._broken = str(told)
         return told
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [R, V] of ``hidden[R, H]``, whatever rows they are."""
+        held = hidden.detach().to("cpu").contiguous()
+        blob = {"hidden": ctypes.string_at(held.data_ptr(), held.nbytes)}
+        return self.run("logits", {}, lambda: self.decoder.logits(hidden), blob)
 
     def update_weights(self, tensors: Any) -> None:
         """Give every rank its part of a whole set of weights. Raises ``UserError`` where the set does not fit the model, and

@@ -65,7 +65,7 @@ class RowTable:
             integers.append((0, length, length, request.max_length, sequence.random_key, params.top_k))
             numbers.append((params.temperature, params.top_p, params.min_p))
             stops.append(request.stop_token_ids)
-            if params.logit_bias or params.min_tokens:
+            if request.rules is not None:
                 self.adjusted[sequence.row] = sequence
             if params.logprobs is not None:
                 self.with_top_logprobs[sequence.row] = sequence
@@ -113,6 +113,16 @@ class RowTable:
             stop_tokens=self.stop_tokens.index_select(0, index),
             is_greedy=not bool(temperature.any()),
         )
+
+    def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
+        """The tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        counts = (self.length[index] - self.start[index]).tolist()
+        drawn = self.drawn_tokens[:, : max(counts)].index_select(0, index).unbind(0)
+        return [
+            torch.cat((torch.tensor(sequence.token_ids), tokens[:count])) if sequence.token_ids else tokens[:count]
+            for sequence, tokens, count in zip(sequences, drawn, counts, strict=True)
+        ]
 
     def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
         """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop

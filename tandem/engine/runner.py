@@ -10,9 +10,11 @@ from tandem.engine.adapters import Adapters
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
 from tandem.engine.forward import forward
+from tandem.engine.logit_rules import Position, apply_rules
+from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.ranks import Ranks
 from tandem.engine.row_table import RowTable, Selection
-from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
+from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
 from tandem.engine.step_message import encode_step
 from tandem.kernels.api import KVLayer, SampledRows
@@ -34,6 +36,8 @@ class Runner:
         self.caches = caches
         self.table = table
         self.device = decoder.embed_tokens.device
+        self.prompt_scores: dict[str, PromptScores] = {}
+        """By request: where the log-probabilities of its prompt go, until they are complete."""
         self._selection: Selection | None = None
         self._last: tuple[Selection, FlatBatch] | None = None
 
@@ -45,7 +49,9 @@ class Runner:
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
-        logits = self._forward(decision.copies, batch, bool(selection.rows))
+        hidden, logits = self._forward(decision.copies, batch, bool(selection.rows))
+        if self.prompt_scores:
+            self._score_prompts(decision, hidden)
         if logits is None:
             return []
         drawn = self._draw(logits, selection)
@@ -81,11 +87,15 @@ class Runner:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, copies: tuple[BlockCopy, ...], batch: FlatBatch, draws: bool) -> Tensor | None:
+    def _forward(self, copies: tuple[BlockCopy, ...], batch: FlatBatch, draws: bool) -> tuple[Tensor, Tensor | None]:
         own = partial(forward, self.decoder, self.caches, copies, batch, draws)
         if self.ranks is None:
             return own()
         return self.ranks.run("step", {}, own, {"step": encode_step(copies, batch, draws)})
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits [R, V] of ``hidden[R, H]``, outside a step."""
+        return self.decoder.logits(hidden) if self.ranks is None else self.ranks.logits(hidden)
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
@@ -93,34 +103,41 @@ class Runner:
             uniform = torch.zeros(len(selection.rows), dtype=torch.float64)
         else:
             uniform = uniforms(selection.random_key, table.length.index_select(0, selection.index))
-        adjustments = self._adjustments(selection) if table.adjusted else []
+        positions = self._positions(selection) if table.adjusted else []
         drawn = self.decoder.kernels.sample_rows(
-            adjust(logits, adjustments) if adjustments else logits,
+            apply_rules(logits, positions) if positions else logits,
             selection.temperature.to(to),
             selection.top_k.to(to),
             selection.top_p.to(to),
             selection.min_p.to(to),
             uniform.to(to),
         )
-        if adjustments:
+        if positions:
             drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
         if table.with_top_logprobs:
             self._note_top_logprobs(logits, drawn, selection)
         return drawn
 
-    def _adjustments(self, selection: Selection) -> list[Adjustment]:
-        found = []
-        for i, row in enumerate(selection.rows):
-            sequence = self.table.adjusted.get(row)
-            if sequence is None:
-                continue
-            request = sequence.request
-            values = dict(request.params.logit_bias or {})
-            if int(self.table.length[row]) - len(request.prompt_token_ids) < request.params.min_tokens:
-                values |= dict.fromkeys(request.end_token_ids.union(request.stop_token_ids), -math.inf)
-            if values:
-                found.append(Adjustment(i, list(values), list(values.values())))
-        return found
+    def _positions(self, selection: Selection) -> list[Position]:
+        """Where the selected rows with rules stand."""
+        adjusted = self.table.adjusted
+        found = [(i, adjusted[row]) for i, row in enumerate(selection.rows) if row in adjusted]
+        outputs = self.table.outputs_of([sequence for _, sequence in found]) if found else []
+        return [
+            Position(i, sequence.request.rules, sequence.cursor, output)
+            for (i, sequence), output in zip(found, outputs, strict=True)
+            if sequence.request.rules is not None
+        ]
+
+    def _score_prompts(self, decision: Decision, hidden: Tensor) -> None:
+        start = len(decision.decode)
+        for chunk in decision.prefill:
+            scores = self.prompt_scores.get(chunk.request_id)
+            if scores is not None:
+                scores.note(self.decoder, self._logits, hidden[start : start + len(chunk.tokens)], chunk.start)
+                if scores.is_complete:
+                    del self.prompt_scores[chunk.request_id]
+            start += len(chunk.tokens)
 
     def _note_top_logprobs(self, logits: Tensor, drawn: SampledRows, selection: Selection) -> None:
         wanted = self.table.with_top_logprobs
