@@ -122,6 +122,13 @@ def test_four_ranks_over_two_key_value_heads_have_the_bits_of_one(tmp_path) -> N
         assert generate(llm) == generate(LLM(folder, max_num_seqs=16, max_num_batched_tokens=64))
 
 
+def test_a_prompt_is_scored_by_every_rank(make_folder, make_llm, ranks) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    ours, theirs = (llm.generate(PROMPTS, params) for llm in (ranks(make_folder("llama")), make_llm("llama")))
+    assert [answer.prompt_logprobs for answer in ours] == [answer.prompt_logprobs for answer in theirs]
+    assert ours[1].prompt_logprobs[3] is not None
+
+
 def test_every_rank_takes_new_weights_or_none_does(make_folder, make_llm, ranks) -> None:
     llm = ranks(make_folder("mixtral"))
     before = generate(llm)
