@@ -10,8 +10,10 @@ from torch import Tensor
 from tandem.engine import decode, preemption, prefill
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
+from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.prefix_cache import PrefixCache
+from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
 from tandem.engine.runner import Runner
@@ -19,6 +21,7 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.structured_outputs import Grammars
 from tandem.engine.text_watch import TextWatch
 from tandem.kernels import empty_cache
 from tandem.model.decoder import Decoder
@@ -56,6 +59,7 @@ class Engine:
         sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
         caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
         self._runner = Runner(decoder, caches, self._table)
+        self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
         self._arrivals = 0
@@ -70,11 +74,12 @@ class Engine:
 
         Raises ``UserError``, and queues nothing, where the request cannot be served.
         """
-        self.check_request(prompt_token_ids, params)
+        prompt_token_ids = self._truncated(prompt_token_ids, params)
+        rules = self._check(prompt_token_ids, params)
         if request_id in self._answers:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
         length = len(prompt_token_ids)
-        own_end = frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
+        own_end = self._end_tokens()
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else own_end)
         end = self.settings.max_model_len if params.max_tokens is None else length + params.max_tokens
         request = Request(
@@ -91,22 +96,34 @@ class Engine:
             first_index=first_index,
             cache_salt=cache_salt,
             max_length=min(end, self.settings.max_model_len),
+            rules=rules,
         )
         self._arrivals += 1
         keys = [random_key(request.seed, request.key, first_index + i) for i in range(params.n)]
-        sequences = [Sequence(request, i, key, text_watch=self._text_watch(params)) for i, key in enumerate(keys)]
-        self._answers[request_id] = Answer(request, [None] * params.n, set(sequences))
+        sequences = [
+            Sequence(request, i, key, text_watch=self._text_watch(params), cursor=rules.cursor() if rules is not None else None)
+            for i, key in enumerate(keys)
+        ]
+        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences))
+        if params.prompt_logprobs is not None:
+            answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
+            self._runner.prompt_scores[request_id] = answer.prompt_scores
         # A group takes its rows at once; what no step could hold goes in parts, each of which shares the prompt.
         for first in range(0, params.n, self.settings.max_num_seqs):
             part = sequences[first : first + self.settings.max_num_seqs]
-            prefill.queue(self._state, Prefill(part, request.prompt_token_ids))
+            is_scored = answer.prompt_scores is not None and first == 0
+            prefill.queue(self._state, Prefill(part, request.prompt_token_ids, is_scored=is_scored))
 
     def check_request(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
         """Raise ``UserError`` for a request that this engine cannot serve."""
+        self._check(self._truncated(prompt_token_ids, params), params)
+
+    def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitRules | None:
+        """As ``check_request`` for a prompt that is truncated already; returns its rules."""
         length, vocab = len(prompt_token_ids), self._decoder.shapes.vocab_size
         if not length:
             raise UserError("the prompt is empty; give it at least one token")
-        if length >= self.settings.max_model_len:
+        if length + (params.max_tokens != 0) > self.settings.max_model_len:
             raise UserError(
                 f"the prompt has {length} tokens, which leaves no room for a completion in max_model_len "
                 f"({self.settings.max_model_len}); shorten the prompt or raise max_model_len"
@@ -117,6 +134,19 @@ class Engine:
         params.check_vocabulary(vocab)
         if params.stop_texts and self.tokenizer is None:
             raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
+        end_tokens = self._end_tokens().union(params.stop_token_ids or ())
+        return rules_of(params, prompt_token_ids, end_tokens, vocab, self.tokenizer, self._grammars)
+
+    def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
+        """The end of the prompt that ``truncate_prompt_tokens`` asks for."""
+        limit = params.truncate_prompt_tokens
+        if limit is not None and limit < 0:
+            room = 1 if params.max_tokens is None else params.max_tokens
+            limit = max(1, self.settings.max_model_len - room)
+        return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
+
+    def _end_tokens(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such
@@ -182,6 +212,8 @@ class Engine:
         self._read_back(ended)
         decode.leave(self._state, ended)
         for sequence in ended:
+            if sequence.request.params.max_tokens == 0:
+                sequence.forget_drawn()
             self._answer(sequence, *finish_of(sequence))
 
     def _answer(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -193,10 +225,12 @@ class Engine:
         answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
         if not answer.open:
             del self._answers[sequence.request.id]
-            self._ready.append(output_of(answer))
+            self._runner.prompt_scores.pop(sequence.request.id, None)
+            self._ready.append(output_of(answer, self.tokenizer))
 
     def _text_watch(self, params: SamplingParams) -> TextWatch | None:
-        return TextWatch(self.tokenizer, params) if params.stop_texts and self.tokenizer is not None else None
+        watched = params.stop_texts and params.max_tokens != 0
+        return TextWatch(self.tokenizer, params) if watched and self.tokenizer is not None else None
 
     def _read_back(self, sequences: list[Sequence]) -> None:
         self._table.read_back(sequences, self._state.version)

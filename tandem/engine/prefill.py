@@ -35,7 +35,7 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
     if prefill.root != root:
         # Once, however often admission is tried.
         prefill.root, prefill.keys = root, state.prefix_cache.keys(root, prefill.tokens)
-    found = state.prefix_cache.match(prefill.keys, length)
+    found = [] if prefill.is_scored else state.prefix_cache.match(prefill.keys, length)
     computed = len(found) * BLOCK_TOKENS
     missing = blocks_for(length) - len(found)
     margin = len(state.decoding) + forks if state.decoding else 0

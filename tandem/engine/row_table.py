@@ -64,7 +64,7 @@ class RowTable:
             integers.append((0, length, length, request.max_length, sequence.random_key, params.top_k))
             numbers.append((params.temperature, params.top_p, params.min_p))
             stops.append(request.stop_token_ids)
-            if params.logit_bias or params.min_tokens:
+            if request.rules is not None:
                 self.adjusted[sequence.row] = sequence
             if params.logprobs is not None:
                 self.with_top_logprobs[sequence.row] = sequence
@@ -110,6 +110,12 @@ class RowTable:
             stop_tokens=self.stop_tokens.index_select(0, index),
             is_greedy=not bool(temperature.any()),
         )
+
+    def output_of(self, sequence: Sequence) -> Tensor:
+        """The tokens [L] that a sequence in a row has drawn: those that were read back and those in its row."""
+        row = sequence.row
+        drawn = self.drawn_tokens[row, : int(self.length[row] - self.start[row])]
+        return torch.cat((torch.tensor(sequence.token_ids), drawn)) if sequence.token_ids else drawn
 
     def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
         """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
+from tandem.engine.logit_rules import Position, apply_rules
+from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.row_table import RowTable, Selection
-from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
+from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
 from tandem.kernels.api import KVLayer, SampledRows
 from tandem.model.attention import PagedContext
@@ -25,6 +27,8 @@ class Runner:
         self.caches = caches
         self.table = table
         self.device = decoder.embed_tokens.device
+        self.prompt_scores: dict[str, PromptScores] = {}
+        """By request: where the log-probabilities of its prompt go, until they are complete."""
         self._selection: Selection | None = None
         self._last: tuple[Selection, FlatBatch] | None = None
 
@@ -39,6 +43,8 @@ class Runner:
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
         hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
+        if self.prompt_scores:
+            self._score_prompts(decision, hidden)
         if not selection.rows:
             return []
         logits = self._logits(hidden, batch.logit_rows)
@@ -80,34 +86,39 @@ class Runner:
             uniform = torch.zeros(len(selection.rows), dtype=torch.float64)
         else:
             uniform = uniforms(selection.random_key, table.length.index_select(0, selection.index))
-        adjustments = self._adjustments(selection) if table.adjusted else []
+        positions = self._positions(selection) if table.adjusted else []
         drawn = self.decoder.kernels.sample_rows(
-            adjust(logits, adjustments) if adjustments else logits,
+            apply_rules(logits, positions) if positions else logits,
             selection.temperature.to(to),
             selection.top_k.to(to),
             selection.top_p.to(to),
             selection.min_p.to(to),
             uniform.to(to),
         )
-        if adjustments:
+        if positions:
             drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
         if table.with_top_logprobs:
             self._note_top_logprobs(logits, drawn, selection)
         return drawn
 
-    def _adjustments(self, selection: Selection) -> list[Adjustment]:
-        found = []
-        for i, row in enumerate(selection.rows):
-            sequence = self.table.adjusted.get(row)
-            if sequence is None:
-                continue
-            request = sequence.request
-            values = dict(request.params.logit_bias or {})
-            if int(self.table.length[row]) - len(request.prompt_token_ids) < request.params.min_tokens:
-                values |= dict.fromkeys(request.end_token_ids.union(request.stop_token_ids), -math.inf)
-            if values:
-                found.append(Adjustment(i, list(values), list(values.values())))
-        return found
+    def _positions(self, selection: Selection) -> list[Position]:
+        """Where the selected rows with rules stand."""
+        adjusted, table = self.table.adjusted, self.table
+        return [
+            Position(i, sequence.request.rules, sequence.cursor, table.output_of(sequence))
+            for i, row in enumerate(selection.rows)
+            if (sequence := adjusted.get(row)) is not None and sequence.request.rules is not None
+        ]
+
+    def _score_prompts(self, decision: Decision, hidden: Tensor) -> None:
+        start = len(decision.decode)
+        for chunk in decision.prefill:
+            scores = self.prompt_scores.get(chunk.request_id)
+            if scores is not None:
+                scores.note(self.decoder, hidden[start : start + len(chunk.tokens)], chunk.start)
+                if scores.is_complete:
+                    del self.prompt_scores[chunk.request_id]
+            start += len(chunk.tokens)
 
     def _note_top_logprobs(self, logits: Tensor, drawn: SampledRows, selection: Selection) -> None:
         wanted = self.table.with_top_logprobs
