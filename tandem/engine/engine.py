@@ -1,5 +1,6 @@
 """The inference engine: requests in, answers out, one step at a time."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
@@ -11,7 +12,7 @@ from tandem.engine import decode, preemption, prefill
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.logit_rules import LogitRules, rules_of
-from tandem.engine.outputs import RequestOutput
+from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.request import Prefill, Request, Sequence, random_key
@@ -21,12 +22,15 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.stats import EngineStats
 from tandem.engine.streaming import Streams
 from tandem.engine.structured_outputs import Grammars
 from tandem.engine.text_watch import TextWatch
 from tandem.kernels import empty_cache
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
+from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason, RunError, UserError, WeightVersion
 
@@ -37,18 +41,21 @@ class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
     ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion.
+    nothing but lengths and ``stop_token_ids`` ends a completion. With ``digest_weights`` each set of weights is digested
+    before it is packed.
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION,
+        version: WeightVersion = FIRST_VERSION, digest_weights: bool = False,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
+        self._digest_weights = digest_weights
+        self.weight_digests = weight_digests(decoder) if digest_weights else {}
         decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
@@ -58,13 +65,15 @@ class Engine:
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
         sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
-        caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
-        self._runner = Runner(decoder, caches, self._table)
+        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        self._runner = Runner(decoder, self._empty_cache(), self._table)
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
         self._streams = Streams(tokenizer)
         self._arrivals = 0
+        self._preemptions = 0
+        self._step_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -106,7 +115,7 @@ class Engine:
             Sequence(request, i, key, text_watch=self._text_watch(params), cursor=rules.cursor() if rules is not None else None)
             for i, key in enumerate(keys)
         ]
-        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences))
+        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         if params.prompt_logprobs is not None:
             answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
             self._runner.prompt_scores[request_id] = answer.prompt_scores
@@ -169,7 +178,25 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` still has something to do or to hand out."""
-        return bool(self._answers or self._ready or self._streams.has_news)
+        return bool(self._answers) or self.has_outputs
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that are not answered yet."""
+        return list(self._answers)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether ``take_outputs`` has something to hand out."""
+        return bool(self._ready or self._streams.has_news)
+
+    @property
+    def shapes(self) -> ModelShapes:
+        return self._decoder.shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._decoder.embed_tokens.dtype
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +204,11 @@ class Engine:
         """Compute one step; returns the requests that are answered, and what is new of those that are streamed."""
         if not self._decoder.is_packed:
             raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
+        if self.is_sleeping:
+            raise RunError("the engine is asleep; wake it up before its next step")
         decision = schedule(self._state)
+        self._note_scheduled(decision)
+        self._step_tokens = len(decision.decode) + sum(len(chunk.tokens) for chunk in decision.prefill)
         if decision.has_work:
             try:
                 self._fill_rows(decision)
@@ -185,10 +216,29 @@ class Engine:
             except BaseException:
                 self._forget_cache()
                 raise
+            self._note_first_tokens(decision)
             self._end(ended + self._stopped_by_text())
             self._streams.running(self._answers, self._table, self._state.version)
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What the next ``step`` would hand out without computing anything: the answers of aborted requests."""
         ready, self._ready = self._ready, []
         return ready + self._streams.take()
+
+    def _note_scheduled(self, decision: Decision) -> None:
+        self._preemptions += len(decision.preempted)
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            times.scheduled_s = times.scheduled_s or now
+
+    def _note_first_tokens(self, decision: Decision) -> None:
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            if chunk.rows:
+                times.first_token_s = times.first_token_s or now
 
     def _fill_rows(self, decision: Decision) -> None:
         """Fill the table's rows for sequences whose last chunk stands in this step."""
@@ -257,6 +307,8 @@ class Engine:
         """
         preemption.preempt_all(self._state)
         load_tensors(self._decoder, tensors)
+        if self._digest_weights:
+            self.weight_digests = weight_digests(self._decoder)
         self._decoder.pack()
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
@@ -267,7 +319,40 @@ class Engine:
         preemption.preempt_all(self._state)
         self._state.allocator.forget_all()
 
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what cached blocks hold. Requests under way keep theirs."""
+        self._state.allocator.forget_all()
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``."""
+        preemption.preempt_all(self._state)
+        self._state.allocator.forget_all()
+        self._runner.caches = []
+
+    def wake_up(self) -> None:
+        if self.is_sleeping:
+            self._runner.caches = self._empty_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return not self._runner.caches
+
     # -- checks --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        state = self._state
+        prefilling = len(state.prefilling.sequences) if state.prefilling is not None else 0
+        running = len(state.decoding) + prefilling
+        return EngineStats(
+            num_requests_running=running,
+            num_requests_waiting=sum(len(answer.open) for answer in self._answers.values()) - running,
+            kv_cache_usage=1 - state.allocator.free_count / state.allocator.count,
+            num_preemptions=self._preemptions,
+            step_tokens=self._step_tokens,
+            num_requests=len(self._answers),
+        )
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless blocks, rows and tables agree. Idle, all blocks are free or cached."""

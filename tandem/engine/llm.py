@@ -39,7 +39,7 @@ class LLM:
     than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
-    bring none. """
+    bring none. ``digest_weights``: keep digests of the weights in ``engine.weight_digests``. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
@@ -47,7 +47,7 @@ class LLM:
         kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
         load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
-        weight_version: WeightVersion | None = None,
+        weight_version: WeightVersion | None = None, digest_weights: bool = False,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
@@ -75,7 +75,7 @@ class LLM:
             decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        self.engine = Engine(decoder, settings, found, weight_version)
+        self.engine = Engine(decoder, settings, found, weight_version, digest_weights)
         self._requests = 0
 
     # -- generation ----------------------------------------------------------------------------------------------------
