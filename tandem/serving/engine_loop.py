@@ -81,8 +81,8 @@ class EngineLoop:
         self._engine.take_outputs()
 
     def _flush(self) -> None:
-        """Hand out what needs no step."""
-        if self._refused or self._failed or self._engine.has_outputs:
+        """Hand out what needs no step; the figures too, where no step would bring them."""
+        if self._refused or self._failed or self._engine.has_outputs or not self._may_step():
             self._send_outputs(self._engine.take_outputs())
 
     def _send_outputs(self, outputs: list[Any]) -> None:

@@ -67,6 +67,12 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # The next request's head has begun; a connection that is merely idle has a longer time-out.
+        if self.conn.trailing_data[0]:
+            self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         super().connection_lost(exc)

@@ -24,15 +24,21 @@ class Server:
     process: "subprocess.Popen[bytes]"
     url: str
     log: Path
+    client: httpx.Client
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=LIMIT_S, **options)
+        return self.client.get(self.url + path, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=LIMIT_S, **options)
+        return self.client.post(self.url + path, json=body, **options)
 
     def control(self, path: str, body: Any = None) -> Any:
         response = self.post(path, body, headers=CONTROL)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def control_get(self, path: str) -> Any:
+        response = self.get(path, headers=CONTROL)
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -55,7 +61,7 @@ class Server:
 
     def files(self) -> int:
         """Open files, sockets among them."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def wait_idle(self) -> None:
         """Until nothing runs, nothing waits and no block is held."""
@@ -79,18 +85,22 @@ def server(model: Path, folder: Path, *arguments: str, ready: bool = True) -> It
     """``tandem serve MODEL ARGUMENTS``, killed at the end where it still runs."""
     log = folder / f"serve-{time.monotonic_ns()}.log"
     command = [str(Path(sys.executable).with_name("tandem")), "serve", str(model), "--port", "0", "--threads", "1", "--control-key", "control", *arguments]
-    with log.open("wb") as sink:
+    with contextlib.ExitStack() as stack:
+        sink = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(command, stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
+        stack.callback(end, process)
         until(lambda: b"http://" in log.read_bytes() or process.poll() is not None, "the server's first line")
         assert process.poll() is None, log.read_text()
         address = log.read_text().split("http://")[1].split()[0]
-        running = Server(process, f"http://{address}", log)
+        client = stack.enter_context(httpx.Client(timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)))
+        running = Server(process, f"http://{address}", log, client)
         if ready:
             until(lambda: process.poll() is not None or running.get("/readiness").status_code == 200, "the server to be ready")
             assert process.poll() is None, log.read_text()
         yield running
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
