@@ -35,7 +35,7 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
         stream=bool(body.stream), key=key, first_index=body.first_index or 0, priority=body.priority or 0, cache_salt=body.cache_salt or "",
     )  # fmt: skip
     if body.stream:
-        return await begin(request, _events(state, asked, name), state.settings.stall_s)
+        return await begin(request, _events(state, asked, name))
     (output,) = await while_connected(request, answers(state.pool, [asked]))
     return JSONResponse(_body(name, output) | {"prompt_token_ids": tokens})
 

@@ -36,7 +36,14 @@ class Guard:
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
-        await self._app(scope, replay, send)
+        if scope["path"] in PUBLIC or scope["path"] in control.PATHS:
+            await self._app(scope, replay, send)
+            return
+        self._state.open_requests += 1
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            self._state.open_requests -= 1
 
     def _check(self, scope: Scope) -> None:
         """Raise ``ApiError`` for a request that is not answered here."""

@@ -172,7 +172,7 @@ def _requests(state: ServerState, body: OpenAIFields, name: str, prompts: list[l
 
 async def _answer(state: ServerState, job: Job, request: Request, stream: bool) -> Response:
     if stream:
-        return await begin(request, _events(state, job), state.settings.stall_s)
+        return await begin(request, _events(state, job))
     outputs = await while_connected(request, answers(state.pool, job.requests))
     choices = []
     for number, output in enumerate(outputs):

@@ -54,10 +54,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 whose connections are closed where a request's head does not come within ``request_s``."""
+    """HTTP/1.1 whose connections are cut where a request's head does not come within ``request_s``, and where a reader takes
+    nothing of its answer for ``stall_s``."""
 
     request_s = 30.0
+    stall_s = 300.0
     _deadline: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,8 +76,19 @@ class PatientProtocol(H11Protocol):
         if self.conn.trailing_data[0]:
             self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -99,7 +113,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(state: ServerState, listener: socket.socket) -> int:
     settings = state.settings
-    protocol = type("Protocol", (PatientProtocol,), {"request_s": settings.request_s})
+    protocol = type("Protocol", (PatientProtocol,), {"request_s": settings.request_s, "stall_s": settings.stall_s})
     config = uvicorn.Config(
         make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=_BACKLOG,
         timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
@@ -151,17 +165,16 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     _say(f"serving {', '.join(settings.names)} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
     await stopping
     state.is_draining = True
-    left = state.pool.num_streams
-    if left:
-        _say(f"draining: {left} requests are under way; a second signal cuts them off")
+    if state.open_requests:
+        _say(f"draining: {state.open_requests} requests are under way; a second signal cuts them off")
         if state.pool.is_paused:
             # Nobody would resume it: its clients would wait for ever.
             await state.pool.resume()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
-                while state.pool.num_streams:
+                while state.open_requests:
                     await asyncio.sleep(0.05)
-    left = state.pool.num_streams
+    left = state.open_requests
     _say("stopped" if not left else f"stopped after {settings.drain_s:g} s; {left} requests were cut off")
     return 0 if not left else 1
 

@@ -59,7 +59,7 @@ async def answers(pool: Pool, requests: Sequence[EngineRequest]) -> list[Request
         return [found[stream] for stream in streams]
 
 
-async def begin(request: Request, events: AsyncGenerator[bytes, None], stall_s: float) -> "EventStream":
+async def begin(request: Request, events: AsyncGenerator[bytes, None]) -> "EventStream":
     """The stream of ``events``, once its first is there: what is refused is refused before the answer begins, and a client
     that leaves meanwhile is noticed."""
     try:
@@ -67,7 +67,7 @@ async def begin(request: Request, events: AsyncGenerator[bytes, None], stall_s: 
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events, stall_s)
+    return EventStream(first, events)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
@@ -95,14 +95,14 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. A reader that takes nothing for ``stall_s`` is taken for gone."""
+    """Server-sent events. The last of them frees what the others need, also where the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], stall_s: float) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest, self._stall_s = first, rest, stall_s
+        self._first, self._rest = first, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
@@ -117,8 +117,7 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         async def write(part: bytes, more: bool) -> None:
-            async with asyncio.timeout(self._stall_s):
-                await send({"type": "http.response.body", "body": part, "more_body": more})
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await write(self._first, True)

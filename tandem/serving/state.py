@@ -23,6 +23,8 @@ class ServerState:
     tokenizer: Tokenizer
     is_started: bool = False
     is_draining: bool = False
+    open_requests: int = 0
+    """Requests of clients whose answers are not sent to their end."""
     update: tuple[WeightVersion, list[str]] | None = None
     """The weight update under way: its version, and the folders that were read for it."""
     created: int = field(default_factory=lambda: int(time.time()))
