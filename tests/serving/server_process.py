@@ -47,6 +47,11 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def complete_stream(self, prompt: Any, **fields: Any) -> str:
+        response = self.post("/v1/completions", {"prompt": prompt, "stream": True, **fields})
+        assert response.status_code == 200 and response.text.endswith("data: [DONE]\n\n"), response.text
+        return response.text
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all lines of a metric with these labels."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
