@@ -10,10 +10,11 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewModelConfig:
-    """A model with random weights and a character tokenizer, made from the recipe: nothing is downloaded.
+    """A model with random weights, made from the recipe: nothing is downloaded.
 
-    ``characters``: the vocabulary besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the
-    line break. ``initial_deviation``: standard deviation of the random weights; narrow models learn faster from about
+    ``tokenizer``: a folder whose tokenizer it takes; empty makes one with a token a character. ``characters``: the
+    vocabulary of that besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the line break.
+    ``initial_deviation``: standard deviation of the random weights; narrow models learn faster from about
     0.7 / sqrt(hidden_size).
     """
 
@@ -27,6 +28,7 @@ class NewModelConfig:
     max_positions: int = 256
     tie_embeddings: bool = True
     rope_theta: float = 10000.0
+    tokenizer: str = ""
     characters: str = "ascii"
     initial_deviation: float = 0.02
 

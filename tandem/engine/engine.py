@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.engine import decode, preemption, prefill
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
+from tandem.engine.grammars import Grammars
 from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
@@ -24,7 +25,6 @@ from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
 from tandem.engine.stats import EngineStats
 from tandem.engine.streaming import Streams
-from tandem.engine.structured_outputs import Grammars
 from tandem.engine.text_watch import TextWatch
 from tandem.kernels import empty_cache
 from tandem.layout.shapes import ModelShapes

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, read_shapes
 from tandem.model.initialise import initialise
+from tandem.model.weight_store import HeldModel, WeightStore, is_remote
+from tandem.text.chat import apply_chat_template
+from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import UserError, WeightVersion
+from tandem.types import RunError, UserError, WeightVersion
 
 DUMMY_VERSION = WeightVersion(-1, -1)
 """The version of random weights: what ``load_format="dummy"`` starts with."""
@@ -29,11 +32,14 @@ DEFAULT_CACHE_BYTES = 1 << 30
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 PromptInput = str | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model folder, ready to generate.
+    """A model, ready to generate. As a context manager it is closed at the end.
 
+    ``model``: a Hugging Face folder, or the address of one in object storage (``s3://bucket/folder``), which is kept in the
+    weight cache ``download_dir`` (``None``: ``~/.cache/tandem/weights``) of at most ``weight_cache_bytes`` (0: no limit).
     ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context.
     ``kv_cache_tokens``: size of the KV cache; 0 takes what ``max_num_seqs`` sequences can fill, but not more
     than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
@@ -47,11 +53,17 @@ class LLM:
         kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
         load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
-        weight_version: WeightVersion | None = None, digest_weights: bool = False,
+        weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
+        digest_weights: bool = False,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         torch_dtype = _dtype(dtype)
+        self._held: HeldModel | None = None
+        if is_remote(model):
+            store = WeightStore(download_dir, weight_cache_bytes, _show_download if sys.stderr.isatty() else None)
+            self._held = store.hold(str(model))
+            model = self._held.path
         shapes = read_shapes(model)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
@@ -75,8 +87,34 @@ class LLM:
             decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        self.engine = Engine(decoder, settings, found, weight_version, digest_weights)
+        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, digest_weights)
+        self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it. Raises ``RunError`` once it is closed."""
+        if self._engine is None:
+            raise RunError("this LLM is closed; make another one")
+        return self._engine
+
+    def close(self) -> None:
+        """Give back the weights, the KV cache and the model's folder in the weight cache. Closing twice is no error."""
+        self._engine = None
+        if self._held is not None:
+            self._held.release()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ``UserError`` where there is none."""
+        if self.engine.tokenizer is None:
+            raise UserError("this engine has no tokenizer; give one, or token ids")
+        return self.engine.tokenizer
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -118,6 +156,40 @@ class LLM:
             for name in names:
                 self.engine.abort(name)
             raise
+
+    def chat(
+        self, messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
+        chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for one conversation, or for each of several: see ``chat_prompt``, whose ``template`` and
+        ``variables`` are ``chat_template`` and ``chat_template_kwargs`` here, as in vLLM."""
+        several = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.chat_prompt(
+                cast("Messages", conversation), template=chat_template, tools=tools, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
+            )
+            for conversation in several
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm, on_progress=on_progress)
+
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any
+    ) -> PromptInput:
+        """The prompt that ``messages`` (each with ``role`` and ``content``) become by the chat template of the tokenizer's
+        folder. With ``continue_final_message`` it ends where the last message does, so that the model goes on with that;
+        the other ``options`` are those of ``tandem.text.chat.apply_chat_template``."""
+        tokenizer = self.get_tokenizer()
+        if continue_final_message and add_generation_prompt:
+            raise UserError("continue_final_message and add_generation_prompt exclude each other; set the second to False")
+        shown = mark_end(messages) if continue_final_message else messages
+        text = apply_chat_template(self._tokenizer_folder, shown, add_generation_prompt=add_generation_prompt, **options)
+        text = cut_at_mark(text) if continue_final_message else text
+        # Special tokens are the template's business.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
 
     def _run(self, names: list[str], on_progress: Callable[[int, int], None] | None) -> list[RequestOutput]:
         answers: dict[str, RequestOutput | None] = dict.fromkeys(names)
@@ -178,6 +250,13 @@ class LLM:
 def _show(done: int, asked: int) -> None:
     end = "\n" if done == asked else ""
     print(f"\rgenerated {done} of {asked}", end=end, file=sys.stderr, flush=True)
+
+
+def _show_download(here: int, total: int) -> None:
+    width = 30 * here // max(total, 1)
+    bar = "=" * width + " " * (30 - width)
+    end = "\n" if here == total else ""
+    print(f"\rdownloading [{bar}] {here / 2**20:.0f} of {total / 2**20:.0f} MiB", end=end, file=sys.stderr, flush=True)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tandem.engine.grammars import GrammarCursor, Grammars
 from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import GrammarCursor, Grammars
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
@@ -71,7 +71,7 @@ def rules_of(
         presence=params.presence_penalty,
         seen=torch.tensor(sorted(set(prompt))) if repeats else None,
         allowed=None if allowed is None else _packed(allowed, vocab_size),
-        bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer)),
+        bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer) if ids),
         min_tokens=params.min_tokens if end else 0,
         end_tokens=end,
         grammar=None if params.structured_outputs is None else grammars.compile(params.structured_outputs),
@@ -86,7 +86,8 @@ def apply_rules(logits: Tensor, positions: Sequence[Position]) -> Tensor:
     own = logits.index_select(0, rows).to(torch.promote_types(logits.dtype, torch.float32))
     _add_biases(own, positions)
     _penalise(own, positions)
-    own = _ban(_mask(own, positions), positions)
+    _mask(own, positions)
+    _ban(own, positions)
     return logits.index_copy(0, rows, own.to(logits.dtype))
 
 
@@ -108,7 +109,7 @@ def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
         penalty = torch.tensor([[p.rules.repetition] for _, p in repeats], dtype=own.dtype, device=own.device)
         logits = own[rows, tokens]
         own[rows, tokens] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and len(p.output)]
+    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and p.output.numel()]
     if drawn:
         rows, tokens, ordered = _padded(own, [i for i, _ in drawn], [p.output for _, p in drawn])
         count = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
@@ -126,11 +127,11 @@ def _padded(own: Tensor, rows: list[int], tokens: list[Tensor]) -> tuple[Tensor,
     return torch.tensor(rows, device=own.device).unsqueeze(1), filled, padded.sort(1).values
 
 
-def _mask(own: Tensor, positions: Sequence[Position]) -> Tensor:
+def _mask(own: Tensor, positions: Sequence[Position]) -> None:
     """-inf for what allowed tokens and grammars do not permit."""
     masked = [(i, p) for i, p in enumerate(positions) if p.rules.allowed is not None or p.cursor is not None]
     if not masked:
-        return own
+        return
     words = torch.full((len(masked), _words(own.shape[1])), -1, dtype=torch.int32)
     for row, (_, position) in zip(words, masked, strict=True):
         if position.cursor is not None:
@@ -139,23 +140,28 @@ def _mask(own: Tensor, positions: Sequence[Position]) -> Tensor:
             both = row & position.rules.allowed
             # A grammar's end token, or the one way on that it leaves, is never forbidden by a list.
             row.copy_(both if bool(both.any()) else row)
+    forbidden = _missing(words.to(own.device), own.shape[1])
+    if len(masked) == len(own):
+        own.masked_fill_(forbidden, -math.inf)
+        return
     rows = torch.tensor([i for i, _ in masked], device=own.device)
-    permitted = _bits(words.to(own.device), own.shape[1])
-    return own.index_copy(0, rows, own.index_select(0, rows).masked_fill(~permitted, -math.inf))
+    own.index_copy_(0, rows, own.index_select(0, rows).masked_fill_(forbidden, -math.inf))
 
 
-def _ban(own: Tensor, positions: Sequence[Position]) -> Tensor:
+def _ban(own: Tensor, positions: Sequence[Position]) -> None:
     """-inf for bad words and early end tokens, except in a row that would have nothing left."""
     banned = [(i, token) for i, p in enumerate(positions) for token in _banned(p)]
     if not banned:
-        return own
+        return
     rows, tokens = torch.tensor(banned, device=own.device).unbind(1)
-    without = own.index_put((rows, tokens), own.new_tensor(-math.inf))
-    return torch.where((without == -math.inf).all(1, keepdim=True), own, without)
+    before = own[rows, tokens]
+    own[rows, tokens] = -math.inf
+    nothing_left = own.amax(1) == -math.inf
+    own[rows, tokens] = before.masked_fill(~nothing_left[rows], -math.inf)
 
 
 def _banned(position: Position) -> list[int]:
-    rules, length = position.rules, len(position.output)
+    rules, length = position.rules, position.output.numel()
     tokens = list(rules.end_tokens) if length < rules.min_tokens else []
     if rules.bad_words:
         longest = max(map(len, rules.bad_words)) - 1
@@ -192,9 +198,8 @@ def _packed(tokens: Sequence[int], vocab_size: int) -> Tensor:
     return (bits << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8).view(torch.int32)
 
 
-def _bits(words: Tensor, vocab_size: int) -> Tensor:
-    """``words[A, W]`` int32 -> bool [A, V]: bit ``t % 32`` of word ``t // 32`` is token t's."""
-    octets = words.contiguous().view(torch.uint8)
-    values = torch.arange(256, device=words.device).unsqueeze(1)
-    table = ((values >> torch.arange(8, device=words.device)) & 1).bool()
-    return table[octets.int()].flatten(1)[:, :vocab_size]
+def _missing(words: Tensor, vocab_size: int) -> Tensor:
+    """``words[A, W]`` int32 -> bool [A, V], true where bit ``t % 32`` of word ``t // 32``, token t's, is not set."""
+    octets = words.view(torch.uint8).unsqueeze(2)
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=words.device)
+    return ((octets & bits) == 0).flatten(1)[:, :vocab_size]

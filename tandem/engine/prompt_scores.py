@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.engine.sampling import top_logprobs
 from tandem.model.decoder import Decoder
 
-_ELEMENTS = 1 << 22
+_ELEMENTS = 1 << 23
 """Logits held at a time."""
 
 

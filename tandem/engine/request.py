@@ -4,9 +4,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.engine.grammars import GrammarCursor
 from tandem.engine.logit_rules import LogitRules
 from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import GrammarCursor
 from tandem.types import WeightVersion
 
 

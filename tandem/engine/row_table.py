@@ -114,11 +114,15 @@ class RowTable:
             is_greedy=not bool(temperature.any()),
         )
 
-    def output_of(self, sequence: Sequence) -> Tensor:
-        """The tokens [L] that a sequence in a row has drawn: those that were read back and those in its row."""
-        row = sequence.row
-        drawn = self.drawn_tokens[row, : int(self.length[row] - self.start[row])]
-        return torch.cat((torch.tensor(sequence.token_ids), drawn)) if sequence.token_ids else drawn
+    def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
+        """The tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        counts = (self.length[index] - self.start[index]).tolist()
+        drawn = self.drawn_tokens[:, : max(counts)].index_select(0, index).unbind(0)
+        return [
+            torch.cat((torch.tensor(sequence.token_ids), tokens[:count])) if sequence.token_ids else tokens[:count]
+            for sequence, tokens, count in zip(sequences, drawn, counts, strict=True)
+        ]
 
     def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
         """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop

@@ -103,11 +103,13 @@ class Runner:
 
     def _positions(self, selection: Selection) -> list[Position]:
         """Where the selected rows with rules stand."""
-        adjusted, table = self.table.adjusted, self.table
+        adjusted = self.table.adjusted
+        found = [(i, adjusted[row]) for i, row in enumerate(selection.rows) if row in adjusted]
+        outputs = self.table.outputs_of([sequence for _, sequence in found]) if found else []
         return [
-            Position(i, sequence.request.rules, sequence.cursor, table.output_of(sequence))
-            for i, row in enumerate(selection.rows)
-            if (sequence := adjusted.get(row)) is not None and sequence.request.rules is not None
+            Position(i, sequence.request.rules, sequence.cursor, output)
+            for (i, sequence), output in zip(found, outputs, strict=True)
+            if sequence.request.rules is not None
         ]
 
     def _score_prompts(self, decision: Decision, hidden: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What a model made from the recipe will be, said before it is made: its shapes and its tokenizer. Imports no torch."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from tandem.config.model import NewModelConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface_config import config_json
 from tandem.text.characters import make_character_tokenizer
-from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
@@ -32,13 +33,25 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
     )
 
 
+def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
+    """The tokenizer that ``config`` names or describes, to ``folder``. Raises ``UserError`` where there is none."""
+    if not config.tokenizer:
+        make_character_tokenizer(config.characters, folder)
+        return
+    source = Path(config.tokenizer)
+    Tokenizer.from_folder(source)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
 @contextmanager
 def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
     """A passing folder with everything of the model but its weights, so that what a run needs can be checked before any
     work."""
     with TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
-        make_character_tokenizer(config.characters, folder)
+        write_tokenizer(config, folder)
         shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
         (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
         yield folder

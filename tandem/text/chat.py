@@ -17,12 +17,14 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of ``messages`` by the template of the tokenizer in ``folder``, as ``ChatTemplate`` gives it."""
-    template = ChatTemplate.from_folder(folder, with_tools=bool(tools))
-    return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    """The text of ``messages`` by the template of the tokenizer in ``folder``, or by ``template``, as ``ChatTemplate`` gives
+    it."""
+    compiled = ChatTemplate.from_folder(folder, with_tools=bool(tools), source=template)
+    return compiled.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,10 @@ class ChatTemplate:
     folder: Path
 
     @classmethod
-    def from_folder(cls, folder: str | Path, with_tools: bool = False) -> "ChatTemplate":
-        """The template of the tokenizer in ``folder``. Raises ``UserError`` without jinja2, or without a template."""
-        return _compile(Path(folder), with_tools)
+    def from_folder(cls, folder: str | Path, with_tools: bool = False, source: str | None = None) -> "ChatTemplate":
+        """The template of the tokenizer in ``folder``, or ``source`` with its tokens. Raises ``UserError`` without jinja2, or
+        without a template."""
+        return _compile(Path(folder), with_tools, source)
 
     def render(
         self,
@@ -59,7 +62,7 @@ class ChatTemplate:
         return text
 
 
-def _compile(folder: Path, with_tools: bool) -> ChatTemplate:
+def _compile(folder: Path, with_tools: bool, source: str | None) -> ChatTemplate:
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -70,7 +73,8 @@ def _compile(folder: Path, with_tools: bool) -> ChatTemplate:
         raise jinja2.TemplateError(message)
 
     settings = _settings(folder)
-    source = _source(folder, settings, with_tools)
+    if source is None:
+        source = _source(folder, settings, with_tools)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine.grammars import Grammars
 from tandem.engine.llm import LLM
 from tandem.engine.logit_rules import Position, apply_rules, rules_of
 from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import Grammars
 from tandem.types import UserError
 
 EOS = 2
@@ -43,7 +43,7 @@ def random_case(rng: random.Random, vocab: int) -> tuple[SamplingParams, list[in
         presence_penalty=some(rng.uniform(-2, 2), 0.0), frequency_penalty=some(rng.uniform(-2, 2), 0.0),
         repetition_penalty=some(rng.uniform(0.5, 2), 1.0), min_tokens=some(5, 0),
         logit_bias=some({rng.randrange(vocab): rng.uniform(-50, 50) for _ in range(3)}, None),
-        allowed_token_ids=some(rng.sample(range(vocab), 20) + [0], None),
+        allowed_token_ids=some([*rng.sample(range(vocab), 20), 0], None),
     )  # fmt: skip
     prompt = [rng.randrange(vocab) for _ in range(rng.randrange(1, 30))]
     return params, prompt, [rng.randrange(vocab) for _ in range(rng.choice((0, 1, 4, 40)))]

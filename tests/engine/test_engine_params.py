@@ -1,5 +1,7 @@
 """Sampling parameters: vLLM's defaults, and one clear line for every value that cannot be."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -60,3 +62,8 @@ def test_a_wrong_value_is_named_in_one_line(given: dict[str, Any], words: str) -
     with pytest.raises(UserError, match=words) as caught:
         SamplingParams(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_parameters_are_read_without_torch() -> None:
+    program = "import sys; from tandem import SamplingParams, StructuredOutputsParams; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

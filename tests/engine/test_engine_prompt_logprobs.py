@@ -11,10 +11,10 @@ from tandem.engine.llm import LLM
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.kernels import select
-from tandem.model.huggingface import load_model
+from tandem.model.huggingface import load_model, read_tensors
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import collate
-from tandem.types import TrainSequence, UserError
+from tandem.types import TrainSequence, UserError, WeightVersion
 
 PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "x" * 48, "a prompt of 16 ch"]
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -26,7 +26,7 @@ def scores(answer: RequestOutput) -> list[float]:
     return [entry[token].logprob for token, entry in entries if entry is not None]
 
 
-def trainers(folder: Path, kernels: str, tokens: list[list[int]]) -> list[list[float]]:
+def trainers(folder: Path, kernels: str, tokens: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
     """The log-probabilities of all tokens but the first by the trainer's own forward pass."""
     sequences = []
     for i, ids in enumerate(tokens):
@@ -39,7 +39,7 @@ def trainers(folder: Path, kernels: str, tokens: list[list[int]]) -> list[list[f
         )  # fmt: skip
     model = load_model(folder, select(kernels, torch.float32))  # type: ignore[arg-type]
     batches = [collate([s], torch.float32, torch.device("cpu")) for s in sequences if len(s.token_ids) > 1]
-    found = infer(model, batches)
+    found = infer(model, batches, temperature)
     return [[value for _, value in sorted(found.get(str(i), {}).items())] for i in range(len(tokens))]
 
 
@@ -49,7 +49,7 @@ def test_a_prompts_logprobs_are_the_trainers_bit_for_bit(
 ) -> None:
     answers = make_llm(kernels=kernels).generate(PROMPTS, SCORE)
     expected = trainers(make_folder(), kernels, [answer.prompt_token_ids for answer in answers])
-    assert [scores(answer) for answer in answers] == expected and [len(row) for row in expected][0] == 0
+    assert [scores(answer) for answer in answers] == expected and expected[0] == []
     assert all(answer.outputs[0].token_ids == [] and answer.outputs[0].text == "" for answer in answers)
     assert [answer.outputs[0].finish_reason for answer in answers] == ["length"] * 5
 
@@ -101,6 +101,25 @@ def test_a_score_is_the_logprob_that_the_sampler_reported(make_llm: Callable[...
         assert scores(again)[len(answer.prompt_token_ids) - 1 :] == answer.outputs[0].raw_logprobs
 
 
+def test_a_rollout_knows_the_policy_only_at_temperature_1_or_with_nothing_filtered(
+    make_folder: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    """Why a recipe with a filter and another temperature must recompute pi_old: what was drawn from is not the policy."""
+    llm = make_llm()
+    for temperature, top_p in ((1.0, 0.8), (0.7, 1.0), (0.7, 0.8)):
+        drawn = llm.generate(PROMPTS, SamplingParams(seed=5, max_tokens=40, temperature=temperature, top_p=top_p))
+        policy = trainers(make_folder(), "auto", [a.prompt_token_ids + a.outputs[0].token_ids for a in drawn], temperature)
+        gaps = []
+        for answer, own in zip(drawn, policy, strict=True):
+            completion = answer.outputs[0]
+            reported = completion.raw_logprobs if temperature == 1 else completion.sampling_logprobs
+            gaps += [r - p for r, p in zip(reported, own[len(answer.prompt_token_ids) - 1 :], strict=True)]
+        if (temperature, top_p) == (0.7, 0.8):
+            assert min(gaps) > -1e-5 and max(gaps) > 0.1
+        else:
+            assert max(map(abs, gaps)) < 1e-5
+
+
 def test_a_prompt_that_fills_the_context_can_be_scored(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(kv_cache_tokens=128)
     tokens = [3 + i % 30 for i in range(128)]
@@ -130,3 +149,29 @@ def test_a_truncated_prompt_is_its_own_end(make_llm: Callable[..., LLM]) -> None
     assert len(long.prompt_token_ids) == 108 and len(long.outputs[0].token_ids) == 20
     (short,) = llm.generate("abc", SamplingParams(seed=1, truncate_prompt_tokens=10))
     assert len(short.prompt_token_ids) == 3
+
+
+def test_scores_are_of_one_version_where_weights_change_while_a_prompt_is_read(
+    make_folder: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    tokens = [3 + i * 7 % 37 for i in range(100)]
+    expected = scores(make_llm(weights=1).generate({"prompt_token_ids": tokens}, SCORE)[0])
+    engine = make_llm(max_num_batched_tokens=16).engine
+    engine.add_request("one", tokens, SCORE)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.update_weights(read_tensors(make_folder("qwen3", 1)), WeightVersion(0, 1))
+    answers: list[RequestOutput] = []
+    while engine.has_unfinished_requests:
+        answers += engine.step()
+    assert scores(answers[0]) == expected
+
+
+def test_an_abort_leaves_no_scores_behind(make_llm: Callable[..., LLM]) -> None:
+    engine = make_llm(max_num_batched_tokens=16).engine
+    engine.add_request("one", list(range(3, 40)), SCORE)
+    engine.step()
+    assert engine.abort("one") and not engine._runner.prompt_scores
+    (answer,) = engine.step()
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[1] is not None and answer.prompt_logprobs[30] is None
+    engine.check_integrity()

@@ -29,7 +29,10 @@ def test_every_metric_has_its_name_kind_and_labels(shared: Server) -> None:
 
 
 def test_the_counters_count(shared: Server) -> None:
-    names = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count")
+    names = (
+        "prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+    )  # fmt: skip
 
     def read() -> list[float]:
         return [shared.metric(f"vllm:{name}") for name in names]

@@ -16,7 +16,8 @@ def fuzz(running: Server, examples: int, seed: int) -> None:
     schema = running.get("/openapi.json")
     assert schema.status_code == 200
     command = [
-        sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run", f"{running.url}/openapi.json", "--checks", "all", "--exclude-checks", EXCLUDED,
+        sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run", f"{running.url}/openapi.json",
+        "--checks", "all", "--exclude-checks", EXCLUDED,
         "--max-examples", str(examples), "--seed", str(seed), "--phases", "examples,coverage,fuzzing", "--header", "Authorization: Bearer control",
         "--exclude-path-regex", "^/(sleep|pause)$", "--request-timeout", "60", "--no-color", "--generation-database", "none",
     ]  # fmt: skip
