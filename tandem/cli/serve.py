@@ -1,7 +1,8 @@
 """Answer OpenAI's API over HTTP with a model.
 
-MODEL is a Hugging Face folder. Completions, chat completions and models stand under /v1; /generate gives token ids, log-probabilities
-and weight versions; /metrics is for Prometheus. SIGTERM drains: requests under way are finished, then the server ends.
+MODEL is a Hugging Face folder, here or in object storage (s3://...). Completions, chat completions and models stand under /v1;
+/generate gives token ids, log-probabilities and weight versions; /metrics is for Prometheus. SIGTERM drains: requests under way
+are finished, then the server ends.
 
 examples:
   tandem serve runs/sort/model
@@ -17,7 +18,8 @@ from tandem.types import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder")
+    parser.add_argument("model", help="a Hugging Face folder, or the address of one (s3://...)")
+    parser.add_argument("--download-dir", metavar="DIR", help="where models from object storage are kept")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call it (default MODEL)")
@@ -46,17 +48,26 @@ def run(options: argparse.Namespace) -> int:
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise UserError(f"'tandem serve' needs {module}, which is not installed; pip install 'tandem-rl[serve]'")
+    from tandem.model.weight_store import WeightStore, is_remote
+
+    if not is_remote(options.model):
+        return _serve(options, options.model)
+    with WeightStore(options.download_dir).hold(options.model) as held:
+        return _serve(options, str(held.path))
+
+
+def _serve(options: argparse.Namespace, folder: str) -> int:
     from tandem.runtime.processes import available_cores
     from tandem.serving.server import run_server
     from tandem.serving.settings import EngineArguments, ServerSettings
 
     engine = EngineArguments(
-        model=options.model, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
+        model=folder, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_tokens=options.kv_cache_tokens,
         enable_prefix_caching=not options.no_prefix_caching,
     )  # fmt: skip
     settings = ServerSettings(
-        engine=engine, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name),
+        engine=engine, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,

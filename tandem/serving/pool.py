@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.stats import EngineStats
+from tandem.runtime.processes import kill
 from tandem.serving.errors import ApiError, internal, invalid, overloaded, unavailable
 from tandem.serving.instance import Instance, InstanceDied
 from tandem.serving.messages import EngineInfo, EngineRequest, Step
@@ -292,15 +293,22 @@ class Pool:
         self.is_sleeping = False
 
     async def update(self, version: WeightVersion, folders: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Take the staged weights everywhere. Where one engine refuses them all do, for they have read the same files; one
-        that dies comes back with the new ones."""
+        """Take the staged weights everywhere. Where no engine can take them none does. One that cannot where others could, as
+        after a restart in the middle of the update, is replaced by one that starts with them."""
         async with self._control:
             before, self.weights = self.weights, Weights(version, folders)
-            try:
-                return await self._broadcast("finish_weight_update", version=list(version))
-            except UserError:
+            alive = [slot.instance for slot in self.slots if slot.instance is not None]
+            calls = [instance.call("finish_weight_update", version=list(version)) for instance in alive]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            taken = [answer for answer in answers if isinstance(answer, dict)]
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            if not taken:
                 self.weights = before
-                raise
+                raise errors[0] if errors else unavailable("no engine is ready", retry_after_s=5)
+            for instance, answer in zip(alive, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    kill(instance.process)
+            return taken
 
 
 def _param_of(text: str) -> str | None:

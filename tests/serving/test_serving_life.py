@@ -177,6 +177,17 @@ def test_an_engine_that_is_killed_is_replaced_and_no_answer_changes(pair: Server
     assert pair.control_get("/weight_checker")["instances_agree"]
 
 
+def test_an_engine_that_dies_in_the_middle_of_an_update_comes_back_with_the_new_weights(pair: Server, model: Path) -> None:
+    restarts = pair.metric("tandem:engine_restarts_total")
+    pair.control("/start_weight_update", {"version": [3, 1]})
+    pair.control("/update_weights", {"update_info": {"folder": str(model)}})
+    os.kill(pair.engines()[0], signal.SIGKILL)
+    until(lambda: pair.log.read_text().count("is back") == restarts + 1, "the engine to be back")
+    assert pair.control("/finish_weight_update")["version"] == [3, 1]
+    until(lambda: pair.control_get("/weight_info")["instances"] == [[3, 1], [3, 1]], "both to have the new weights")
+    assert pair.control_get("/weight_checker")["instances_agree"]
+
+
 def test_a_server_that_is_killed_takes_its_engines_along(model: Path, tmp_path: Path) -> None:
     with server(model, tmp_path, ready=False) as running:
         until(lambda: running.engines(), "the engine to be started")
