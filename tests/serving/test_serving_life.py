@@ -188,6 +188,36 @@ def test_an_engine_that_dies_in_the_middle_of_an_update_comes_back_with_the_new_
     assert pair.control_get("/weight_checker")["instances_agree"]
 
 
+def test_a_stream_that_cannot_be_repeated_ends_with_an_error_event(pair: Server, other_model: Path) -> None:
+    until(lambda: len(pair.engines()) == 2 and len(pair.control_get("/weight_info")["instances"]) == 2, "both engines")
+    pair.control("/pause?mode=recompute")
+    reader = Reader(pair, {"prompt": "x", "stream": True, **LONG})
+    until(lambda: pair.metric("vllm:num_requests_waiting") == 1, "the request to be held")
+    while pair.metric("vllm:num_requests_running") < 1:
+        pair.control("/resume")
+        pair.control("/pause?mode=recompute")
+    pair.control("/start_weight_update")
+    pair.control("/update_weights", {"update_info": {"folder": str(other_model)}})
+    pair.control("/finish_weight_update")
+    backs = pair.log.read_text().count("is back")
+    for engine in pair.engines():
+        os.kill(engine, signal.SIGKILL)
+    events = [line.removeprefix("data: ") for line in reader.rest().splitlines() if line.startswith("data: ")]
+    error = json.loads(events[-2])["error"]
+    assert events[-1] == "[DONE]" and error["type"] == "service_unavailable_error" and "cannot be repeated" in error["message"]
+    until(lambda: pair.log.read_text().count("is back") == backs + 2, "both engines to be back")
+    # They come back as they went: paused.
+    assert pair.control_get("/is_paused") == {"is_paused": True}
+    pair.control("/resume")
+    assert pair.complete("x", max_tokens=1)["choices"]
+
+
+def test_the_listening_process_has_no_torch(shared: Server) -> None:
+    (engine,) = shared.engines()
+    loaded = [Path(f"/proc/{pid}/maps").read_text() for pid in (shared.process.pid, engine)]
+    assert "libtorch" not in loaded[0] and "libtorch" in loaded[1]
+
+
 def test_a_server_that_is_killed_takes_its_engines_along(model: Path, tmp_path: Path) -> None:
     with server(model, tmp_path, ready=False) as running:
         until(lambda: running.engines(), "the engine to be started")
