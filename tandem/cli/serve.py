@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key that clients must bring, or @FILE; may be repeated")
     parser.add_argument("--control-key", metavar="KEY", help="the key of control calls, or @FILE; without one they are refused")
     parser.add_argument("--instances", type=int, default=1, help="engines, each in a process of its own")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help="parts that each engine is cut into; 1")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help="processes that each engine is spread over")
     parser.add_argument("--threads", type=int, help="threads of each engine (default: the cores, shared among the instances)")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and completion together (default: the model's context)")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences that an engine decodes at once")
@@ -43,8 +43,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.tensor_parallel != 1:
-        raise UserError(f"--tensor-parallel is {options.tensor_parallel}; an engine is not cut into parts yet, use --instances for more engines")
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise UserError(f"'tandem serve' needs {module}, which is not installed; pip install 'tandem-rl[serve]'")
@@ -64,12 +62,12 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
     engine = EngineArguments(
         model=folder, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_tokens=options.kv_cache_tokens,
-        enable_prefix_caching=not options.no_prefix_caching,
+        enable_prefix_caching=not options.no_prefix_caching, tensor_parallel_size=options.tensor_parallel,
     )  # fmt: skip
     settings = ServerSettings(
         engine=engine, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
-        instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
+        instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances * options.tensor_parallel)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
     )  # fmt: skip
     return run_server(settings)

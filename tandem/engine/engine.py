@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from tandem.engine import decode, preemption, prefill
+from tandem.engine.adapters import Adapters
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.grammars import Grammars
 from tandem.engine.logit_rules import LogitRules, rules_of
+from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.ranks import Ranks
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
 from tandem.engine.runner import Runner
@@ -41,32 +44,36 @@ class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
     ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion. With ``digest_weights`` each set of weights is digested
-    before it is packed.
+    nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
+    first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION, digest_weights: bool = False,
+        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
-        self._digest_weights = digest_weights
-        self.weight_digests = weight_digests(decoder) if digest_weights else {}
+        self._digest_weights = digest_weights and ranks is None
+        self.weight_digests = weight_digests(decoder) if self._digest_weights else {}
         decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
         cache = PrefixCache(allocator, settings.enable_prefix_caching)
-        self._state = SchedulerState(limits, allocator, cache, version, self._read_back)
+        self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
+        self._state = SchedulerState(limits, allocator, cache, version, self._read_back, self._adapters.key)
         embedding = decoder.embed_tokens
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
-        sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.run("allocate", {"num_blocks": settings.num_blocks}, lambda: None)
+        sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
         self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
-        self._runner = Runner(decoder, self._empty_cache(), self._table)
+        self._runner = Runner(decoder, self._empty_cache(), self._table, self._adapters, ranks)
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
@@ -80,8 +87,10 @@ class Engine:
     def add_request(
         self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None,
         key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
+        ``lora_request``: its adapter, loaded here where it is not, or where its folder has changed.
 
         Raises ``UserError``, and queues nothing, where the request cannot be served.
         """
@@ -89,6 +98,8 @@ class Engine:
         rules = self._check(prompt_token_ids, params)
         if request_id in self._answers:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
+        if lora_request is not None and not self._adapters.is_current(lora_request):
+            self.add_lora(lora_request)
         length = len(prompt_token_ids)
         own_end = self._end_tokens()
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else own_end)
@@ -106,6 +117,7 @@ class Engine:
             priority=priority,
             first_index=first_index,
             cache_salt=cache_salt,
+            adapter=lora_request.lora_name if lora_request is not None else "",
             max_length=min(end, self.settings.max_model_len),
             rules=rules,
         )
@@ -306,13 +318,50 @@ class Engine:
         set does not fit the model ``UserError`` is raised and the old weights stay.
         """
         preemption.preempt_all(self._state)
-        load_tensors(self._decoder, tensors)
-        if self._digest_weights:
-            self.weight_digests = weight_digests(self._decoder)
-        self._decoder.pack()
+        if self._ranks is not None:
+            self._ranks.update_weights(tensors)
+        else:
+            load_tensors(self._decoder, tensors)
+            if self._digest_weights:
+                self.weight_digests = weight_digests(self._decoder)
+            self._decoder.pack()
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel engine. It computes nothing any more then."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def add_lora(self, request: LoRARequest) -> str:
+        """Read an adapter from its folder, between two steps; returns the digest of its content.
+
+        It takes the place of the one with its name. Requests under way with that one keep their tokens and go on with
+        the new one; their keys and values are computed again. Raises ``UserError`` where the adapter cannot be used or
+        has no place, and changes nothing then.
+        """
+        adapter = self._adapters.read(request)
+        in_use = self._adapters_in_use()
+        if request.lora_name in in_use:
+            preemption.preempt_all(self._state)
+        self._adapters.put(request, adapter, in_use)
+        return adapter.digest
+
+    def remove_lora(self, name: str) -> None:
+        """Forget the adapter ``name``. Raises ``UserError`` where it is not loaded or a request under way has it."""
+        if name in self._adapters_in_use():
+            raise UserError(f"adapter '{name}' is used by requests under way; abort them or wait for their answers")
+        self._adapters.remove(name)
+
+    def list_loras(self) -> dict[str, str]:
+        """The digest of each loaded adapter's content by its name."""
+        return self._adapters.digests()
+
+    def _adapters_in_use(self) -> set[str]:
+        return {answer.request.adapter for answer in self._answers.values()} - {""}
 
     def _forget_cache(self) -> None:
         """After a step that failed: what it wrote of keys and values is unknown, so all of it is computed again."""
@@ -326,7 +375,10 @@ class Engine:
         self._state.allocator.forget_all()
 
     def sleep(self) -> None:
-        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``."""
+        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``. Raises
+        ``UserError`` for an engine with ranks."""
+        if self._ranks is not None:
+            raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
         preemption.preempt_all(self._state)
         self._state.allocator.forget_all()
         self._runner.caches = []

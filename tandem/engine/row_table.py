@@ -54,6 +54,7 @@ class RowTable:
         self.with_top_logprobs: dict[int, Sequence] = {}
         self.with_text_watch: dict[int, Sequence] = {}
         self.streamed: dict[int, Sequence] = {}
+        self.with_adapter: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
         """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being
@@ -73,6 +74,8 @@ class RowTable:
                 self.with_text_watch[sequence.row] = sequence
             if params.is_streamed:
                 self.streamed[sequence.row] = sequence
+            if request.adapter:
+                self.with_adapter[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
         self._numbers[:, index] = torch.tensor(numbers, dtype=torch.float32).t()
         self._set_stops(index, stops)
@@ -158,7 +161,7 @@ class RowTable:
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed):
+            for special in (self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.with_adapter):
                 special.pop(sequence.row, None)
 
     def drawn_since(

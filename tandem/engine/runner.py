@@ -1,20 +1,25 @@
 """From a decision to flat tensors, through the model, to one token for every row that draws."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tandem.engine.adapters import Adapters
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
+from tandem.engine.forward import Computed, forward
 from tandem.engine.logit_rules import Position, apply_rules
 from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.ranks import Ranks
 from tandem.engine.row_table import RowTable, Selection
 from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
+from tandem.engine.step_message import encode_step
 from tandem.kernels.api import KVLayer, SampledRows
-from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
+from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
 
@@ -22,8 +27,12 @@ class Runner:
     """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
     last step are kept and moved on by one token."""
 
-    def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None
+    ) -> None:
         self.decoder = decoder
+        self.adapters = adapters
+        self.ranks = ranks
         self.caches = caches
         self.table = table
         self.device = decoder.embed_tokens.device
@@ -35,19 +44,16 @@ class Runner:
     @torch.inference_mode()
     def run(self, decision: Decision) -> list[int]:
         """Compute one step and draw its tokens into the table; returns the rows that ended by length or stop token."""
-        if decision.copies:
-            self._copy_blocks(decision.copies)
         if decision.changes:
             self.table.change_blocks(decision.changes)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
-        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
+        hidden, logits = self._forward(decision.copies, batch, bool(selection.rows))
         if self.prompt_scores:
             self._score_prompts(decision, hidden)
-        if not selection.rows:
+        if logits is None:
             return []
-        logits = self._logits(hidden, batch.logit_rows)
         drawn = self._draw(logits, selection)
         tokens, raw, sampling = (values.to("cpu") for values in drawn)
         if not math.isfinite(float(raw.sum())):
@@ -69,16 +75,23 @@ class Runner:
         if decision.prefill:
             batch = add_chunks(batch, decision.prefill)
         batch = to_device(batch, self.device)
+        if self.table.with_adapter or any(chunk.adapter for chunk in decision.prefill):
+            batch = batch._replace(lora=self._lora(decision))
         self._last = None if decision.prefill else (selection, batch)
         return batch
 
-    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """[R, V]. The sequences of a group draw from one row, which is computed once."""
-        if rows is None:
-            return self.decoder.logits(hidden)
-        distinct, inverse = torch.unique(rows, return_inverse=True)
-        logits = self.decoder.logits(hidden.index_select(0, distinct))
-        return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
+    def _lora(self, decision: Decision) -> LoraBatch | None:
+        adapted, slot = self.table.with_adapter, self.adapters.slot
+        slots = [slot(adapted[row].request.adapter) if row in adapted else -1 for row in decision.decode]
+        for chunk in decision.prefill:
+            slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
+        return self.adapters.batch(slots)
+
+    def _forward(self, copies: tuple[BlockCopy, ...], batch: FlatBatch, draws: bool) -> Computed:
+        own = partial(forward, self.decoder, self.caches, copies, batch, draws)
+        if self.ranks is None:
+            return own()
+        return self.ranks.run("step", {}, own, {"step": encode_step(copies, batch, draws)})
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
@@ -112,12 +125,17 @@ class Runner:
             if sequence.request.rules is not None
         ]
 
+    def _logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
+        """Logits of rows ``first .. last - 1`` of the step."""
+        own = partial(self.decoder.logits, hidden[first:last])
+        return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
+
     def _score_prompts(self, decision: Decision, hidden: Tensor) -> None:
         start = len(decision.decode)
         for chunk in decision.prefill:
             scores = self.prompt_scores.get(chunk.request_id)
             if scores is not None:
-                scores.note(self.decoder, hidden[start : start + len(chunk.tokens)], chunk.start)
+                scores.note(partial(self._logits, hidden), self.decoder, start, len(chunk.tokens), chunk.start)
                 if scores.is_complete:
                     del self.prompt_scores[chunk.request_id]
             start += len(chunk.tokens)
@@ -131,9 +149,3 @@ class Runner:
             found = top_logprobs(logits[index], drawn.tokens[index], drawn.raw[index], counts)
             for (_, sequence), entries in zip(asking, found, strict=True):
                 sequence.top_logprobs.append(entries)
-
-    def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
-        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
-        for layer in self.caches:
-            layer.keys[targets] = layer.keys[sources]
-            layer.values[targets] = layer.values[sources]

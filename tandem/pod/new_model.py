@@ -8,14 +8,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.config.model import NewModelConfig
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import EXPERT_NAMES, ExpertShapes, ModelShapes
 from tandem.model.huggingface_config import config_json
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
-    """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases)."""
+    """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases;
+    mixtures of experts: in every layer, with normalised gates)."""
+    inner = config.expert_intermediate_size or config.intermediate_size
+    experts = ExpertShapes(config.num_experts, config.experts_per_token, inner) if config.architecture in EXPERT_NAMES else None
     return ModelShapes(
         architecture=config.architecture,
         vocab_size=vocab_size,
@@ -29,7 +32,8 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         tie_embeddings=config.tie_embeddings,
         rope_theta=config.rope_theta,
         attention_bias=config.architecture == "qwen2",
-        qk_norm=config.architecture == "qwen3",
+        qk_norm=config.architecture in ("qwen3", "qwen3_moe"),
+        experts=experts,
     )
 
 

@@ -59,7 +59,7 @@ def _pausing(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=1, le=1)] = 1) -> dict[str, Any]:
         """Give the memory of the KV cache back. Requests under way go on after ``/wake_up``; new ones get 503."""
-        await pool.sleep()
+        await _refusing(pool.sleep())
         return {"is_sleeping": pool.is_sleeping}
 
     @routes.post("/wake_up")
@@ -132,8 +132,9 @@ def _weights(routes: APIRouter, state: ServerState) -> None:
     async def weight_checker() -> dict[str, Any]:
         """The xxh3-128 of every tensor in the engine's dtype, taken from the engine's own memory after loading; and whether all
         instances agree."""
-        answers = await pool.call("weight_checker")
-        return answers[0] | {"instances_agree": all(answer == answers[0] for answer in answers)}
+        answers = await _refusing(pool.call("weight_checker"))
+        checked: dict[str, Any] = answers[0] | {"instances_agree": all(answer == answers[0] for answer in answers)}
+        return checked
 
 
 async def _refusing(call: Any) -> Any:

@@ -205,9 +205,11 @@ class EngineLoop:
         return self._weight_info()
 
     def _weight_info(self) -> dict[str, Any]:
-        return {"version": list(self._engine.weight_version), "num_tensors": len(self._engine.weight_digests)}
+        return {"version": list(self._engine.weight_version)}
 
     def _weight_checker(self) -> dict[str, Any]:
+        if not self._engine.weight_digests:
+            raise UserError("a tensor-parallel engine keeps no digests of its weights")
         return {"version": list(self._engine.weight_version), "digests": self._engine.weight_digests}
 
 

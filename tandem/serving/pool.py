@@ -285,8 +285,13 @@ class Pool:
             await self._broadcast("resume")
 
     async def sleep(self) -> None:
+        # First, so that nothing new is taken meanwhile.
         self.is_sleeping = True
-        await self.call("sleep")
+        try:
+            await self.call("sleep")
+        except UserError:
+            self.is_sleeping = False
+            raise
 
     async def wake_up(self) -> None:
         await self.call("wake_up")

@@ -20,6 +20,7 @@ class EngineArguments:
     max_num_batched_tokens: int = 4096
     kv_cache_tokens: int = 0
     enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
