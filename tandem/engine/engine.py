@@ -1,5 +1,6 @@
 """The inference engine: requests in, answers out, one step at a time."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
@@ -14,7 +15,7 @@ from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.grammars import Grammars
 from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.lora_request import LoRARequest
-from tandem.engine.outputs import RequestOutput
+from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.ranks import Ranks
@@ -25,10 +26,14 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.stats import EngineStats
+from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
 from tandem.kernels import empty_cache
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
+from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason, RunError, UserError, WeightVersion
 
@@ -40,18 +45,20 @@ class Engine:
 
     ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
     nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
-    first part ``decoder`` is.
+    first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None,
+        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
+        self._digest_weights = digest_weights and ranks is None
+        self.weight_digests = weight_digests(decoder) if self._digest_weights else {}
         decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
@@ -65,12 +72,15 @@ class Engine:
         if ranks is not None:
             ranks.run("allocate", {"num_blocks": settings.num_blocks}, lambda: None)
         sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
-        caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
-        self._runner = Runner(decoder, caches, self._table, self._adapters, ranks)
+        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        self._runner = Runner(decoder, self._empty_cache(), self._table, self._adapters, ranks)
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
+        self._streams = Streams(tokenizer)
         self._arrivals = 0
+        self._preemptions = 0
+        self._step_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -117,7 +127,7 @@ class Engine:
             Sequence(request, i, key, text_watch=self._text_watch(params), cursor=rules.cursor() if rules is not None else None)
             for i, key in enumerate(keys)
         ]
-        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences))
+        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         if params.prompt_logprobs is not None:
             answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
             self._runner.prompt_scores[request_id] = answer.prompt_scores
@@ -180,15 +190,37 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` still has something to do or to hand out."""
-        return bool(self._answers or self._ready)
+        return bool(self._answers) or self.has_outputs
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that are not answered yet."""
+        return list(self._answers)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether ``take_outputs`` has something to hand out."""
+        return bool(self._ready or self._streams.has_news)
+
+    @property
+    def shapes(self) -> ModelShapes:
+        return self._decoder.shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._decoder.embed_tokens.dtype
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the requests that are answered."""
+        """Compute one step; returns the requests that are answered, and what is new of those that are streamed."""
         if not self._decoder.is_packed:
             raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
+        if self.is_sleeping:
+            raise RunError("the engine is asleep; wake it up before its next step")
         decision = schedule(self._state)
+        self._note_scheduled(decision)
+        self._step_tokens = len(decision.decode) + sum(len(chunk.tokens) for chunk in decision.prefill)
         if decision.has_work:
             try:
                 self._fill_rows(decision)
@@ -196,9 +228,29 @@ class Engine:
             except BaseException:
                 self._forget_cache()
                 raise
+            self._note_first_tokens(decision)
             self._end(ended + self._stopped_by_text())
+            self._streams.running(self._answers, self._table, self._state.version)
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What the next ``step`` would hand out without computing anything: the answers of aborted requests."""
         ready, self._ready = self._ready, []
-        return ready
+        return ready + self._streams.take()
+
+    def _note_scheduled(self, decision: Decision) -> None:
+        self._preemptions += len(decision.preempted)
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            times.scheduled_s = times.scheduled_s or now
+
+    def _note_first_tokens(self, decision: Decision) -> None:
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            if chunk.rows:
+                times.first_token_s = times.first_token_s or now
 
     def _fill_rows(self, decision: Decision) -> None:
         """Fill the table's rows for sequences whose last chunk stands in this step."""
@@ -208,7 +260,7 @@ class Engine:
 
     def _stopped_by_text(self) -> list[int]:
         """The rows whose stop text is complete with the token just drawn. Every row draws in every step."""
-        watched = self._table.with_stop_texts
+        watched = self._table.with_text_watch
         if not watched:
             return []
         tokens = self._table.last_token[list(watched)].tolist()
@@ -233,16 +285,21 @@ class Engine:
         """Note one completion; with its last one the request is answered."""
         sequence.is_done = True
         answer = self._answers[sequence.request.id]
-        answer.completions[sequence.index] = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        completion = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        answer.completions[sequence.index] = completion
         answer.open.remove(sequence)
         answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        is_streamed = sequence.request.params.is_streamed
+        if is_streamed:
+            self._streams.ended(answer, completion, sequence)
         if not answer.open:
             del self._answers[sequence.request.id]
             self._runner.prompt_scores.pop(sequence.request.id, None)
-            self._ready.append(output_of(answer, self.tokenizer))
+            if not is_streamed:
+                self._ready.append(output_of(answer, self.tokenizer))
 
     def _text_watch(self, params: SamplingParams) -> TextWatch | None:
-        watched = params.stop_texts and params.max_tokens != 0
+        watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
         return TextWatch(self.tokenizer, params) if watched and self.tokenizer is not None else None
 
     def _read_back(self, sequences: list[Sequence]) -> None:
@@ -265,6 +322,8 @@ class Engine:
             self._ranks.update_weights(tensors)
         else:
             load_tensors(self._decoder, tensors)
+            if self._digest_weights:
+                self.weight_digests = weight_digests(self._decoder)
             self._decoder.pack()
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
@@ -309,7 +368,43 @@ class Engine:
         preemption.preempt_all(self._state)
         self._state.allocator.forget_all()
 
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what cached blocks hold. Requests under way keep theirs."""
+        self._state.allocator.forget_all()
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``. Raises
+        ``UserError`` for an engine with ranks."""
+        if self._ranks is not None:
+            raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
+        preemption.preempt_all(self._state)
+        self._state.allocator.forget_all()
+        self._runner.caches = []
+
+    def wake_up(self) -> None:
+        if self.is_sleeping:
+            self._runner.caches = self._empty_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return not self._runner.caches
+
     # -- checks --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        state = self._state
+        prefilling = len(state.prefilling.sequences) if state.prefilling is not None else 0
+        running = len(state.decoding) + prefilling
+        return EngineStats(
+            num_requests_running=running,
+            num_requests_waiting=sum(len(answer.open) for answer in self._answers.values()) - running,
+            kv_cache_usage=1 - state.allocator.free_count / state.allocator.count,
+            num_preemptions=self._preemptions,
+            step_tokens=self._step_tokens,
+            num_requests=len(self._answers),
+        )
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless blocks, rows and tables agree. Idle, all blocks are free or cached."""

@@ -52,7 +52,8 @@ class LLM:
 
     ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
     and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
-    kernels); else with fewer exchanges. A rank that is silent for ``rank_deadline_s`` ends the engine. """
+    kernels); else with fewer exchanges. A rank that is silent for ``rank_deadline_s`` ends the engine. ``digest_weights``: keep digests of
+    the weights in ``engine.weight_digests``. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
@@ -62,7 +63,7 @@ class LLM:
         load_format: LoadFormat = "auto", kernels: KernelChoice = "auto",
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
         tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
-        enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
+        enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
@@ -103,7 +104,7 @@ class LLM:
             decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks)
+        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
 
@@ -159,6 +160,8 @@ class LLM:
             if given is not None and len(given) != len(asked):
                 raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
         for (_, tokens, _), own in zip(asked, params, strict=True):
+            if own.is_streamed:
+                raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
         adapters = self._lora_requests(lora_request, len(asked))
         names = []

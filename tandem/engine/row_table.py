@@ -53,7 +53,8 @@ class RowTable:
         self._drawn_raw, self._drawn_sampling = self.drawn_logprobs
         self.adjusted: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
-        self.with_stop_texts: dict[int, Sequence] = {}
+        self.with_text_watch: dict[int, Sequence] = {}
+        self.streamed: dict[int, Sequence] = {}
         self.with_adapter: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
@@ -70,8 +71,10 @@ class RowTable:
                 self.adjusted[sequence.row] = sequence
             if params.logprobs is not None:
                 self.with_top_logprobs[sequence.row] = sequence
-            if params.stop_texts:
-                self.with_stop_texts[sequence.row] = sequence
+            if sequence.text_watch is not None:
+                self.with_text_watch[sequence.row] = sequence
+            if params.is_streamed:
+                self.streamed[sequence.row] = sequence
             if request.adapter:
                 self.with_adapter[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
@@ -161,5 +164,30 @@ class RowTable:
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_stop_texts, self.with_adapter):
+            for special in (self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.with_adapter):
                 special.pop(sequence.row, None)
+
+    def drawn_since(
+        self, sequences: Series[Sequence], first: Series[int]
+    ) -> list[tuple[list[int], list[float], list[float]]]:
+        """Tokens, raw and sampling log-probabilities of the completions ``sequences``, which have rows, from token number
+        ``first[i]`` on. Nothing is read back."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        counts = (self.length[index] - self.start[index]).tolist()
+        columns = [max(0, at - len(sequence.token_ids)) for sequence, at in zip(sequences, first, strict=True)]
+        width = max(count - column for count, column in zip(counts, columns, strict=True))
+        last = self.drawn_tokens.shape[1] - 1
+        place = (torch.tensor(columns).unsqueeze(1) + torch.arange(width)).clamp_(max=last)
+        tokens = self.drawn_tokens[index.unsqueeze(1), place].tolist()
+        raw, sampling = self.drawn_logprobs[:, index.unsqueeze(1), place].tolist()
+        found = []
+        for i, (sequence, at) in enumerate(zip(sequences, first, strict=True)):
+            new = counts[i] - columns[i]
+            found.append(
+                (
+                    sequence.token_ids[at:] + tokens[i][:new],
+                    sequence.raw_logprobs[at:] + raw[i][:new],
+                    sequence.sampling_logprobs[at:] + sampling[i][:new],
+                )
+            )
+        return found
