@@ -20,7 +20,7 @@ from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
 from tandem.engine.text_watch import TextWatch
-from tandem.kernels import empty_cache
+from tandem.kernels import empty_cache, stored_dtype
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
 from tandem.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class Engine:
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
         sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
-        caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        caches = empty_cache(sizes, shapes.num_layers, stored_dtype(settings.kv_cache_dtype, embedding.dtype), embedding.device)
         self._runner = Runner(decoder, caches, self._table)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []

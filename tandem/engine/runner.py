@@ -122,5 +122,5 @@ class Runner:
     def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
         sources, targets = torch.tensor(copies, device=self.device).unbind(1)
         for layer in self.caches:
-            layer.keys[targets] = layer.keys[sources]
-            layer.values[targets] = layer.values[sources]
+            for tensor in layer.tensors():
+                tensor[targets] = tensor[sources]

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from tandem.engine.block_table import blocks_for
 from tandem.types import UserError
+from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
     cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
-    at most. ``seed``: of requests that bring none."""
+    at most. ``seed``: of requests that bring none. ``kv_cache_dtype``: what keys and values are kept in."""
 
     max_model_len: int
     num_blocks: int
@@ -19,12 +20,14 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     seed: int = 0
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def check(self, max_positions: int) -> None:
         """Raise ``UserError`` for a value that cannot work with a model of ``max_positions`` positions."""
         for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
             if getattr(self, name) < low:
                 raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.max_model_len > max_positions:
             raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_positions} positions")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
 from tandem.model.rotary import rotary_table
+from tandem.types.kv_cache import KVCacheDtype
 
 
 class Linear(nn.Module):
@@ -78,6 +80,7 @@ class Decoder(nn.Module):
 
     Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
     has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``.
+    ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
     """
 
     lm_head: Linear | None
@@ -101,6 +104,7 @@ class Decoder(nn.Module):
         self.lm_head = None if tied else Linear(shapes.vocab_size, shapes.hidden_size, False, dtype, device)
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
+        self.kv_cache_dtype: KVCacheDtype = "auto"
         self._packed: list[_Step] | None = None
         self._packed_head: PackedWeight | None = None
 
@@ -128,10 +132,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
+        kv_dtype = stored_dtype(self.kv_cache_dtype, self.embed_tokens.dtype)
         residual = F.embedding(tokens, self.embed_tokens)
         x = kernels.rms_norm(residual, steps[0].input_norm, eps)
         for step in steps:
-            x = attend(kernels, step.attention, linear(x, step.qkv, step.qkv_bias), positions, cos_sin, context)
+            x = attend(kernels, step.attention, linear(x, step.qkv, step.qkv_bias), positions, cos_sin, context, kv_dtype)
             x = linear(x, step.output, step.output_bias)
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
             x = silu_mul(linear(x, step.gate_up, step.gate_up_bias))
