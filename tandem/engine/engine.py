@@ -29,7 +29,7 @@ from tandem.engine.state import Limits, SchedulerState
 from tandem.engine.stats import EngineStats
 from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
-from tandem.kernels import empty_cache
+from tandem.kernels import empty_cache, stored_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
@@ -70,9 +70,10 @@ class Engine:
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
         self._ranks = ranks
         if ranks is not None:
-            ranks.run("allocate", {"num_blocks": settings.num_blocks}, lambda: None)
+            ranks.run("allocate", {"num_blocks": settings.num_blocks, "kv_cache_dtype": settings.kv_cache_dtype}, lambda: None)
         sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
-        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        kv_dtype = stored_dtype(settings.kv_cache_dtype, embedding.dtype)
+        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, kv_dtype, embedding.device)
         self._runner = Runner(decoder, self._empty_cache(), self._table, self._adapters, ranks)
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}

@@ -51,5 +51,5 @@ def _distinct(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 def _copy_blocks(caches: list[KVLayer], copies: Sequence[BlockCopy]) -> None:
     sources, targets = torch.tensor(copies, device=caches[0].keys.device).unbind(1)
     for layer in caches:
-        layer.keys[targets] = layer.keys[sources]
-        layer.values[targets] = layer.values[sources]
+        for tensor in layer.tensors():
+            tensor[targets] = tensor[sources]

@@ -13,7 +13,7 @@ from tandem.engine.flat_batch import to_device
 from tandem.engine.forward import forward
 from tandem.engine.ranks import RankSettings
 from tandem.engine.step_message import decode_step
-from tandem.kernels import KVLayer, empty_cache
+from tandem.kernels import KVLayer, empty_cache, stored_dtype
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_parts
@@ -71,7 +71,8 @@ class RankWorker:
         """The key-value cache."""
         local, embedding = self.decoder.local, self.decoder.embed_tokens
         sizes = (int(meta["num_blocks"]), local.num_kv_heads, local.head_dim)
-        self.caches = empty_cache(sizes, local.num_layers, embedding.dtype, embedding.device)
+        dtype = stored_dtype(meta["kv_cache_dtype"], embedding.dtype)
+        self.caches = empty_cache(sizes, local.num_layers, dtype, embedding.device)
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tandem.engine.block_table import blocks_for
 from tandem.types import UserError
+from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +12,7 @@ class EngineSettings:
     """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
     cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
     at most. ``seed``: of requests that bring none. ``max_loras``: adapters held at once (0: none are taken), each of a rank
-    up to ``max_lora_rank``."""
+    up to ``max_lora_rank``. ``kv_cache_dtype``: what keys and values are kept in."""
 
     max_model_len: int
     num_blocks: int
@@ -22,6 +23,7 @@ class EngineSettings:
     seed: int = 0
     max_loras: int = 0
     max_lora_rank: int = 16
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def check(self, max_positions: int) -> None:
         """Raise ``UserError`` for a value that cannot work with a model of ``max_positions`` positions."""
@@ -30,6 +32,7 @@ class EngineSettings:
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.max_model_len > max_positions:
             raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_positions} positions")
         if self.max_num_batched_tokens < self.max_num_seqs:

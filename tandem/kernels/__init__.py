@@ -16,6 +16,7 @@ from tandem.kernels.api import (
     TokenLogprobs,
     empty_cache,
 )
+from tandem.kernels.kv_dtype import stored_dtype
 
 KernelChoice = Literal["auto", "cpu", "reference"]
 
@@ -32,6 +33,7 @@ __all__ = [
     "TokenLogprobs",
     "empty_cache",
     "select",
+    "stored_dtype",
 ]
 
 

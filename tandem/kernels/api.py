@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.kernels.kv_dtype import is_scaled
+
 BLOCK_TOKENS = 16
 """Tokens in a block of the KV cache; the attention kernels sum in tiles of this many absolute positions."""
 
@@ -51,10 +53,17 @@ class Routing(NamedTuple):
 
 class KVLayer(NamedTuple):
     """One layer's cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register
-    holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``."""
+    holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``; where they are codes of 8 bits, their
+    fp32 scales ``key_scales`` and ``value_scales`` [N, Hkv, BLOCK_TOKENS] (see ``kv_dtype``)."""
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that a block consists of; the first axis of each is the block."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 class TokenLogprobs(NamedTuple):
@@ -162,6 +171,11 @@ class Kernels(Protocol):
         """As ``rope``, but k and v go straight to their slots of the cache; returns ``q[T, Hq, D]``. No gradient."""
         ...
 
+    def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a cache of ``dtype`` gives back for the keys or values ``x[T, Hkv, D]``: the bits that ``paged_attention``
+        sees after ``rope_to_cache``. The gradient goes straight through."""
+        ...
+
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
     ) -> Tensor:
@@ -211,12 +225,15 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
-    """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``."""
+    """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales where ``dtype`` needs them."""
     blocks, heads, size = shapes
+
+    def zeros(*shape: int, of: torch.dtype) -> Tensor:
+        return torch.zeros(blocks, heads, *shape, dtype=of, device=device)
+
+    def scales() -> Tensor | None:
+        return zeros(BLOCK_TOKENS, of=torch.float32) if is_scaled(dtype) else None
+
     return [
-        KVLayer(
-            torch.zeros(blocks, heads, size, BLOCK_TOKENS, dtype=dtype, device=device),
-            torch.zeros(blocks, heads, BLOCK_TOKENS, size, dtype=dtype, device=device),
-        )
-        for _ in range(layers)
+        KVLayer(zeros(size, BLOCK_TOKENS, of=dtype), zeros(BLOCK_TOKENS, size, of=dtype), scales(), scales()) for _ in range(layers)
     ]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, Cut, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
@@ -14,6 +15,7 @@ from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import ExpertLayer, Experts, mixture
 from tandem.model.rotary import rotary_table
 from tandem.model.tensor_parallel import RankGroup, collectives
+from tandem.types.kv_cache import KVCacheDtype
 
 
 class Linear(nn.Module):
@@ -102,6 +104,7 @@ class Decoder(nn.Module):
     Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
     has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``. With a ``group``
     it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks.
+    ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
     """
 
     lm_head: Linear | None
@@ -130,6 +133,7 @@ class Decoder(nn.Module):
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
         self._before, self._after = collectives(group)
+        self.kv_cache_dtype: KVCacheDtype = "auto"
         self._packed: list[_Step] | None = None
         self._packed_head: PackedWeight | None = None
 
@@ -164,6 +168,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm = kernels.add_rms_norm
+        kv_dtype = stored_dtype(self.kv_cache_dtype, self.embed_tokens.dtype)
         wanted = context.wanted if isinstance(context, PagedContext) else None
         assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
 
@@ -178,7 +183,7 @@ class Decoder(nn.Module):
         for step in steps:
             changes = _UNCHANGED if lora is None else lora.layers[step.attention.index]
             qkv = project(x, step.qkv, step.qkv_bias, changes.qkv)
-            x = attend(kernels, step.attention, qkv, positions, cos_sin, context)
+            x = attend(kernels, step.attention, qkv, positions, cos_sin, context, kv_dtype)
             if wanted is not None and step is steps[-1]:
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             x = after(project(before(x), step.output, step.output_bias, changes.output))

@@ -17,6 +17,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
+from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
 
 SHAPES = {
     "qwen3": ModelShapes("qwen3", 99, 64, 3, 4, 2, 32, 96, 160, True, qk_norm=True),
@@ -91,9 +92,11 @@ def disagreements(trained: Sequence[Tensor], runs: dict[str, Sequence[Tensor]]) 
     ]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
     architecture: str,
+    kv_cache_dtype: KVCacheDtype,
     kernels: Kernels,
     packed_logits: Run,
     paged_logits: Run,
@@ -104,6 +107,7 @@ def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
     trainer = decoder_for(shapes, kernels)
     engine = copy_of(trainer, kernels)
     engine.pack()
+    trainer.kv_cache_dtype = engine.kv_cache_dtype = kv_cache_dtype
 
     trained = packed_logits(trainer, sequences)
     assert all(logits.requires_grad for logits in trained)
@@ -128,7 +132,9 @@ def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
     distance = (torch.cat(trained).double() - truth).abs().max().item()
     record_property("distance_to_float64", distance)
     print(f"{architecture}, {kernels.name}: logits within {distance:.1e} of float64, whose scale is {truth.std():.2f}")
-    assert distance < 2e-5
+    # The truth keeps its keys and values whole; int8 loses less of them than bf16, and that less than e4m3.
+    assert distance < {"auto": 2e-5, "int8": 0.05, "bfloat16": 0.05, "fp8_e4m3": 0.3}[kv_cache_dtype]
+    assert kv_cache_dtype == "auto" or distance > 1e-4
 
 
 @pytest.mark.parametrize("architecture", SHAPES)

@@ -275,11 +275,15 @@ void multiply_packed(const Product& p, const float* packed) {
   const int64_t chunks = (p.m + ROW_CHUNK - 1) / ROW_CHUNK;
   // Enough tasks to share the work out evenly, and no more: a task reads its whole part of both matrices.
   const int64_t groups = std::min(panels, std::max<int64_t>(1, (4 * threads + chunks - 1) / chunks));
+  Failure failure;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
   for (int64_t task = 0; task < chunks * groups; ++task) {
     const int64_t chunk = task / groups, group = task % groups;
-    block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+    failure.guard([&] {
+      block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+    });
   }
+  failure.raise();
 }
 
 // Few rows: packing the whole right matrix first would cost more than the product.
@@ -287,8 +291,10 @@ void multiply_few_rows(const Product& p) {
   const Block block(p, nullptr);
   const int64_t panels = panel_count(p.n);
   const int threads = threads_for(p.m * p.n * p.k + p.n * p.k);
+  Failure failure;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < panels; ++panel) block.run_unpacked(panel);
+  for (int64_t panel = 0; panel < panels; ++panel) failure.guard([&] { block.run_unpacked(panel); });
+  failure.raise();
 }
 
 }  // namespace

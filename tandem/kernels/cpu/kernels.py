@@ -77,6 +77,11 @@ class CpuKernels:
     ) -> Tensor:
         return self._calls.rope_to_cache(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
 
+    def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return autograd.RoundKV.apply(x, dtype, self._calls)  # type: ignore[no-any-return]
+        return self._calls.round_kv(dense(x), dtype)
+
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
     ) -> Tensor:
