@@ -75,11 +75,11 @@ class RankWorker:
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
-        copies, batch, draws, adapted = decode_step(blobs["step"])
+        copies, batch, draws, scores, adapted = decode_step(blobs["step"])
         batch = to_device(batch, device)
         if adapted is not None:
             batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
-        self.hidden = forward(self.decoder, self.caches, copies, batch, draws).hidden
+        self.hidden = forward(self.decoder, self.caches, copies, batch, draws, scores).hidden
 
     @torch.inference_mode()
     def logits(self, meta: Meta, blobs: Blobs) -> None:
