@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--control-key", metavar="KEY", help="the key of control calls, or @FILE; without one they are refused")
     parser.add_argument("--instances", type=int, default=1, help="engines, each in a process of its own")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help="processes that each engine is spread over")
-    parser.add_argument("--threads", type=int, help="threads of each engine (default: the cores, shared among the instances)")
+    parser.add_argument("--threads", type=int, help="threads of each engine, all its processes together (default: the cores, shared among the instances)")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and completion together (default: the model's context)")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences that an engine decodes at once")
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096, help="tokens of one step")
@@ -67,7 +67,7 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
     settings = ServerSettings(
         engine=engine, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
-        instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances * options.tensor_parallel)),
+        instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
     )  # fmt: skip
     return run_server(settings)
