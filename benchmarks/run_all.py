@@ -6,7 +6,6 @@ Each benchmark writes its own report to benchmarks/results, and this one ``summa
 benchmark failed to run; a target that was missed is a line of the table, not a failure.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import HERE, machine, write_report
+from options import parser as shared_parser
 
 PEERED = ("grpo_step", "rollout", "time_to_accuracy")
 QUICK = {"grpo_step": ["--steps", "2"], "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"]}
@@ -78,12 +78,9 @@ def verdict(row: dict[str, Any]) -> str:
 
 def main() -> int:
     names = ("linear", "weight_update", "rollout", "grpo_step", "time_to_accuracy")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", default=".venv-peer/bin/python")
+    parser = shared_parser(__doc__ or "", peer=True, work="models and logs are")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--quick", action="store_true", help="few repetitions: to see that everything runs")
-    parser.add_argument("--work", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     described, failed = machine(), []
@@ -92,10 +89,8 @@ def main() -> int:
         arguments = list(QUICK.get(name, [])) if options.quick else []
         if name in PEERED:
             arguments += ["--peer-python", options.peer_python, "--work", str(options.work), "--out", str(options.out)]
-        elif name == "linear":
+        else:
             arguments += ["--out", str(options.out)]
-        elif options.out == HERE / "results":
-            arguments += ["--write"]
         if name == "weight_update" and options.quick:
             arguments += ["--repeat", "2"]
         printed = run(name, arguments)

@@ -32,7 +32,7 @@ FIRST_VERSION = WeightVersion(0, 0)
 class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
-    ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
+    ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
     nothing but lengths and ``stop_token_ids`` ends a completion.
     """
 
@@ -45,7 +45,8 @@ class Engine:
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
-        decoder.pack()
+        if not decoder.is_packed:
+            decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
         cache = PrefixCache(allocator, settings.enable_prefix_caching)
@@ -214,8 +215,7 @@ class Engine:
         set does not fit the model ``UserError`` is raised and the old weights stay.
         """
         preemption.preempt_all(self._state)
-        load_tensors(self._decoder, tensors)
-        self._decoder.pack()
+        load_tensors(self._decoder, tensors, pack=True)
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()

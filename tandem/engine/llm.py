@@ -72,7 +72,7 @@ class LLM:
             decoder = Decoder(shapes, chosen, dtype=torch_dtype, device=device)
             initialise(decoder, seed)
         else:
-            decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
+            decoder = load_model(model, chosen, dtype=torch_dtype, device=device, pack=True)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         self.engine = Engine(decoder, settings, found, weight_version)

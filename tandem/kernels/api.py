@@ -8,6 +8,8 @@ before it in its own sequence, never on how many rows stand beside it, on chunki
 count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -153,13 +155,22 @@ class Kernels(Protocol):
         ...
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory, and the time to touch it, only where they are used: the system hands out fresh
+    pages as zeros. A pool that is never full never costs what it could hold."""
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
+
+
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
     """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``."""
     blocks, heads, size = shapes
     return [
         KVLayer(
-            torch.zeros(blocks, heads, size, BLOCK_TOKENS, dtype=dtype, device=device),
-            torch.zeros(blocks, heads, BLOCK_TOKENS, size, dtype=dtype, device=device),
+            untouched_zeros((blocks, heads, size, BLOCK_TOKENS), dtype, device),
+            untouched_zeros((blocks, heads, BLOCK_TOKENS, size), dtype, device),
         )
         for _ in range(layers)
     ]

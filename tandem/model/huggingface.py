@@ -99,12 +99,13 @@ def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pack: bool = False) -> None:
     """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype.
 
     Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
-    then. A packed decoder is unpacked; call ``pack`` again before inference. ``inv_freq`` buffers of old checkpoints
-    are skipped, and a tied head that is listed too must equal the embedding.
+    then. A packed decoder is unpacked; call ``pack`` again before inference, or ask for it here with ``pack``, which
+    needs the plain matrices of one layer at a time. ``inv_freq`` buffers of old checkpoints are skipped, and a tied
+    head that is listed too must equal the embedding.
     """
     shapes = dict(parameters(decoder.shapes))
     given: dict[str, Tensor] = {}
@@ -135,19 +136,39 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Non
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
             "tie_word_embeddings true; set it to false"
         )
-    decoder.unpack()
-    with torch.no_grad():
-        for name, parameter in _parameters_of(decoder).items():
+    decoder.unpack(in_one_layer=pack)
+    by_layer: dict[int | None, dict[str, Tensor]] = {}
+    for name, parameter in _parameters_of(decoder).items():
+        by_layer.setdefault(_layer_of(name), {})[name] = parameter
+
+    @torch.no_grad()
+    def fill(layer: int | None) -> None:
+        for name, parameter in by_layer[layer].items():
             parameter.copy_(given[name])
+
+    fill(None)
+    if pack:
+        decoder.pack(fill)
+    else:
+        for index in range(decoder.shapes.num_layers):
+            fill(index)
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a parameter belongs to, ``None`` for those outside of all."""
+    _, _, rest = name.partition(".layers.")
+    return int(rest.partition(".")[0]) if rest else None
 
 
 def load_model(
-    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    pack: bool = False,
 ) -> Decoder:
-    """The model of a Hugging Face folder. Raises ``UserError`` where it is none, is broken or is not supported."""
+    """The model of a Hugging Face folder, packed for inference where ``pack`` says so. Raises ``UserError`` where it is
+    none, is broken or is not supported."""
     decoder = Decoder(read_shapes(folder), kernels, dtype=dtype, device=device)
     try:
-        load_tensors(decoder, read_tensors(folder))
+        load_tensors(decoder, read_tensors(folder), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder
