@@ -32,6 +32,8 @@ class Stepper(Protocol):
         """One step; the names that ended with it."""
         ...
 
+    def abort(self, names: list[str]) -> None: ...
+
 
 def prompts(call: int, count: int, length: int, vocabulary: int) -> list[list[int]]:
     """``count`` prompts of ``length`` random token ids."""
@@ -87,9 +89,8 @@ def latency(stepper: Stepper, call: int, decoding: int, prompt: int, steps: int,
         beside.append(took)
         if f"{call}-prompt" in ended:
             break
-    left = set(names)
-    while left:
-        left -= stepper.step()
+    stepper.abort(names)
+    stepper.step()
     return {"alone": alone, "beside": beside}
 
 

@@ -28,6 +28,10 @@ class Steps:
     def step(self) -> set[str]:
         return {output.request_id for output in self.engine.step()}
 
+    def abort(self, names: list[str]) -> None:
+        for name in names:
+            self.engine.abort(name)
+
 
 def main() -> None:
     vocabulary = json.loads((Path(sys.argv[1]) / "config.json").read_text(encoding="utf-8"))["vocab_size"]

@@ -26,8 +26,10 @@ class Steps:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> set[str]:
-        # vLLM may give a request's name a suffix of its own.
         return {output.request_id for output in self.engine.step() if output.finished}
+
+    def abort(self, names: list[str]) -> None:
+        self.engine.abort_request(names)
 
 
 def main() -> None:
