@@ -7,7 +7,7 @@ import torch
 
 from tandem.kernels import BLOCK_TOKENS, empty_cache, select
 from tandem.kernels.api import PagedBatch, untouched_zeros
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
@@ -16,6 +16,8 @@ from tandem.types import UserError
 
 TIED = ModelShapes("qwen3", 96, 64, 3, 4, 2, 16, 128, 64, tie_embeddings=True, qk_norm=True)
 UNTIED = ModelShapes("qwen2", 96, 64, 3, 4, 2, 16, 128, 64, tie_embeddings=False, attention_bias=True)
+MIXED = ModelShapes("qwen3_moe", 96, 64, 3, 4, 2, 16, 128, 64, tie_embeddings=True, qk_norm=True, experts=ExpertShapes(5, 2, 32, True, (1,)))
+ALL = pytest.mark.parametrize("shapes", [TIED, UNTIED, MIXED], ids=["tied", "untied", "mixed"])
 
 
 def model(shapes: ModelShapes, seed: int = 0) -> Decoder:
@@ -33,7 +35,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
     return decoder.logits(decoder(tokens, tokens, PagedContext(batch, caches)))
 
 
-@pytest.mark.parametrize("shapes", [TIED, UNTIED])
+@ALL
 def test_a_folder_loaded_packed_computes_the_bits_of_one_loaded_plain_and_packed_afterwards(shapes: ModelShapes, tmp_path: Path) -> None:
     save_model(model(shapes), tmp_path / "model")
     plain, packed = load_model(tmp_path / "model", select("auto")), load_model(tmp_path / "model", select("auto"), pack=True)
@@ -42,7 +44,7 @@ def test_a_folder_loaded_packed_computes_the_bits_of_one_loaded_plain_and_packed
     assert torch.equal(logits(plain), logits(packed))
 
 
-@pytest.mark.parametrize("shapes", [TIED, UNTIED])
+@ALL
 def test_new_weights_replace_packed_ones_and_no_layer_keeps_anothers(shapes: ModelShapes) -> None:
     decoder, other = model(shapes, seed=0), model(shapes, seed=1)
     decoder.pack()
@@ -65,8 +67,9 @@ def test_the_plain_matrices_of_all_layers_lie_in_the_memory_of_one() -> None:
     assert len(distinct) == 4 * TIED.num_layers
 
 
-def test_a_pack_that_fails_half_way_leaves_a_decoder_that_takes_the_next_weights() -> None:
-    decoder, other = model(TIED, seed=0), model(TIED, seed=1)
+@ALL
+def test_a_pack_that_fails_half_way_leaves_a_decoder_that_takes_the_next_weights(shapes: ModelShapes) -> None:
+    decoder, other = model(shapes, seed=0), model(shapes, seed=1)
 
     def fill(layer: int) -> None:
         if layer == 1:
