@@ -43,8 +43,8 @@ FIRST_VERSION = WeightVersion(0, 0)
 class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
-    ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
+    ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers
+    have no text, and nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
     first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
     """
 
@@ -59,7 +59,8 @@ class Engine:
         self._decoder = decoder
         self._digest_weights = digest_weights and ranks is None
         self.weight_digests = weight_digests(decoder) if self._digest_weights else {}
-        decoder.pack()
+        if not decoder.is_packed:
+            decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
         cache = PrefixCache(allocator, settings.enable_prefix_caching)
@@ -322,10 +323,11 @@ class Engine:
         if self._ranks is not None:
             self._ranks.update_weights(tensors)
         else:
-            load_tensors(self._decoder, tensors)
+            # Digests are those of plain weights, all of which must be there then.
+            load_tensors(self._decoder, tensors, pack=not self._digest_weights)
             if self._digest_weights:
                 self.weight_digests = weight_digests(self._decoder)
-            self._decoder.pack()
+                self._decoder.pack()
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()

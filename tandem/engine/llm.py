@@ -105,7 +105,7 @@ class LLM:
             )
             decoder = ranks.decoder
         else:
-            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed)
+            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights)

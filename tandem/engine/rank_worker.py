@@ -108,8 +108,7 @@ class RankWorker:
             for (name, shape), dtype in zip(held, meta["dtypes"], strict=True)
         }
         self.group.receive(list(parts.values()))
-        load_parts(self.decoder, parts)
-        self.decoder.pack()
+        load_parts(self.decoder, parts, pack=True)
 
 
 def main() -> None:

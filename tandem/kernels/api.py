@@ -8,6 +8,8 @@ before it in its own sequence, never on how many rows stand beside it, on chunki
 count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -216,6 +218,15 @@ class Kernels(Protocol):
         ...
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory, and the time to touch it, only where they are used: the system hands out fresh
+    pages as zeros. A pool that is never full never costs what it could hold."""
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
+
+
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """The first plus the second, plus the third: torch's own sums may take another order for another shape."""
     total = parts[0]
@@ -229,7 +240,7 @@ def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, d
     blocks, heads, size = shapes
 
     def zeros(*shape: int, of: torch.dtype) -> Tensor:
-        return torch.zeros(blocks, heads, *shape, dtype=of, device=device)
+        return untouched_zeros((blocks, heads, *shape), of, device)
 
     def scales() -> Tensor | None:
         return zeros(BLOCK_TOKENS, of=torch.float32) if is_scaled(dtype) else None

@@ -1,5 +1,6 @@
 """The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -231,37 +232,52 @@ class Decoder(nn.Module):
         return self._packed is not None
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self, fill: Callable[[int], None] | None = None) -> None:
         """Pack every matrix and the head for inference, and drop the plain matrices one by one (the embedding table
-        stays).
+        stays). ``fill(index)``, where given, is called before layer ``index`` is packed, to write its plain matrices.
 
         Weights that change afterwards are not seen until ``pack`` is called again; ``load_tensors`` leaves the decoder
         unpacked for that. Calling it on a packed decoder packs a tied head again and nothing else.
         """
         was_plain = self._packed is None
         if was_plain:
-            self._packed = self._steps(
-                [tuple(self._pack_linear(m) for m in layer.linears()) for layer in self._layers()],
-                [layer.experts.pack(self.kernels) if layer.experts else None for layer in self._layers()],
-            )
+            matrices, experts = [], []
+            for index, layer in enumerate(self._layers()):
+                if fill is not None:
+                    fill(index)
+                matrices.append(tuple(self._pack_linear(linear) for linear in layer.linears()))
+                experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
+            self._packed = self._steps(matrices, experts)
         if self.lm_head is None:
             self._packed_head = self.kernels.pack(self.embed_tokens)
         elif was_plain:
             self._packed_head = self._pack_linear(self.lm_head)
 
-    def unpack(self) -> None:
-        """Drop the packed weights and allocate plain, uninitialised ones in their place."""
-        if self._packed is None:
-            return
+    def unpack(self, in_one_layer: bool = False) -> None:
+        """Drop the packed weights and have plain, uninitialised ones in their place. ``in_one_layer``: the layers'
+        matrices all lie in the memory of one layer, for a ``pack`` that fills one after the other; that saves a second
+        copy of the model, and the time to touch its memory."""
         self._packed = self._packed_head = None
-        for layer in self._layers():
-            if layer.experts is not None:
+        held: dict[tuple[int, ...], nn.Parameter] = {}
+        for index, layer in enumerate(self._layers()):
+            if layer.experts is not None and not layer.experts.is_plain:
                 layer.experts.allocate()
-        linears = [linear for layer in self._layers() for linear in layer.linears()]
-        for linear in linears if self.lm_head is None else [*linears, self.lm_head]:
-            linear.weight = nn.Parameter(
-                torch.empty(linear.rows, linear.columns, dtype=self.embed_tokens.dtype, device=self.embed_tokens.device)
-            )
+            for place, linear in enumerate(layer.linears()):
+                # By place and shape too: a layer may differ from the others.
+                key = (0 if in_one_layer else index, place, linear.rows, linear.columns)
+                if key not in held:
+                    is_shared = any(linear.weight is other for other in held.values())
+                    held[key] = self._plain(linear, None if is_shared else linear.weight)
+                linear.weight = held[key]
+        if self.lm_head is not None:
+            self.lm_head.weight = self._plain(self.lm_head, self.lm_head.weight)
+
+    def _plain(self, linear: Linear, kept: nn.Parameter | None) -> nn.Parameter:
+        """A plain matrix for ``linear``: the one it has, or memory of its own."""
+        if kept is not None:
+            return kept
+        like = self.embed_tokens
+        return nn.Parameter(torch.empty(linear.rows, linear.columns, dtype=like.dtype, device=like.device))
 
     def _pack_linear(self, linear: Linear) -> PackedWeight:
         assert linear.weight is not None
