@@ -20,20 +20,21 @@ class Answer:
     open: set[Sequence] = field(default_factory=set)
     cached_tokens: int = 0
     prompt_scores: PromptScores | None = None
+    prompt_was_shown: bool = False
+    """Whether a stream of deltas has handed out the prompt's log-probabilities."""
 
 
-def output_of(answer: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
-    """The answer to a request, all of whose completions are there."""
+def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
+    """The answer to a request, with the completions that are there."""
     completions = [completion for completion in answer.completions if completion is not None]
-    assert len(completions) == len(answer.completions)
-    request, scores = answer.request, answer.prompt_scores
+    request, scores = answer.request, answer.prompt_scores if with_prompt_logprobs else None
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
         num_cached_tokens=answer.cached_tokens,
-        prompt_logprobs=None if scores is None else [None if e is None else _logprobs(e, tokenizer) for e in scores.entries],
+        prompt_logprobs=None if scores is None else [None if e is None else logprobs_of(e, tokenizer) for e in scores.entries],
     )
 
 
@@ -62,7 +63,7 @@ def completion_of(
     """What a sequence has become; all its tokens were read back."""
     logprobs = None
     if sequence.request.params.logprobs is not None:
-        logprobs = [_logprobs(entries, tokenizer) for entries in sequence.top_logprobs]
+        logprobs = [logprobs_of(entries, tokenizer) for entries in sequence.top_logprobs]
     return CompletionOutput(
         index=sequence.index,
         text=_text(sequence, tokenizer),
@@ -89,7 +90,9 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     return text_of(tokenizer, tokens, params.skip_special_tokens)
 
 
-def _logprobs(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+def logprobs_of(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One position's entries (token id, log-probability, rank) as they are answered."""
+
     def decoded(token: int) -> str | None:
         return None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False)
 

@@ -22,6 +22,7 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
 from tandem.kernels import empty_cache
 from tandem.model.decoder import Decoder
@@ -62,6 +63,7 @@ class Engine:
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
+        self._streams = Streams(tokenizer)
         self._arrivals = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -167,12 +169,12 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` still has something to do or to hand out."""
-        return bool(self._answers or self._ready)
+        return bool(self._answers or self._ready or self._streams.has_news)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the requests that are answered."""
+        """Compute one step; returns the requests that are answered, and what is new of those that are streamed."""
         if not self._decoder.is_packed:
             raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
         decision = schedule(self._state)
@@ -184,8 +186,9 @@ class Engine:
                 self._forget_cache()
                 raise
             self._end(ended + self._stopped_by_text())
+            self._streams.running(self._answers, self._table, self._state.version)
         ready, self._ready = self._ready, []
-        return ready
+        return ready + self._streams.take()
 
     def _fill_rows(self, decision: Decision) -> None:
         """Fill the table's rows for sequences whose last chunk stands in this step."""
@@ -195,7 +198,7 @@ class Engine:
 
     def _stopped_by_text(self) -> list[int]:
         """The rows whose stop text is complete with the token just drawn. Every row draws in every step."""
-        watched = self._table.with_stop_texts
+        watched = self._table.with_text_watch
         if not watched:
             return []
         tokens = self._table.last_token[list(watched)].tolist()
@@ -220,16 +223,21 @@ class Engine:
         """Note one completion; with its last one the request is answered."""
         sequence.is_done = True
         answer = self._answers[sequence.request.id]
-        answer.completions[sequence.index] = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        completion = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        answer.completions[sequence.index] = completion
         answer.open.remove(sequence)
         answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        is_streamed = sequence.request.params.is_streamed
+        if is_streamed:
+            self._streams.ended(answer, completion, sequence)
         if not answer.open:
             del self._answers[sequence.request.id]
             self._runner.prompt_scores.pop(sequence.request.id, None)
-            self._ready.append(output_of(answer, self.tokenizer))
+            if not is_streamed:
+                self._ready.append(output_of(answer, self.tokenizer))
 
     def _text_watch(self, params: SamplingParams) -> TextWatch | None:
-        watched = params.stop_texts and params.max_tokens != 0
+        watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
         return TextWatch(self.tokenizer, params) if watched and self.tokenizer is not None else None
 
     def _read_back(self, sequences: list[Sequence]) -> None:

@@ -135,6 +135,8 @@ class LLM:
             if given is not None and len(given) != len(asked):
                 raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
         for (_, tokens, _), own in zip(asked, params, strict=True):
+            if own.is_streamed:
+                raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
         names = []
         try:

@@ -21,7 +21,7 @@ class CompletionOutput:
     token; the end token, where one was drawn, is among them.
 
     ``raw_logprobs``: temperature 1, nothing filtered or biased. ``sampling_logprobs``: in the distribution that the
-    token was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``. ``stop_reason``: the
+    token was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``; ``None`` while it goes on. ``stop_reason``: the
     stop text or the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each
     position the asked number of most likely tokens and the drawn one, or ``None`` where none were asked for. """
 
@@ -31,7 +31,7 @@ class CompletionOutput:
     raw_logprobs: list[float]
     sampling_logprobs: list[float]
     weight_versions: list[WeightVersion]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
 
@@ -44,7 +44,9 @@ class CompletionOutput:
 class RequestOutput:
     """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids
     were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read.
-    ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
+    A request that is streamed has several outputs, the last of which is
+    ``finished``; each but that one lists the completions that have news (``SamplingParams.output_kind``), and with deltas
+    the first alone has ``prompt_logprobs``. ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
     the prompt's own, under the weights that first read it; ``None`` where none were asked for."""
 
     request_id: str

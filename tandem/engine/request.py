@@ -62,7 +62,10 @@ class Sequence:
     weight_versions: list[WeightVersion] = field(default_factory=list)
     top_logprobs: list[Any] = field(default_factory=list)
     text_watch: Any = None
-    """The incremental detokenizer and stop search of a request with stop texts (``tandem.engine.text_watch``)."""
+    """The incremental detokenizer and stop search of a request with stop texts or a stream (``tandem.engine.text_watch``)."""
+    streamed_tokens: int = 0
+    streamed_characters: int = 0
+    """How much of a stream was handed out."""
     cursor: GrammarCursor | None = None
     """The place in the grammar of a request with structured output."""
 

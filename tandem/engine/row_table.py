@@ -52,7 +52,8 @@ class RowTable:
         self.drawn_logprobs = torch.empty(2, rows, max_model_len, dtype=logprob_dtype)
         self.adjusted: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
-        self.with_stop_texts: dict[int, Sequence] = {}
+        self.with_text_watch: dict[int, Sequence] = {}
+        self.streamed: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
         """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being
@@ -68,8 +69,10 @@ class RowTable:
                 self.adjusted[sequence.row] = sequence
             if params.logprobs is not None:
                 self.with_top_logprobs[sequence.row] = sequence
-            if params.stop_texts:
-                self.with_stop_texts[sequence.row] = sequence
+            if sequence.text_watch is not None:
+                self.with_text_watch[sequence.row] = sequence
+            if params.is_streamed:
+                self.streamed[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
         self._numbers[:, index] = torch.tensor(numbers, dtype=torch.float32).t()
         self._set_stops(index, stops)
@@ -151,5 +154,30 @@ class RowTable:
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_stop_texts):
+            for special in (self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed):
                 special.pop(sequence.row, None)
+
+    def drawn_since(
+        self, sequences: Series[Sequence], first: Series[int]
+    ) -> list[tuple[list[int], list[float], list[float]]]:
+        """Tokens, raw and sampling log-probabilities of the completions ``sequences``, which have rows, from token number
+        ``first[i]`` on. Nothing is read back."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        counts = (self.length[index] - self.start[index]).tolist()
+        columns = [max(0, at - len(sequence.token_ids)) for sequence, at in zip(sequences, first, strict=True)]
+        width = max(count - column for count, column in zip(counts, columns, strict=True))
+        last = self.drawn_tokens.shape[1] - 1
+        place = (torch.tensor(columns).unsqueeze(1) + torch.arange(width)).clamp_(max=last)
+        tokens = self.drawn_tokens[index.unsqueeze(1), place].tolist()
+        raw, sampling = self.drawn_logprobs[:, index.unsqueeze(1), place].tolist()
+        found = []
+        for i, (sequence, at) in enumerate(zip(sequences, first, strict=True)):
+            new = counts[i] - columns[i]
+            found.append(
+                (
+                    sequence.token_ids[at:] + tokens[i][:new],
+                    sequence.raw_logprobs[at:] + raw[i][:new],
+                    sequence.sampling_logprobs[at:] + sampling[i][:new],
+                )
+            )
+        return found

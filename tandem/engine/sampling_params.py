@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from tandem.engine.structured_outputs import StructuredOutputsParams
 from tandem.types import UserError
@@ -12,6 +13,15 @@ GREEDY_BELOW = 1e-5
 
 _LOWEST = {"n": 1, "top_k": -1, "max_tokens": 0, "min_tokens": 0, "logprobs": -1, "prompt_logprobs": -1, "truncate_prompt_tokens": -1}
 _MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+class RequestOutputKind(Enum):
+    """What a step hands out of a request, with vLLM's names. ``FINAL_ONLY``: the whole answer at its end. ``DELTA``: what
+    is new since the last output. ``CUMULATIVE``: all that is known so far."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
     def __post_init__(self) -> None:
         if self.best_of is not None:
@@ -132,6 +143,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
     def stop_texts(self) -> tuple[str, ...]:

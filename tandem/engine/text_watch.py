@@ -1,4 +1,4 @@
-"""Stop texts: the text of a completion as its tokens come, and where it ends."""
+"""The text of a completion as its tokens come, for stop texts and for streams."""
 
 from collections.abc import Sequence
 
@@ -31,6 +31,11 @@ class TextWatch:
         self._unwatched -= 1
         self._pieces.append(self._matcher.push(piece, may_stop=self._unwatched < 0))
         return self.stopped
+
+    def shown(self) -> str:
+        """The text that stands whatever follows: no half a character, no beginning of a stop text."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
 
     def text(self) -> str:
         """The whole text, cut at the stop text where one was found. Ends the watch."""
