@@ -13,6 +13,7 @@ from tandem.engine.engine import FIRST_VERSION, Engine
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.engine.speculative import speculative_settings
 from tandem.kernels import BLOCK_TOKENS, KernelChoice, select
 from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
@@ -44,7 +45,12 @@ class LLM:
     than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
-    bring none. """
+    bring none.
+
+    ``batching``, ``kv``, ``preemption``, ``watermark`` and ``deterministic``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and
+    values host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
+    ``speculative_config``: ``{"method": "ngram"}`` or ``{"method": "draft", "model": folder}`` and what else
+    ``SpeculativeSettings`` has. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
@@ -53,10 +59,13 @@ class LLM:
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
         load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
+        batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
+        deterministic: bool = True, speculative: Mapping[str, Any] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         torch_dtype = _dtype(dtype)
+        guessing = None if speculative is None else speculative_settings(speculative)
         self._held: HeldModel | None = None
         if is_remote(model):
             store = WeightStore(download_dir, weight_cache_bytes, _show_download if sys.stderr.isatty() else None)
@@ -72,6 +81,12 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             seed=seed,
+            batching=batching,
+            kv=kv,
+            preemption=preemption,
+            swap_blocks=blocks_for(swap_tokens),
+            watermark=watermark,
+            deterministic=deterministic,
         )
         settings.check(shapes.max_positions)
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
@@ -85,7 +100,10 @@ class LLM:
             decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        self._engine: Engine | None = Engine(decoder, settings, found, weight_version)
+        draft = None
+        if guessing is not None and guessing.model is not None:
+            draft = load_model(guessing.model, chosen, dtype=torch_dtype, device=device)
+        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, guessing, draft)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
 
@@ -119,7 +137,7 @@ class LLM:
     def generate(
         self, prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
-        request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
+        request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None, num_draft_tokens: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order.
@@ -127,13 +145,16 @@ class LLM:
         A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its
         cached blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i;
         without it the key is the prompt's place in this call where its parameters have a seed, else its place among
-        all this engine has seen. ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
+        all this engine has seen. ``num_draft_tokens``: guesses in one step at most (0: none; ``None``: what the engine was told).
+        ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
         completed and the asked number of prompts whenever one is completed. Raises ``UserError`` before any work. """
         asked = self._prompts(prompts)
         params = self._params(sampling_params, len(asked))
         for name, given in (("request_keys", request_keys), ("priority", priority)):
             if given is not None and len(given) != len(asked):
                 raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
+        if self.engine.is_paused:
+            raise UserError("the engine is paused; call engine.resume() before generate")
         for (_, tokens, _), own in zip(asked, params, strict=True):
             if own.is_streamed:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
@@ -147,6 +168,7 @@ class LLM:
                 self.engine.add_request(
                     name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i],
                     priority=0 if priority is None else priority[i], cache_salt=salt,
+                    num_draft_tokens=num_draft_tokens,
                 )
                 names.append(name)
             return self._run(names, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
@@ -232,10 +254,12 @@ class LLM:
         return self.engine.weight_version
 
     def update_weights(
-        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion,
+        draft_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
-        self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version)
+        given = draft_tensors.items() if isinstance(draft_tensors, Mapping) else draft_tensors
+        self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version, given)
 
 
 def _show(done: int, asked: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tandem.engine.lifecycle import Transition
 from tandem.engine.llm import LLM
 from tandem.engine.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sampling_params import SamplingParams
@@ -39,9 +40,19 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[list[CompletionOutput]]]:
+    return {}
+
+
 @pytest.fixture
-def expected(make_llm: Callable[..., LLM], kernels: str) -> list[list[CompletionOutput]]:
-    return generate(make_llm(kernels=kernels))
+def expected(
+    make_llm: Callable[..., LLM], kernels: str, known: dict[str, list[list[CompletionOutput]]]
+) -> list[list[CompletionOutput]]:
+    """What an engine of its own draws with every setting at its default, by kernels."""
+    if kernels not in known:
+        known[kernels] = generate(make_llm(kernels=kernels))
+    return known[kernels]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +66,19 @@ def expected(make_llm: Callable[..., LLM], kernels: str) -> list[list[Completion
         {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
         {"kv_cache_tokens": 128},
         {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+        {"kv_cache_tokens": 128, "swap_tokens": 64, "preemption": "swap", "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"kv_cache_tokens": 128, "swap_tokens": 512, "batching": "continuous", "max_num_batched_tokens": 128},
+        {"batching": "dynamic", "max_num_batched_tokens": 128, "max_num_seqs": 4},
+        {"batching": "static", "max_num_batched_tokens": 128, "max_num_seqs": 4},
+        {"batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 192},
+        {"kv": "static", "kv_cache_tokens": 512},
+        {"kv": "static", "batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 384},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, "kv_cache_tokens": 128},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv": "static", "enable_prefix_caching": False},
     ],
     ids=lambda settings: ",".join(f"{name.replace('enable_', '')}={value}" for name, value in settings.items()),
 )
@@ -64,14 +88,12 @@ def test_settings_change_no_bit(
     assert generate(make_llm(kernels=kernels, **settings)) == expected
 
 
-def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.engine import growth, preemption
-
-    names = []
-    real = preemption.preempt_last
-    monkeypatch.setattr(growth.preemption, "preempt_last", lambda state: names.extend(found := real(state)) or found)
-    generate(make_llm(kv_cache_tokens=128))
-    assert len(names) > 3
+def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM]) -> None:
+    for settings, how in (({}, "recompute"), ({"swap_tokens": 512, "preemption": "swap"}, "swap_out")):
+        llm = make_llm(kv_cache_tokens=128, **settings)
+        generate(llm)
+        found = llm.engine.transitions()
+        assert found[Transition(how)] > 3 and found[Transition.SWAP_IN] == found[Transition.SWAP_OUT]
 
 
 def test_a_warm_cache_changes_no_bit(make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]]) -> None:

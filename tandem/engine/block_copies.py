@@ -1,0 +1,31 @@
+"""Blocks from cache to cache: copies after a fork, and swapping between a device and host memory.
+
+Whatever a ``KVLayer`` holds, the first axis of each of its tensors numbers the blocks.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.engine.block_table import BlockCopy
+from tandem.kernels.api import KVLayer
+
+
+def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
+    """``blocks`` blocks of host memory for each layer of ``caches``; page-locked where those stand on a GPU."""
+
+    def like(tensor: Tensor) -> Tensor:
+        return torch.empty(blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    return [type(layer)(*map(like, layer)) for layer in caches]
+
+
+def copy_blocks(sources: Iterable[KVLayer], targets: Iterable[KVLayer], copies: Sequence[BlockCopy]) -> None:
+    """Copy block ``copy.source`` of each source layer to block ``copy.target`` of the target layer, through one staging
+    tensor for each tensor of a layer: one transfer between devices, however the blocks are scattered."""
+    source, target = torch.tensor(copies).unbind(1)
+    for old, new in zip(sources, targets, strict=True):
+        for from_tensor, to_tensor in zip(old, new, strict=True):
+            staging = from_tensor.index_select(0, source.to(from_tensor.device))
+            to_tensor.index_copy_(0, target.to(to_tensor.device), staging.to(to_tensor.device))
