@@ -8,15 +8,13 @@ import hashlib
 import random
 from array import array
 
-import pytest
-
 from tandem.engine import batches, decode, draft_plan, preemption, prefill
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.block_table import RELEASED, blocks_for
 from tandem.engine.costs import PreemptionCosts
 from tandem.engine.draft_length import DraftLength
 from tandem.engine.integrity import check_state, sequences_of
-from tandem.engine.lifecycle import State, Transition, move
+from tandem.engine.lifecycle import TRANSITIONS, State, Transition, move
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.request import Prefill, Request, Sequence
 from tandem.engine.sampling_params import SamplingParams
@@ -261,18 +259,11 @@ def walk(seed: int, operations: int) -> None:
     assert completed > operations / 100
 
 
-def test_ten_thousand_random_operations_break_no_invariant() -> None:
-    walk(0, 10_000)
-
-
-@pytest.mark.full
 def test_a_hundred_thousand_random_operations_break_no_invariant() -> None:
-    walk(1, 100_000)
+    walk(0, 100_000)
 
 
 def test_every_state_can_be_left_but_completed() -> None:
-    from tandem.engine.lifecycle import TRANSITIONS
-
     left = {source for sources, _ in TRANSITIONS.values() for source in sources}
     assert left == set(State) - {State.COMPLETED}
     assert {target for _, target in TRANSITIONS.values()} == set(State) - {State.WAITING}
