@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tandem.engine.llm import LLM
 from tandem.engine.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.structured_outputs import StructuredOutputsParams
+from tandem.model.huggingface import read_tensors
+from tandem.types import WeightVersion
 
 PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "a prompt of 16 ch", "x" * 48]
 BASE = SamplingParams(n=3, max_tokens=60, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -79,6 +82,9 @@ def expected(
         {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
         {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
         {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv": "static", "enable_prefix_caching": False},
+        {"speculative": {"method": "draft", "model": 0}},
+        {"speculative": {"method": "draft", "model": 1}, "max_num_batched_tokens": 16, "kv_cache_tokens": 128},
+        {"speculative": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
     ],
     ids=lambda settings: ",".join(f"{name.replace('enable_', '')}={value}" for name, value in settings.items()),
 )
@@ -86,6 +92,56 @@ def test_settings_change_no_bit(
     make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]], settings: dict[str, Any]
 ) -> None:
     assert generate(make_llm(kernels=kernels, **settings)) == expected
+
+
+MEMORY: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "recompute": {"kv_cache_tokens": 128, "preemption": "recompute"},
+    "swap": {"kv_cache_tokens": 128, "preemption": "swap", "swap_tokens": 512},
+}
+SPECULATION: dict[str, dict[str, Any] | None] = {
+    "alone": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5}, "draft": {"method": "draft", "model": 0},
+}
+
+
+def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, **settings: Any) -> None:
+    """Cold, warm, and after a weight update that comes while requests run, in one engine."""
+    llm = make_llm(kernels=kernels, **settings)
+    expected = generate(make_llm(kernels=kernels))
+    assert generate(llm) == expected
+    assert generate(llm, keys=list(range(len(PROMPTS)))) == expected
+    assert llm.engine.tokenizer is not None
+    for key, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(prompt, llm.engine.tokenizer.encode(prompt), PARAMS[prompt], key=key)
+    for _ in range(15):
+        llm.engine.step()
+    new = dict(read_tensors(make_folder("qwen3", 1)))
+    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative") or {}).get("method") == "draft" else None)
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    updated = generate(llm, keys=list(range(len(PROMPTS))))
+    fresh = make_llm(weights=1, kernels=kernels, weight_version=WeightVersion(0, 1))
+    assert updated == generate(fresh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speculation", SPECULATION)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_every_combination_draws_the_same_bits(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, chunk: int, memory: str, speculation: str
+) -> None:
+    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative": SPECULATION[speculation]}
+    check_combination(make_llm, make_folder, kernels, **settings)
+
+
+@pytest.mark.parametrize(("chunk", "memory", "speculation"), [(16, "swap", "draft"), (23, "recompute", "ngram")])
+def test_some_combinations_draw_the_same_bits(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], chunk: int, memory: str, speculation: str
+) -> None:
+    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative": SPECULATION[speculation]}
+    check_combination(make_llm, make_folder, "auto", **settings)
 
 
 def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM]) -> None:

@@ -22,9 +22,9 @@ PARAMS = SamplingParams(n=2, max_tokens=50, seed=3, temperature=0.8, ignore_eos=
 
 
 @pytest.fixture
-def draft(make_folder: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
+def draft() -> Callable[..., dict[str, Any]]:
     """Settings with a draft model of the given weights; those of the target guess every token right."""
-    return lambda weights=0, **more: {"method": "draft", "model": str(make_folder("qwen3", weights)), **more}
+    return lambda weights=0, **more: {"method": "draft", "model": weights, **more}
 
 
 def outputs(llm: LLM, params: SamplingParams = PARAMS, **options: Any) -> list[list[CompletionOutput]]:
