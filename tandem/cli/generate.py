@@ -29,6 +29,7 @@ from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.engine.llm import LLM, PromptInput
+    from tandem.engine.lora_request import LoRARequest
     from tandem.engine.outputs import RequestOutput
     from tandem.engine.sampling_params import SamplingParams
 
@@ -68,6 +69,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("engine and weight cache")
     machine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and completion together; the model's own")
     machine.add_argument("--dtype", default="float32", help="float32, float64, bfloat16 or float16")
+    machine.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
+    machine.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that hold a part of the model each")
     machine.add_argument("--download-dir", metavar="DIR", help="the weight cache; ~/.cache/tandem/weights")
     machine.add_argument("--weight-cache-gib", type=float, default=0.0, help="its size at most; 0 is no limit")
 
@@ -81,17 +84,29 @@ def run(options: argparse.Namespace) -> int:
     params = _params(options)
     from tandem.engine.llm import LLM
 
+    adapter, rank = _adapter(options.lora)
     with LLM(
         options.model, seed=options.seed, dtype=options.dtype, max_model_len=options.max_model_len,
         download_dir=options.download_dir, weight_cache_bytes=int(options.weight_cache_gib * GIB),
+        tensor_parallel_size=options.tensor_parallel, enable_lora=adapter is not None, max_lora_rank=rank,
     ) as llm, _writer(options) as out:  # fmt: skip
         inputs = [_input(llm, entry, options) for entry in asked]
         with _progress() as on_progress:
-            outputs = llm.generate(inputs, params, use_tqdm=False, on_progress=on_progress)
+            outputs = llm.generate(inputs, params, use_tqdm=False, on_progress=on_progress, lora_request=adapter)
         for entry, output in zip(asked, outputs, strict=True):
             for line in _lines(entry, output, options, is_single=len(asked) == options.n == 1):
                 print(line, file=out)
     return 0
+
+
+def _adapter(folder: str | None) -> "tuple[LoRARequest | None, int]":
+    """The adapter in ``folder``, if there is one, and its rank."""
+    if folder is None:
+        return None, 1
+    from tandem.engine.lora_request import LoRARequest
+    from tandem.model.lora import rank_of
+
+    return LoRARequest(folder, 1, folder), rank_of(folder)
 
 
 def _params(options: argparse.Namespace) -> "SamplingParams":

@@ -3,7 +3,8 @@
 Whatever a ``KVLayer`` holds, the first axis of each of its tensors numbers the blocks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,24 @@ def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
     return [type(layer)(*map(like, layer)) for layer in caches]
 
 
-def copy_blocks(sources: Iterable[KVLayer], targets: Iterable[KVLayer], copies: Sequence[BlockCopy]) -> None:
+class Moves(NamedTuple):
+    """What is copied before a step computes anything, in this order: out to host memory, in from there, and within the cache."""
+
+    swap_outs: Sequence[BlockCopy] = ()
+    swap_ins: Sequence[BlockCopy] = ()
+    copies: Sequence[BlockCopy] = ()
+
+
+def apply_moves(caches: Sequence[KVLayer], host: Sequence[KVLayer], moves: Moves) -> None:
+    """Make ``moves`` between ``caches`` and the layers of ``host`` memory that belong to them."""
+    for sources, targets, copies in (
+        (caches, host, moves.swap_outs), (host, caches, moves.swap_ins), (caches, caches, moves.copies),
+    ):
+        if copies:
+            _copy_blocks(sources, targets, copies)
+
+
+def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies: Sequence[BlockCopy]) -> None:
     """Copy block ``copy.source`` of each source layer to block ``copy.target`` of the target layer, through one staging
     tensor for each tensor of a layer: one transfer between devices, however the blocks are scattered."""
     source, target = torch.tensor(copies).unbind(1)

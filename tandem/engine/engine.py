@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine import batches, decode, draft_plan, preemption, prefill
+from tandem.engine.adapters import Adapters
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.block_copies import host_pool
@@ -21,10 +22,12 @@ from tandem.engine.grammars import Grammars
 from tandem.engine.integrity import check_state, sequences_of
 from tandem.engine.lifecycle import State, Transition, move
 from tandem.engine.logit_rules import LogitRules, rules_of
+from tandem.engine.lora_request import LoRARequest
 from tandem.engine.ngram import NgramProposer
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.ranks import Ranks
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
 from tandem.engine.runner import Runner
@@ -51,13 +54,14 @@ class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
     ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion. ``speculative``: how tokens are guessed, by ``draft`` where its
-    method is ``draft``.
+    nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
+    first part ``decoder`` is. ``speculative``: how tokens are guessed, by ``draft`` where its method is ``draft``.
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION, speculative: SpeculativeSettings | None = None, draft: Decoder | None = None,
+        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, speculative: SpeculativeSettings | None = None,
+        draft: Decoder | None = None,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
@@ -67,20 +71,24 @@ class Engine:
         self._decoder = decoder
         decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
+        self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         embedding = decoder.embed_tokens
         self._state = SchedulerState(
             _limits(settings, decoder), allocator, PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
-            host=BlockAllocator(settings.swap_blocks),
+            adapter_key=self._adapters.key, host=BlockAllocator(settings.swap_blocks),
             costs=preemption_costs(shapes, str(embedding.dtype).removeprefix("torch."), embedding.device.type),
         )
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
-        sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.run("allocate", {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks}, lambda: None)
+        sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
         caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
         self._speculative = speculative
         proposer = self._proposer(draft)
-        swapped = caches + (proposer.caches if proposer is not None else [])
-        self._runner = Runner(decoder, caches, self._table, host_pool(swapped, settings.swap_blocks), proposer)
+        host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
+        self._runner = Runner(decoder, caches, self._table, self._adapters, ranks, host, proposer)
         self._meter = Meter()
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
@@ -93,10 +101,11 @@ class Engine:
     def add_request(
         self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None,
         key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
-        adapter: str = "", num_draft_tokens: int | None = None,
+        lora_request: LoRARequest | None = None, num_draft_tokens: int | None = None,
     ) -> None:
         """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
-        ``num_draft_tokens``: guesses in one step at most (0: none; ``None``: what the engine was told).
+        ``lora_request``: its adapter, loaded here where it is not, or where its folder has changed. ``num_draft_tokens``:
+        guesses in one step at most (0: none; ``None``: what the engine was told).
 
         Raises ``UserError``, and queues nothing, where the request cannot be served.
         """
@@ -105,6 +114,8 @@ class Engine:
         if request_id in self._answers:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
         draft_tokens = self._draft_tokens(num_draft_tokens)
+        if lora_request is not None and not self._adapters.is_current(lora_request):
+            self.add_lora(lora_request)
         length = len(prompt_token_ids)
         own_end = self._end_tokens()
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else own_end)
@@ -122,7 +133,7 @@ class Engine:
             priority=priority,
             first_index=first_index,
             cache_salt=cache_salt,
-            adapter=adapter,
+            adapter=lora_request.lora_name if lora_request is not None else "",
             max_length=min(end, self.settings.max_model_len),
             rules=rules,
             draft_tokens=draft_tokens,
@@ -331,8 +342,11 @@ class Engine:
         else:
             preemption.preempt_all(self._state, Transition.UPDATE)
         try:
-            load_tensors(self._decoder, tensors)
-            self._decoder.pack()
+            if self._ranks is not None:
+                self._ranks.update_weights(tensors)
+            else:
+                load_tensors(self._decoder, tensors)
+                self._decoder.pack()
             self._state.version = WeightVersion(*version)
             if draft is not None and isinstance(self._runner.proposer, DraftModel):
                 self._runner.proposer.decoder = draft
@@ -366,6 +380,40 @@ class Engine:
         if sequences:
             self._table.join(sequences, [len(sequence.known_tokens) for sequence in sequences])
         state.decode_rows = None
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel engine. It computes nothing any more then."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def add_lora(self, request: LoRARequest) -> str:
+        """Read an adapter from its folder, between two steps; returns the digest of its content.
+
+        It takes the place of the one with its name. Requests under way with that one keep their tokens and go on with
+        the new one; their keys and values are computed again. Raises ``UserError`` where the adapter cannot be used or
+        has no place, and changes nothing then.
+        """
+        adapter = self._adapters.read(request)
+        in_use = self._adapters_in_use()
+        if request.lora_name in in_use:
+            preemption.preempt_all(self._state, Transition.UPDATE)
+        self._adapters.put(request, adapter, in_use)
+        return adapter.digest
+
+    def remove_lora(self, name: str) -> None:
+        """Forget the adapter ``name``. Raises ``UserError`` where it is not loaded or a request under way has it."""
+        if name in self._adapters_in_use():
+            raise UserError(f"adapter '{name}' is used by requests under way; abort them or wait for their answers")
+        self._adapters.remove(name)
+
+    def list_loras(self) -> dict[str, str]:
+        """The digest of each loaded adapter's content by its name."""
+        return self._adapters.digests()
+
+    def _adapters_in_use(self) -> set[str]:
+        return {answer.request.adapter for answer in self._answers.values()} - {""}
 
     def _forget_cache(self) -> None:
         """After a step that failed: what it wrote of keys and values is unknown, so all of it is computed again."""

@@ -3,25 +3,28 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.load import LoadFormat, load_decoder
+from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
+from tandem.engine.ranks import Ranks, RankSettings
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.engine.speculative import speculative_settings
-from tandem.kernels import BLOCK_TOKENS, KernelChoice, select
+from tandem.kernels import BLOCK_TOKENS, KernelChoice
 from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, read_shapes
-from tandem.model.initialise import initialise
+from tandem.layout.sharding import Cut
+from tandem.model.huggingface import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
+from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError, WeightVersion
 
@@ -45,10 +48,16 @@ class LLM:
     than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
-    bring none.
+    bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
+    ``max_lora_rank``.
 
-    ``batching``, ``kv``, ``preemption``, ``watermark`` and ``deterministic``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and
-    values host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
+    ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
+    and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
+    kernels), and refuse what else would change bits; else with fewer exchanges. A rank that is silent for ``rank_deadline_s``
+    ends the engine.
+
+    ``batching``, ``kv``, ``preemption`` and ``watermark``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
+    host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
     ``speculative_config``: ``{"method": "ngram"}`` or ``{"method": "draft", "model": folder}`` and what else
     ``SpeculativeSettings`` has. """
 
@@ -57,10 +66,12 @@ class LLM:
         dtype: str | torch.dtype = "float32", device: str = "cpu", seed: int = 0, max_model_len: int | None = None,
         kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
-        load_format: Literal["auto", "dummy"] = "auto", kernels: KernelChoice = "auto",
+        load_format: LoadFormat = "auto", kernels: KernelChoice = "auto",
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
+        tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
+        enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
         batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
-        deterministic: bool = True, speculative: Mapping[str, Any] | None = None,
+        speculative: Mapping[str, Any] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
@@ -72,6 +83,7 @@ class LLM:
             self._held = store.hold(str(model))
             model = self._held.path
         shapes = read_shapes(model)
+        _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
@@ -81,6 +93,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             seed=seed,
+            max_loras=max_loras if enable_lora else 0,
+            max_lora_rank=max_lora_rank,
             batching=batching,
             kv=kv,
             preemption=preemption,
@@ -92,18 +106,23 @@ class LLM:
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
         if found is not None and found.vocab_size > shapes.vocab_size:
             raise UserError(f"the tokenizer has {found.vocab_size} tokens and '{model}' {shapes.vocab_size}; they do not belong together")
-        chosen = select(kernels, torch_dtype)
-        if load_format == "dummy":
-            decoder = Decoder(shapes, chosen, dtype=torch_dtype, device=device)
-            initialise(decoder, seed)
+        ranks = None
+        if tensor_parallel_size > 1:
+            ranks = Ranks(
+                RankSettings(
+                    str(model), kernels, str(torch_dtype).removeprefix("torch."), device, load_format, seed, tensor_parallel_size,
+                    deterministic, rank_deadline_s,
+                )
+            )
+            decoder = ranks.decoder
         else:
-            decoder = load_model(model, chosen, dtype=torch_dtype, device=device)
+            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed)
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         draft = None
         if guessing is not None and guessing.model is not None:
-            draft = load_model(guessing.model, chosen, dtype=torch_dtype, device=device)
-        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, guessing, draft)
+            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed)
+        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, guessing, draft)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
 
@@ -115,7 +134,10 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """Give back the weights, the KV cache and the model's folder in the weight cache. Closing twice is no error."""
+        """End the other ranks, and give back the weights, the KV cache and the model's folder in the weight cache. Closing twice is no
+        error."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         if self._held is not None:
             self._held.release()
@@ -139,15 +161,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
         request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None, num_draft_tokens: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order.
 
         A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its
         cached blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i;
         without it the key is the prompt's place in this call where its parameters have a seed, else its place among
-        all this engine has seen. ``num_draft_tokens``: guesses in one step at most (0: none; ``None``: what the engine was told).
-        ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
-        completed and the asked number of prompts whenever one is completed. Raises ``UserError`` before any work. """
+        all this engine has seen. ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
+        completed and the asked number of prompts whenever one is completed. ``lora_request``: the adapter of all prompts,
+        or one for each; it is loaded where it is not, and again where its folder has changed. ``num_draft_tokens``: guesses
+        in one step at most (0: none; ``None``: what the engine was told). Raises ``UserError`` before any work. """
         asked = self._prompts(prompts)
         params = self._params(sampling_params, len(asked))
         for name, given in (("request_keys", request_keys), ("priority", priority)):
@@ -159,6 +183,7 @@ class LLM:
             if own.is_streamed:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
+        adapters = self._lora_requests(lora_request, len(asked))
         names = []
         try:
             for i, ((text, tokens, salt), own) in enumerate(zip(asked, params, strict=True)):
@@ -167,7 +192,7 @@ class LLM:
                 self._requests += 1
                 self.engine.add_request(
                     name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i],
-                    priority=0 if priority is None else priority[i], cache_salt=salt,
+                    priority=0 if priority is None else priority[i], cache_salt=salt, lora_request=adapters[i],
                     num_draft_tokens=num_draft_tokens,
                 )
                 names.append(name)
@@ -196,11 +221,18 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm, on_progress=on_progress)
 
-    def chat_prompt(self, messages: Messages, **options: Any) -> PromptInput:
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any
+    ) -> PromptInput:
         """The prompt that ``messages`` (each with ``role`` and ``content``) become by the chat template of the tokenizer's
-        folder; ``options`` are those of ``tandem.text.chat.apply_chat_template``."""
+        folder. With ``continue_final_message`` it ends where the last message does, so that the model goes on with that;
+        the other ``options`` are those of ``tandem.text.chat.apply_chat_template``."""
         tokenizer = self.get_tokenizer()
-        text = apply_chat_template(self._tokenizer_folder, messages, **options)
+        if continue_final_message and add_generation_prompt:
+            raise UserError("continue_final_message and add_generation_prompt exclude each other; set the second to False")
+        shown = mark_end(messages) if continue_final_message else messages
+        text = apply_chat_template(self._tokenizer_folder, shown, add_generation_prompt=add_generation_prompt, **options)
+        text = cut_at_mark(text) if continue_final_message else text
         # Special tokens are the template's business.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
 
@@ -247,6 +279,19 @@ class LLM:
             )
         return list(given)
 
+    def _lora_requests(
+        self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[LoRARequest | None]:
+        """The adapter of each prompt."""
+        if given is None or isinstance(given, LoRARequest):
+            return [given] * count
+        if len(given) != count:
+            raise UserError(f"generate lora_request has {len(given)} entries for {count} prompts; give one, or one for each")
+        distinct, most = {request for request in given if request is not None}, self.engine.settings.max_loras
+        if 0 < most < len(distinct):
+            raise UserError(f"generate lora_request has {len(distinct)} adapters; this engine holds {most}: raise max_loras")
+        return list(given)
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @property
@@ -260,6 +305,19 @@ class LLM:
         """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
         given = draft_tensors.items() if isinstance(draft_tensors, Mapping) else draft_tensors
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version, given)
+
+
+def _check_ranks(shapes: ModelShapes, size: int, deterministic: bool, deadline_s: float, device: str) -> None:
+    if size < 1 or not deadline_s > 0:
+        raise UserError(
+            f"engine tensor_parallel_size is {size} and rank_deadline_s {deadline_s}; both must be above 0, the first a whole number"
+        )
+    if size > 1 and device != "cpu" and size > torch.cuda.device_count():
+        raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
+    try:
+        Cut(0, size, deterministic).check(shapes)
+    except ValueError as error:
+        raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
 
 
 def _show(done: int, asked: int) -> None:

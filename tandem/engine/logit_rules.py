@@ -71,7 +71,7 @@ def rules_of(
         presence=params.presence_penalty,
         seen=torch.tensor(sorted(set(prompt))) if repeats else None,
         allowed=None if allowed is None else _packed(allowed, vocab_size),
-        bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer)),
+        bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer) if ids),
         min_tokens=params.min_tokens if end else 0,
         end_tokens=end,
         grammar=None if params.structured_outputs is None else grammars.compile(params.structured_outputs),
@@ -109,7 +109,7 @@ def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
         penalty = torch.tensor([[p.rules.repetition] for _, p in repeats], dtype=own.dtype, device=own.device)
         logits = own[rows, tokens]
         own[rows, tokens] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and len(p.output)]
+    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and p.output.numel()]
     if drawn:
         rows, tokens, ordered = _padded(own, [i for i, _ in drawn], [p.output for _, p in drawn])
         count = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
@@ -161,7 +161,7 @@ def _ban(own: Tensor, positions: Sequence[Position]) -> None:
 
 
 def _banned(position: Position) -> list[int]:
-    rules, length = position.rules, len(position.output)
+    rules, length = position.rules, position.output.numel()
     tokens = list(rules.end_tokens) if length < rules.min_tokens else []
     if rules.bad_words:
         longest = max(map(len, rules.bad_words)) - 1

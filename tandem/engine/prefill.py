@@ -34,7 +34,7 @@ def head(state: SchedulerState) -> Prefill | None:
 
 def root(state: SchedulerState, request: Request) -> bytes:
     """Where the chain of keys of a request's blocks starts."""
-    return root_key(state.version, request.adapter, request.cache_salt)
+    return root_key(state.version, state.adapter_key(request.adapter), request.cache_salt)
 
 
 def look(state: SchedulerState, prefill: Prefill) -> Place:

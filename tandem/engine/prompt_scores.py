@@ -1,6 +1,6 @@
 """Raw log-probabilities of a prompt's own tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.engine.sampling import top_logprobs
 from tandem.model.decoder import Decoder
 
-_ELEMENTS = 1 << 22
+_ELEMENTS = 1 << 23
 """Logits held at a time."""
 
 
@@ -28,14 +28,15 @@ class PromptScores:
     def is_complete(self) -> bool:
         return all(entry is not None for entry in self.entries[1:])
 
-    def note(self, decoder: Decoder, hidden: Tensor, start: int) -> None:
-        """Take the ``hidden[T, H]`` of the tokens at positions ``start .. start + T - 1``; each one's row predicts the
-        token after it. Positions may come again, as after a preemption."""
-        targets = self._tokens[start + 1 : start + 1 + len(hidden)]
+    def note(self, logits_of: Callable[[int, int], Tensor], decoder: Decoder, row: int, count: int, start: int) -> None:
+        """Take the ``count`` tokens at positions from ``start`` on, which stand in rows from ``row`` on of a step whose
+        logits ``logits_of(first, last)`` gives; each row predicts the token after it. Positions may come again, as after a
+        preemption."""
+        targets = self._tokens[start + 1 : start + 1 + count]
         rows = max(1, _ELEMENTS // decoder.shapes.vocab_size)
         for first in range(0, len(targets), rows):
-            part = torch.tensor(targets[first : first + rows], device=hidden.device)
-            logits = decoder.logits(hidden[first : first + len(part)])
+            part = torch.tensor(targets[first : first + rows], device=decoder.embed_tokens.device)
+            logits = logits_of(row + first, row + first + len(part))
             raw = decoder.kernels.logits_logprobs(logits, part)
             begin = start + 1 + first
             self.entries[begin : begin + len(part)] = top_logprobs(logits, part, raw, [self._count] * len(part))

@@ -17,7 +17,7 @@ class Request:
     """What was asked for. ``key`` and ``params.seed`` (or the engine's ``seed``) fix every random number of the
     request; completion i draws as index ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival``
     breaks ties. ``stop_token_ids``: all tokens that end a completion; ``end_token_ids``: those of them that the
-    tokenizer declares. """
+    tokenizer declares. ``adapter``: the name of its LoRA adapter, empty for none."""
 
     id: str
     prompt: str | None
@@ -32,7 +32,6 @@ class Request:
     first_index: int = 0
     cache_salt: str = ""
     adapter: str = ""
-    """The weights added to the model's own, by name: blocks are shared only under the same."""
     max_length: int = 0
     """Tokens, prompt and completion together, at which a completion ends."""
     rules: LogitRules | None = None

@@ -55,6 +55,7 @@ class RowTable:
         self.with_text_watch: dict[int, Sequence] = {}
         self.streamed: dict[int, Sequence] = {}
         self.speculating: dict[int, Sequence] = {}
+        self.with_adapter: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
         """Fill the rows of sequences of which ``lengths[i]`` tokens are known, and which are about to draw their first token
@@ -77,6 +78,8 @@ class RowTable:
                 self.streamed[sequence.row] = sequence
             if request.draft_tokens:
                 self.speculating[sequence.row] = sequence
+            if request.adapter:
+                self.with_adapter[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
         self._numbers[:, index] = torch.tensor(numbers, dtype=torch.float32).t()
         self._set_stops(index, stops)
@@ -123,11 +126,15 @@ class RowTable:
         """The selected rows at ``places`` of ``selection``."""
         return self.select(tuple(selection.rows[place] for place in places))
 
-    def output_of(self, sequence: Sequence) -> Tensor:
-        """The tokens [L] that a sequence in a row has drawn: those that were read back and those in its row."""
-        row = sequence.row
-        drawn = self.drawn_tokens[row, : int(self.length[row] - self.start[row])]
-        return torch.cat((torch.tensor(sequence.token_ids), drawn)) if sequence.token_ids else drawn
+    def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
+        """The tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        counts = (self.length[index] - self.start[index]).tolist()
+        drawn = self.drawn_tokens[:, : max(counts)].index_select(0, index).unbind(0)
+        return [
+            torch.cat((torch.tensor(sequence.token_ids), tokens[:count])) if sequence.token_ids else tokens[:count]
+            for sequence, tokens, count in zip(sequences, drawn, counts, strict=True)
+        ]
 
     def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
         """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop
@@ -157,13 +164,16 @@ class RowTable:
         width = max(counts)
         tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
         raw, sampling = self.drawn_logprobs[:, :, :width].index_select(1, index).tolist()
+        specials = (
+            self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.speculating, self.with_adapter,
+        )
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             sequence.token_ids += tokens[i][:count]
             sequence.raw_logprobs += raw[i][:count]
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.speculating):
+            for special in specials:
                 special.pop(sequence.row, None)
 
     def drawn_since(

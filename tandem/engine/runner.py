@@ -2,22 +2,27 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engine.block_copies import copy_blocks
+from tandem.engine.adapters import Adapters
+from tandem.engine.block_copies import Moves, apply_moves
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, span_batch, to_device
+from tandem.engine.forward import Computed, forward
 from tandem.engine.logit_rules import Position, apply_rules
 from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.ranks import Ranks
 from tandem.engine.row_table import RowTable, Selection
 from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
 from tandem.engine.speculative import Proposer
+from tandem.engine.step_message import encode_step
 from tandem.kernels.api import KVLayer, SampledRows
-from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
+from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
 
@@ -35,10 +40,12 @@ class Runner:
     proposer's."""
 
     def __init__(
-        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, host: list[KVLayer] | None = None,
-        proposer: Proposer | None = None,
+        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None,
+        host: list[KVLayer] | None = None, proposer: Proposer | None = None,
     ) -> None:
         self.decoder = decoder
+        self.adapters = adapters
+        self.ranks = ranks
         self.caches = caches
         self.table = table
         self.host = host or []
@@ -55,37 +62,31 @@ class Runner:
 
         ``stopped`` is asked of rows that have just drawn a token which of them end for a reason of its own; those and the ones
         that end by length or stop token are added to ``ended`` as they are found, also where the step fails later."""
-        self._copy_blocks(decision)
+        moves = Moves(decision.swap_outs, decision.swap_ins, decision.copies)
+        apply_moves(self.caches + (self.proposer.caches if self.proposer is not None else []), self.host, moves)
         if decision.changes:
             self.table.change_blocks(decision.changes)
         if not (decision.decode or decision.prefill):
+            if self.ranks is not None and any(moves):
+                self._forward(moves, decode_batch(self.table, torch.empty(0, dtype=torch.int64)), draws=False)
             return []
         guesses = self._guesses(decision)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection, guesses)
-        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
+        hidden, logits = self._forward(moves, batch, bool(selection.rows))
         if decision.prefill:
             fed = len(decision.decode) + sum(map(len, guesses))
             if self.prompt_scores:
                 self._score_prompts(decision, hidden, fed)
             if self.proposer is not None:
                 self.proposer.read(decision.prefill)
-        if not selection.rows:
+        if logits is None:
             return []
-        logits = self._logits(hidden, batch.logit_rows)
         if guesses:
             return self._draw_guessed(logits, selection, guesses + [[]] * len(joined), ended, stopped)
         self._draw_once(logits, selection, ended, stopped)
         return []
-
-    def _copy_blocks(self, decision: Decision) -> None:
-        caches = self.caches + (self.proposer.caches if self.proposer is not None else [])
-        for sources, targets, copies in (
-            (caches, self.host, decision.swap_outs), (self.host, caches, decision.swap_ins), (caches, caches, decision.copies),
-        ):
-            if copies:
-                copy_blocks(sources, targets, copies)
 
     def _guesses(self, decision: Decision) -> list[list[int]]:
         """What each decoding row feeds as a guess after its last token; empty where nobody guesses."""
@@ -167,16 +168,27 @@ class Runner:
         if decision.prefill:
             batch = add_chunks(batch, decision.prefill)
         batch = to_device(batch, self.device)
+        if self.table.with_adapter or any(chunk.adapter for chunk in decision.prefill):
+            batch = batch._replace(lora=self._lora(decision, guesses))
         self._last = None if decision.prefill or guesses else (selection, batch)
         return batch
 
-    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """[R, V]. The sequences of a group draw from one row, which is computed once."""
-        if rows is None:
-            return self.decoder.logits(hidden)
-        distinct, inverse = torch.unique(rows, return_inverse=True)
-        logits = self.decoder.logits(hidden.index_select(0, distinct))
-        return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
+    def _lora(self, decision: Decision, guesses: list[list[int]]) -> LoraBatch | None:
+        adapted, slot = self.table.with_adapter, self.adapters.slot
+        slots = []
+        for i, row in enumerate(decision.decode):
+            own = slot(adapted[row].request.adapter) if row in adapted else -1
+            slots += [own] * (1 + (len(guesses[i]) if guesses else 0))
+        for chunk in decision.prefill:
+            slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
+        return self.adapters.batch(slots)
+
+    def _forward(self, moves: Moves, batch: FlatBatch, draws: bool) -> Computed:
+        """Compute ``batch`` on every rank; the others make ``moves`` first, which are made here already."""
+        own = partial(forward, self.decoder, self.caches, batch, draws)
+        if self.ranks is None:
+            return own()
+        return self.ranks.run("step", {}, own, {"step": encode_step(moves, batch, draws)})
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
@@ -201,19 +213,26 @@ class Runner:
 
     def _positions(self, selection: Selection) -> list[Position]:
         """Where the selected rows with rules stand."""
-        adjusted, table = self.table.adjusted, self.table
+        adjusted = self.table.adjusted
+        found = [(i, adjusted[row]) for i, row in enumerate(selection.rows) if row in adjusted]
+        outputs = self.table.outputs_of([sequence for _, sequence in found]) if found else []
         return [
-            Position(i, sequence.request.rules, sequence.cursor, table.output_of(sequence))
-            for i, row in enumerate(selection.rows)
-            if (sequence := adjusted.get(row)) is not None and sequence.request.rules is not None
+            Position(i, sequence.request.rules, sequence.cursor, output)
+            for (i, sequence), output in zip(found, outputs, strict=True)
+            if sequence.request.rules is not None
         ]
+
+    def _logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
+        """Logits of rows ``first .. last - 1`` of the step."""
+        own = partial(self.decoder.logits, hidden[first:last])
+        return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
 
     def _score_prompts(self, decision: Decision, hidden: Tensor, start: int) -> None:
         """``start``: where the first chunk stands in ``hidden``."""
         for chunk in decision.prefill:
             scores = self.prompt_scores.get(chunk.request_id)
             if scores is not None:
-                scores.note(self.decoder, hidden[start : start + len(chunk.tokens)], chunk.start)
+                scores.note(partial(self._logits, hidden), self.decoder, start, len(chunk.tokens), chunk.start)
                 if scores.is_complete:
                     del self.prompt_scores[chunk.request_id]
             start += len(chunk.tokens)

@@ -14,7 +14,8 @@ PREEMPTION = ("auto", "swap", "recompute")
 class EngineSettings:
     """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
     cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
-    at most. ``seed``: of requests that bring none.
+    at most. ``seed``: of requests that bring none. ``max_loras``: adapters held at once (0: none are taken), each of a rank
+    up to ``max_lora_rank``.
 
     ``batching``: who may join those that run. ``static``: nobody; a batch keeps its rows and blocks until its last sequence
     ends. ``dynamic``: nobody, but who ends gives them back. ``continuous``: everybody, a prompt in one piece. ``chunked``:
@@ -34,6 +35,8 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     seed: int = 0
+    max_loras: int = 0
+    max_lora_rank: int = 16
     batching: str = "chunked"
     kv: str = "paged"
     preemption: str = "auto"
@@ -52,7 +55,10 @@ class EngineSettings:
 
     def check(self, max_positions: int) -> None:
         """Raise ``UserError`` for a value that cannot work with a model of ``max_positions`` positions."""
-        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("swap_blocks", 0)):
+        lowest = {
+            "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_loras": 0, "max_lora_rank": 1, "swap_blocks": 0,
+        }
+        for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
         for name, known in (("batching", BATCHING), ("kv", KV), ("preemption", PREEMPTION)):

@@ -45,9 +45,10 @@ class Limits:
 class SchedulerState:
     """Everything a decision depends on.
 
-    ``read_back`` moves the new tokens of sequences from their rows' buffers to their lists. ``waiting`` is a heap by
-    ``Prefill.order``. ``decode_rows`` is the tuple of the last decision while nobody joined or left. ``due[t]``: the
-    sequences that need a block, or one of their own, before step t: a calendar, so that a step looks at nobody else.
+    ``adapter_key`` says what the prefix cache knows a request's adapter by. ``read_back`` moves the new tokens of
+    sequences from their rows' buffers to their lists. ``waiting`` is a heap by ``Prefill.order``. ``decode_rows`` is the
+    tuple of the last decision while nobody joined or left. ``due[t]``: the sequences that need a block, or one of their
+    own, before step t: a calendar, so that a step looks at nobody else.
     ``speculating``: the decoding ones whose tokens may come several a step, which a step looks at all. ``host``: the blocks of
     the swap space. ``ended``: (row, table) of sequences of a static batch that ended before it. ``is_forming``: a batch takes in
     who waits. ``counts``: how often each transition was made.
@@ -58,6 +59,7 @@ class SchedulerState:
     prefix_cache: PrefixCache
     version: WeightVersion
     read_back: Callable[[list[Sequence]], None]
+    adapter_key: Callable[[str], str] = str
     host: BlockAllocator = field(default_factory=lambda: BlockAllocator(0))
     costs: PreemptionCosts | None = None
     waiting: list[tuple[tuple[int, int, int], Prefill]] = field(default_factory=list)

@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from tandem.checkpoint_engine.manifest import segment_bytes
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
-from tandem.jobs.start import recipe_of, start_folder
+from tandem.jobs.start import read_recipe, start_folder
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
@@ -53,7 +54,9 @@ def replay(
     Raises ``UserError`` where the step is not in the journal, or this machine could not give the same bits.
     """
     directory = Path(run_directory)
-    recipe = recipe_of(directory)
+    recipe = read_recipe(directory)
+    if isinstance(recipe, PretrainRecipe):
+        raise UserError(f"'{directory}' is a pretraining run, which records no samples to replay; resume it instead")
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))

@@ -11,10 +11,13 @@ from pathlib import Path
 import yaml
 
 from tandem.checkpoint_engine.manifest import segment_bytes
-from tandem.config.load import build, read_yaml, to_mapping
-from tandem.config.recipe import Recipe
+from tandem.config.load import to_mapping
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.data.prompts import PromptSource
 from tandem.jobs.inputs import check_inputs
+from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.rl import reinforce
 from tandem.jobs.run import Run
 from tandem.model.huggingface_config import read_shapes
@@ -69,11 +72,11 @@ class RunResult:
 
 
 def train(
-    recipe: Recipe, *, recipe_path: str | Path = "", inline: bool = False, listener: Listener | None = None,
+    recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, listener: Listener | None = None,
     faults: FaultPlan | None = None,
-) -> RunResult:
+) -> RunResult | PretrainResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
-    check_inputs(recipe)
+    _check(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
     fresh = directory / "config.yaml.tmp"
@@ -82,22 +85,27 @@ def train(
     return _execute(recipe, directory, inline, listener or Listener(), faults)
 
 
+def _check(recipe: AnyRecipe) -> list[str]:
+    """Refuse what cannot work; what the run will need, a line a figure."""
+    return check_pretraining(recipe) if isinstance(recipe, PretrainRecipe) else check_inputs(recipe).lines()
+
+
 def resume(
     run_directory: str | Path, *, inline: bool = False, listener: Listener | None = None, faults: FaultPlan | None = None
-) -> RunResult:
+) -> RunResult | PretrainResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint."""
     directory = Path(run_directory)
-    return _execute(recipe_of(directory), directory, inline, listener or Listener(), faults, resumed=True)
+    return _execute(read_recipe(directory), directory, inline, listener or Listener(), faults, resumed=True)
 
 
-def recipe_of(directory: Path) -> Recipe:
+def read_recipe(directory: Path) -> AnyRecipe:
     """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
-    return build(Recipe, read_yaml(directory / "config.yaml"))
+    return load_config(directory / "config.yaml")
 
 
-def _new_directory(recipe: Recipe, stem: str) -> Path:
+def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
     """The run's folder, made now: the one named, or the first free one of STEM, STEM-2, STEM-3, ..."""
     parent, name = Path(recipe.run.directory), recipe.run.name
     try:
@@ -119,7 +127,18 @@ def _new_directory(recipe: Recipe, stem: str) -> Path:
 
 
 def _execute(
-    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
+    recipe: AnyRecipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
+) -> RunResult | PretrainResult:
+    if isinstance(recipe, PretrainRecipe):
+        # It trains in this process; a pod's controller needs no torch.
+        from tandem.jobs.start_pretraining import execute_pretraining
+
+        return execute_pretraining(recipe, directory, listener, resumed)
+    return _reinforce(recipe, directory, inline, listener, faults, resumed)
+
+
+def _reinforce(
+    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
@@ -260,6 +279,6 @@ def _commands(recipe: Recipe, model: Path, run: Run) -> tuple[str, ...]:
     )
 
 
-def dry_run(recipe: Recipe, recipe_path: str | Path) -> str:
+def dry_run(recipe: AnyRecipe, recipe_path: str | Path) -> str:
     """What ``train`` would do, after every check that needs no work."""
-    return "\n".join([f"recipe {recipe_path} is in order", *check_inputs(recipe).lines()])
+    return "\n".join([f"recipe {recipe_path} is in order", *_check(recipe)])

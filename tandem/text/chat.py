@@ -16,15 +16,13 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of ``messages`` (each with ``role`` and ``content``) by the template of the tokenizer in ``folder``, or by
-    ``template``.
+    """The text of ``messages`` (each with ``role`` and ``content``) by the template of the tokenizer in ``folder``,
+    or by ``template``.
 
-    With ``continue_final_message`` the text ends where the last message's content does, so that the model goes on with it.
     ``variables`` reach the template (``enable_thinking=False``). The result is encoded without adding special tokens:
     the template writes them. Raises ``UserError`` without jinja2, without a template, or where the template refuses.
     """
@@ -47,32 +45,12 @@ def apply_chat_template(
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     tokens = {name: _content(settings[name]) for name in TOKEN_NAMES if settings.get(name) is not None}
     known = {"tools": tools, "documents": None, **tokens, **variables}
-    shown = _marked(messages, add_generation_prompt) if continue_final_message else messages
     try:
-        text = environment.from_string(source).render(messages=shown, add_generation_prompt=add_generation_prompt, **known)
+        return environment.from_string(source).render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **known
+        )
     except jinja2.TemplateError as error:
         raise UserError(f"the chat template of '{folder}' refuses these messages: {error}") from None
-    return _before_mark(text) if continue_final_message else text
-
-
-_MARK = "\x02the end of the last message\x03 "
-"""Stands after the last message's content while a text is made that is to be continued. Its last character is gone where
-the template trims contents."""
-
-
-def _marked(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[Mapping[str, Any]]:
-    if add_generation_prompt:
-        raise UserError("continue_final_message and add_generation_prompt exclude each other; set the second to False")
-    if not messages or not isinstance(messages[-1].get("content"), str):
-        raise UserError("continue_final_message needs a last message whose content is a text")
-    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
-
-
-def _before_mark(text: str) -> str:
-    before, mark, after = text.rpartition(_MARK.strip())
-    if not mark:
-        raise UserError("the chat template does not show the last message, so it cannot be continued")
-    return before if after.startswith(" ") else before.rstrip()
 
 
 def _settings(folder: Path) -> dict[str, Any]:

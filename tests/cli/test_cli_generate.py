@@ -1,8 +1,12 @@
 """``tandem generate``: prompts from files, answers to files, and everything that can be said about a completion."""
 
 import json
+import os
+import pty
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +112,27 @@ def test_an_output_file_is_whole_or_untouched(command, model, tmp_path) -> None:
     done: Done = command("generate", model, "--prompt", "1" * 97, "--output", tmp_path / "out.jsonl")
     assert done.code == 2 and (tmp_path / "out.jsonl").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_terminal_sees_the_download_and_the_completions_as_bars_and_the_answers_stay_clean(command, model, tmp_path) -> None:
+    master, slave = pty.openpty()
+    prompts = [part for number in range(40) for part in ("--prompt", f"{number}=")]
+    arguments = ["generate", f"file://{Path(model).resolve()}", *prompts, "--max-tokens", "4", "--download-dir", str(tmp_path)]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", *arguments], stdout=subprocess.PIPE, stderr=slave, env=environment)
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:  # what a terminal says whose other side is closed
+            break
+        if not part:
+            break
+        seen += part
+    assert process.stdout is not None
+    printed = process.stdout.read().decode()
+    process.stdout.close()
+    os.close(master)
+    assert process.wait() == 0 and b"downloading [======" in seen and b"generating" in seen
+    assert printed == command("generate", model, *prompts, "--max-tokens", "4").out

@@ -94,6 +94,15 @@ def test_settings_change_no_bit(
     assert generate(make_llm(kernels=kernels, **settings)) == expected
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_settings_change_no_bit_of_a_mixture_of_experts(
+    make_llm: Callable[..., LLM], kernels: str, architecture: str
+) -> None:
+    expected = generate(make_llm(architecture, kernels=kernels))
+    for settings in ({"max_num_batched_tokens": 16}, {"max_num_seqs": 3}, {"kv_cache_tokens": 128}):
+        assert generate(make_llm(architecture, kernels=kernels, **settings)) == expected
+
+
 MEMORY: dict[str, dict[str, Any]] = {
     "roomy": {},
     "recompute": {"kv_cache_tokens": 128, "preemption": "recompute"},

@@ -42,6 +42,8 @@ def test_a_last_message_is_continued_and_a_template_can_be_given(chat_llm: LLM) 
     begun = [*MESSAGES, {"role": "assistant", "content": "1 4"}]
     (answer,) = chat_llm.chat(begun, PARAMS, add_generation_prompt=False, continue_final_message=True)
     assert answer.prompt == "system sort user 4 1 9 assistant 1 4"
+    with pytest.raises(UserError, match="exclude each other"):
+        chat_llm.chat(begun, PARAMS, continue_final_message=True)
     (other,) = chat_llm.chat(MESSAGES, PARAMS, chat_template="{{ messages[1].content }}")
     assert other.prompt == "4 1 9"
 

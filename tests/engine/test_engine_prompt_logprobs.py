@@ -11,10 +11,10 @@ from tandem.engine.llm import LLM
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.kernels import select
-from tandem.model.huggingface import load_model
+from tandem.model.huggingface import load_model, read_tensors
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import collate
-from tandem.types import TrainSequence, UserError
+from tandem.types import TrainSequence, UserError, WeightVersion
 
 PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "x" * 48, "a prompt of 16 ch"]
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -149,3 +149,29 @@ def test_a_truncated_prompt_is_its_own_end(make_llm: Callable[..., LLM]) -> None
     assert len(long.prompt_token_ids) == 108 and len(long.outputs[0].token_ids) == 20
     (short,) = llm.generate("abc", SamplingParams(seed=1, truncate_prompt_tokens=10))
     assert len(short.prompt_token_ids) == 3
+
+
+def test_scores_are_of_one_version_where_weights_change_while_a_prompt_is_read(
+    make_folder: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    tokens = [3 + i * 7 % 37 for i in range(100)]
+    expected = scores(make_llm(weights=1).generate({"prompt_token_ids": tokens}, SCORE)[0])
+    engine = make_llm(max_num_batched_tokens=16).engine
+    engine.add_request("one", tokens, SCORE)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.update_weights(read_tensors(make_folder("qwen3", 1)), WeightVersion(0, 1))
+    answers: list[RequestOutput] = []
+    while engine.has_unfinished_requests:
+        answers += engine.step()
+    assert scores(answers[0]) == expected
+
+
+def test_an_abort_leaves_no_scores_behind(make_llm: Callable[..., LLM]) -> None:
+    engine = make_llm(max_num_batched_tokens=16).engine
+    engine.add_request("one", list(range(3, 40)), SCORE)
+    engine.step()
+    assert engine.abort("one") and not engine._runner.prompt_scores
+    (answer,) = engine.step()
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[1] is not None and answer.prompt_logprobs[30] is None
+    engine.check_integrity()

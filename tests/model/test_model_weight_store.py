@@ -159,6 +159,25 @@ def test_the_digests_of_a_committed_checkpoint_are_checked(tmp_path: Path) -> No
         WeightStore(tmp_path / "cache").hold(f"file://{tmp_path / 'remote'}")
 
 
+def test_a_storage_that_cannot_be_reached_leaves_the_copy_that_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, store = make_remote(tmp_path / "remote"), WeightStore(tmp_path / "cache")
+    for seed in range(2):
+        make_remote(tmp_path / "remote", seed=seed)
+        with store.hold(url) as held:
+            newest = held.path
+
+    def unreachable(self: Any) -> Any:
+        raise RunError(f"'{self.url}' cannot be read: connection refused")
+
+    monkeypatch.setattr(objects.RemoteFolder, "list", unreachable)
+    with pytest.warns(UserWarning, match=r"connection refused; the copy in .* is used"), store.hold(url) as held:
+        assert held.path == newest and files(held.path)["model.safetensors"] == content(MIB, 1)
+    with pytest.raises(RunError, match="connection refused"):
+        store.hold(url + "-other")
+    with pytest.raises(RunError, match="connection refused"):
+        WeightStore(tmp_path / "nothing").hold(url)
+
+
 # -- room --------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -70,10 +71,18 @@ class WeightStore:
         """The folder at ``url`` on the local disk, downloaded where it is not here or has changed there.
 
         Files whose size or time of change are not those of the download are compared by digest, with ``verify`` all of
-        them, and what is damaged is downloaded again. Raises ``UserError`` in one line: no such model, a model larger
-        than the cache, a disk that is full; ``RunError`` for a storage that cannot be reached."""
+        them, and what is damaged is downloaded again. Where the storage cannot be reached the copy that was used last is
+        given, with a warning. Raises ``UserError`` in one line: no such model, a model larger than the cache, a disk that
+        is full; ``RunError`` for a storage that cannot be reached and nothing here."""
         remote = RemoteFolder(url, self._options)
-        files = remote.list()
+        try:
+            files = remote.list()
+        except RunError as error:
+            last = self._last_copy(remote.url, verify)
+            if last is None:
+                raise
+            warnings.warn(f"{error}; the copy in '{last.path}' is used, which may be an older one", stacklevel=2)
+            return last
         key = _key(remote.url, files)
         entry = self.directory / key
         try:
@@ -89,6 +98,18 @@ class WeightStore:
             lock.close()
             raise
         return HeldModel(entry / "model", lock)
+
+    def _last_copy(self, url: str, verify: bool) -> HeldModel | None:
+        """The copy of ``url`` that was used last, of whatever version, ``None`` where none is whole."""
+        entries = [path.parent for path in self.directory.glob(f"*/{NAME}")]
+        for entry in sorted(entries, key=_last_used, reverse=True):
+            manifest = read_manifest(entry)
+            if manifest is not None and manifest.url == url and manifest.is_complete:
+                lock = (self.directory / "locks" / entry.name).open("ab")
+                if self._take_shared(lock, entry, verify):
+                    return HeldModel(entry / "model", lock)
+                lock.close()
+        return None
 
     def _take_shared(self, lock: IO[bytes], entry: Path, verify: bool) -> bool:
         """Whether the model is here, whole; it is locked then."""

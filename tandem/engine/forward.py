@@ -1,0 +1,36 @@
+"""The arithmetic of one step: the same for an engine alone and for every rank of a tensor-parallel one."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.flat_batch import FlatBatch
+from tandem.kernels.api import KVLayer
+from tandem.model.attention import PagedContext
+from tandem.model.decoder import Decoder
+
+
+class Computed(NamedTuple):
+    """``hidden[T, H]`` of the batch's tokens, and the ``logits[R, V]`` of the rows that draw, where any does."""
+
+    hidden: Tensor
+    logits: Tensor | None
+
+
+@torch.inference_mode()
+def forward(decoder: Decoder, caches: list[KVLayer], batch: FlatBatch, draws: bool) -> Computed:
+    """Compute ``batch`` over the cache; a batch of no tokens computes nothing."""
+    if not len(batch.tokens):
+        return Computed(torch.empty(0, decoder.shapes.hidden_size, device=batch.tokens.device), None)
+    hidden = decoder(batch.tokens, batch.positions, PagedContext(batch.paged, caches), lora=batch.lora)
+    return Computed(hidden, _logits(decoder, hidden, batch.logit_rows) if draws else None)
+
+
+def _logits(decoder: Decoder, hidden: Tensor, rows: Tensor | None) -> Tensor:
+    """[R, V]. The sequences of a group draw from one row, which is computed once."""
+    if rows is None:
+        return decoder.logits(hidden)
+    distinct, inverse = torch.unique(rows, return_inverse=True)
+    logits = decoder.logits(hidden.index_select(0, distinct))
+    return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
