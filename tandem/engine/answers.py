@@ -1,9 +1,9 @@
 """From a sequence that ended to the answer that its caller gets."""
 
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.request import Request, Sequence
 from tandem.engine.text_watch import text_of
@@ -17,7 +17,8 @@ class Answer:
 
     request: Request
     completions: list[CompletionOutput | None]
-    open: set[Sequence] = field(default_factory=set)
+    open: set[Sequence]
+    times: RequestTimes
     cached_tokens: int = 0
     prompt_scores: PromptScores | None = None
     prompt_was_shown: bool = False
@@ -34,6 +35,7 @@ def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs:
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
         num_cached_tokens=answer.cached_tokens,
+        times=answer.times,
         prompt_logprobs=None if scores is None else [None if e is None else logprobs_of(e, tokenizer) for e in scores.entries],
     )
 

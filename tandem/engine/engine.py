@@ -24,7 +24,7 @@ from tandem.engine.lifecycle import State, Transition, move
 from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.ngram import NgramProposer
-from tandem.engine.outputs import RequestOutput
+from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.ranks import Ranks
@@ -36,11 +36,14 @@ from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.speculative import Proposer, SpeculativeSettings
 from tandem.engine.state import Limits, PauseMode, SchedulerState
+from tandem.engine.stats import EngineStats
 from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
-from tandem.kernels import empty_cache
+from tandem.kernels import KVLayer, empty_cache
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
+from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason, RunError, UserError, WeightVersion
 
@@ -55,13 +58,14 @@ class Engine:
 
     ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
     nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
-    first part ``decoder`` is. ``speculative``: how tokens are guessed, by ``draft`` where its method is ``draft``.
+    first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
+    ``speculative``: how tokens are guessed, by ``draft`` where its method is ``draft``.
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, speculative: SpeculativeSettings | None = None,
-        draft: Decoder | None = None,
+        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
+        speculative: SpeculativeSettings | None = None, draft: Decoder | None = None,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
@@ -69,6 +73,8 @@ class Engine:
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
+        self._digest_weights = digest_weights and ranks is None
+        self.weight_digests = weight_digests(decoder) if self._digest_weights else {}
         decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
@@ -84,7 +90,8 @@ class Engine:
         if ranks is not None:
             ranks.run("allocate", {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks}, lambda: None)
         sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
-        caches = empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        caches = self._empty_cache()
         self._speculative = speculative
         proposer = self._proposer(draft)
         host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
@@ -95,6 +102,8 @@ class Engine:
         self._ready: list[RequestOutput] = []
         self._streams = Streams(tokenizer)
         self._arrivals = 0
+        self._preemptions = 0
+        self._step_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class Engine:
             for sequence in sequences:
                 sequence.draft = DraftLength(draft_tokens, self._speculative.adaptive)
         self._meter.arrived(request_id)
-        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences))
+        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         if params.prompt_logprobs is not None:
             answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
             self._runner.prompt_scores[request_id] = answer.prompt_scores
@@ -225,7 +234,25 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` still has something to do or to hand out."""
-        return bool(self._answers or self._ready or self._streams.has_news)
+        return bool(self._answers) or self.has_outputs
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that are not answered yet."""
+        return list(self._answers)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether ``take_outputs`` has something to hand out."""
+        return bool(self._ready or self._streams.has_news)
+
+    @property
+    def shapes(self) -> ModelShapes:
+        return self._decoder.shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._decoder.embed_tokens.dtype
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -233,10 +260,14 @@ class Engine:
         """Compute one step; returns the requests that are answered, and what is new of those that are streamed."""
         if not self._decoder.is_packed:
             raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
+        if self.is_sleeping:
+            raise RunError("the engine is asleep; wake it up before its next step")
         if self._state.pause not in (None, PauseMode.WAIT):
-            return self._take_outputs()
+            return self.take_outputs()
         began = time.perf_counter()
         decision = schedule(self._state)
+        self._note_scheduled(decision)
+        self._step_tokens = len(decision.decode) + sum(len(chunk.tokens) for chunk in decision.prefill)
         if decision.has_work:
             ended: list[int] = []
             try:
@@ -249,13 +280,29 @@ class Engine:
             for row, proposed, accepted in guessed:
                 draft_plan.advance(self._state, row, proposed, accepted)
             self._meter.stepped(self._state, decision, guessed, time.perf_counter() - began)
+            self._note_first_tokens(decision)
             self._end(ended)
             self._streams.running(self._answers, self._table, self._state.version)
-        return self._take_outputs()
+        return self.take_outputs()
 
-    def _take_outputs(self) -> list[RequestOutput]:
+    def take_outputs(self) -> list[RequestOutput]:
+        """What the next ``step`` would hand out without computing anything: the answers of aborted requests."""
         ready, self._ready = self._ready, []
         return ready + self._streams.take()
+
+    def _note_scheduled(self, decision: Decision) -> None:
+        self._preemptions += len(decision.preempted)
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            times.scheduled_s = times.scheduled_s or now
+
+    def _note_first_tokens(self, decision: Decision) -> None:
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            if chunk.rows:
+                times.first_token_s = times.first_token_s or now
 
     def _fill_rows(self, decision: Decision) -> None:
         """Fill the table's rows for sequences whose last chunk stands in this step or that are swapped in."""
@@ -346,6 +393,8 @@ class Engine:
                 self._ranks.update_weights(tensors)
             else:
                 load_tensors(self._decoder, tensors)
+                if self._digest_weights:
+                    self.weight_digests = weight_digests(self._decoder)
                 self._decoder.pack()
             self._state.version = WeightVersion(*version)
             if draft is not None and isinstance(self._runner.proposer, DraftModel):
@@ -451,6 +500,33 @@ class Engine:
         counts = self.counts()
         return not (counts[State.PREFILLING] or counts[State.DECODING] or counts[State.PREEMPTED])
 
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what cached blocks hold. Requests under way keep theirs."""
+        self._state.allocator.forget_all()
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``. Raises
+        ``UserError`` for an engine with ranks."""
+        if self._ranks is not None:
+            raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
+        preemption.preempt_all(self._state, Transition.UPDATE)
+        self._state.allocator.forget_all()
+        self._runner.caches = []
+        if isinstance(self._runner.proposer, DraftModel):
+            self._runner.proposer.caches = []
+
+    def wake_up(self) -> None:
+        if self.is_sleeping:
+            self._runner.caches = self._empty_cache()
+            if isinstance(self._runner.proposer, DraftModel):
+                self._runner.proposer.caches = self._draft_cache(self._runner.proposer.decoder)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return not self._runner.caches
+
     # -- what it does --------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[State, int]:
@@ -467,6 +543,19 @@ class Engine:
         """What was computed so far, and how well the cache was used."""
         return self._meter.figures()
 
+    def stats(self) -> EngineStats:
+        state = self._state
+        prefilling = len(state.prefilling.sequences) if state.prefilling is not None else 0
+        running = len(state.decoding) + prefilling
+        return EngineStats(
+            num_requests_running=running,
+            num_requests_waiting=sum(len(answer.open) for answer in self._answers.values()) - running,
+            kv_cache_usage=1 - state.allocator.free_count / state.allocator.count,
+            num_preemptions=self._preemptions,
+            step_tokens=self._step_tokens,
+            num_requests=len(self._answers),
+        )
+
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless blocks, rows, tables, swap space and states agree. Idle, all blocks are free or cached."""
         check_state(self._state)
@@ -482,9 +571,12 @@ class Engine:
         if draft is None:
             return NgramProposer(self._table, self._speculative.prompt_lookup_min, self._speculative.prompt_lookup_max)
         draft.pack()
+        return DraftModel(draft, self._draft_cache(draft), self._table)
+
+    def _draft_cache(self, draft: Decoder) -> list[KVLayer]:
         shapes, weights = draft.shapes, draft.embed_tokens
         sizes = (self.settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
-        return DraftModel(draft, empty_cache(sizes, shapes.num_layers, weights.dtype, weights.device), self._table)
+        return empty_cache(sizes, shapes.num_layers, weights.dtype, weights.device)
 
 
 def _limits(settings: EngineSettings, decoder: Decoder) -> Limits:

@@ -54,7 +54,7 @@ class LLM:
     ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
     and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
     kernels), and refuse what else would change bits; else with fewer exchanges. A rank that is silent for ``rank_deadline_s``
-    ends the engine.
+    ends the engine. ``digest_weights``: keep digests of the weights in ``engine.weight_digests``.
 
     ``batching``, ``kv``, ``preemption`` and ``watermark``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
     host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
@@ -69,7 +69,7 @@ class LLM:
         load_format: LoadFormat = "auto", kernels: KernelChoice = "auto",
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
         tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
-        enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
+        enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
         batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
         speculative: Mapping[str, Any] | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class LLM:
         draft = None
         if guessing is not None and guessing.model is not None:
             draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed)
-        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, guessing, draft)
+        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights, guessing, draft)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
 

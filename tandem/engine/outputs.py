@@ -40,14 +40,25 @@ class CompletionOutput:
         return sum(self.raw_logprobs)
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request was added, when its first chunk was in a step and when its first token was drawn: seconds of the
+    system's monotonic clock, 0 where that is still to come."""
+
+    arrival_s: float
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids
     were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read.
-    A request that is streamed has several outputs, the last of which is
-    ``finished``; each but that one lists the completions that have news (``SamplingParams.output_kind``), and with deltas
-    the first alone has ``prompt_logprobs``. ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
-    the prompt's own, under the weights that first read it; ``None`` where none were asked for."""
+    ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
+    the prompt's own, under the weights that first read it; ``None`` where none were asked for.
+
+    A request that is streamed (``SamplingParams.output_kind``) has several outputs, the last of which is ``finished``.
+    Each lists the completions that have news; with deltas the first alone has ``prompt_logprobs``. """
 
     request_id: str
     prompt: str | None
@@ -56,3 +67,4 @@ class RequestOutput:
     finished: bool = True
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    times: RequestTimes | None = field(default=None, compare=False)

@@ -78,13 +78,13 @@ class RankWorker:
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
-        moves, batch, draws, adapted = decode_step(blobs["step"])
+        moves, batch, draws, scores, adapted = decode_step(blobs["step"])
         batch = to_device(batch, device)
         if adapted is not None:
             batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
         with torch.inference_mode():
             apply_moves(self.caches, self.host, moves)
-        self.hidden = forward(self.decoder, self.caches, batch, draws).hidden
+        self.hidden = forward(self.decoder, self.caches, batch, draws, scores).hidden
 
     @torch.inference_mode()
     def logits(self, meta: Meta, blobs: Blobs) -> None:

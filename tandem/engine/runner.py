@@ -20,7 +20,7 @@ from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
 from tandem.engine.speculative import Proposer
 from tandem.engine.step_message import encode_step
-from tandem.kernels.api import KVLayer, SampledRows
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
@@ -55,6 +55,7 @@ class Runner:
         """By request: where the log-probabilities of its prompt go, until they are complete."""
         self._selection: Selection | None = None
         self._last: tuple[Selection, FlatBatch] | None = None
+        self._numbers: tuple[Selection | None, list[Tensor]] = (None, [])
 
     @torch.inference_mode()
     def run(self, decision: Decision, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]) -> list[Guessed]:
@@ -68,19 +69,18 @@ class Runner:
             self.table.change_blocks(decision.changes)
         if not (decision.decode or decision.prefill):
             if self.ranks is not None and any(moves):
-                self._forward(moves, decode_batch(self.table, torch.empty(0, dtype=torch.int64)), draws=False)
+                self._forward(moves, decode_batch(self.table, torch.empty(0, dtype=torch.int64)), draws=False, scores=False)
             return []
         guesses = self._guesses(decision)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection, guesses)
-        hidden, logits = self._forward(moves, batch, bool(selection.rows))
-        if decision.prefill:
-            fed = len(decision.decode) + sum(map(len, guesses))
-            if self.prompt_scores:
-                self._score_prompts(decision, hidden, fed)
-            if self.proposer is not None:
-                self.proposer.read(decision.prefill)
+        scores = any(chunk.request_id in self.prompt_scores for chunk in decision.prefill)
+        hidden, logits = self._forward(moves, batch, bool(selection.rows), scores)
+        if scores:
+            self._score_prompts(decision, hidden, len(decision.decode) + sum(map(len, guesses)))
+        if decision.prefill and self.proposer is not None:
+            self.proposer.read(decision.prefill)
         if logits is None:
             return []
         if guesses:
@@ -183,19 +183,16 @@ class Runner:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, moves: Moves, batch: FlatBatch, draws: bool) -> Computed:
+    def _forward(self, moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> Computed:
         """Compute ``batch`` on every rank; the others make ``moves`` first, which are made here already."""
-        own = partial(forward, self.decoder, self.caches, batch, draws)
+        own = partial(forward, self.decoder, self.caches, batch, draws, scores)
         if self.ranks is None:
             return own()
-        return self.ranks.run("step", {}, own, {"step": encode_step(moves, batch, draws)})
+        return self.ranks.run("step", {}, own, {"step": encode_step(moves, batch, draws, scores)})
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
-        if selection.is_greedy:
-            uniform = torch.zeros(len(selection.rows), dtype=torch.float64)
-        else:
-            uniform = uniforms(selection.random_key, table.length.index_select(0, selection.index))
+        uniform = self._uniforms(selection)
         positions = self._positions(selection) if table.adjusted else []
         drawn = self.decoder.kernels.sample_rows(
             apply_rules(logits, positions) if positions else logits,
@@ -210,6 +207,17 @@ class Runner:
         if table.with_top_logprobs:
             self._note_top_logprobs(logits, drawn, selection)
         return drawn
+
+    def _uniforms(self, selection: Selection) -> Tensor:
+        """The number of each row at its position. A kept selection takes them from a block of positions at a time."""
+        if selection.is_greedy:
+            return torch.zeros(len(selection.rows), dtype=torch.float64)
+        kept, ahead = self._numbers
+        if kept is not selection or not ahead:
+            positions = self.table.length.index_select(0, selection.index) + torch.arange(BLOCK_TOKENS).unsqueeze(1)
+            ahead = list(uniforms(selection.random_key, positions))
+            self._numbers = (selection, ahead)
+        return ahead.pop(0)
 
     def _positions(self, selection: Selection) -> list[Position]:
         """Where the selected rows with rules stand."""

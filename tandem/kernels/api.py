@@ -91,7 +91,7 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``pack_groups``,
+    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``gated_mlp_packed``, ``pack_groups``,
     ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
     differentiable in their floating tensors."""
 
@@ -107,6 +107,13 @@ class Kernels(Protocol):
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """As ``linear``, for weights that are used many times between changes. No gradient."""
+        ...
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        """``linear_packed`` by gate_up [2 F, H], ``silu_mul`` and ``linear_packed`` by down [H, F], with their bits:
+        [T, H] -> [T, H]. No gradient."""
         ...
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:

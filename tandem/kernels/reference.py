@@ -60,6 +60,12 @@ class ReferenceKernels:
         with torch.no_grad():
             return self.linear(x, weight.data, bias)
 
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         rows = itertools.pairwise(bounds.tolist())
         parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]

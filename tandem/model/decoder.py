@@ -137,7 +137,8 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
         lora: LoraBatch | None = None,
     ) -> Tensor:
-        """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm.
+        """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
+        the rows that a ``PagedContext`` wants.
 
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
@@ -162,25 +163,32 @@ class Decoder(nn.Module):
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None,
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
-        add_rms_norm, silu_mul = kernels.add_rms_norm, kernels.silu_mul
+        add_rms_norm = kernels.add_rms_norm
+        wanted = context.wanted if isinstance(context, PagedContext) else None
+        assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
 
         def project(x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
             out: Tensor = linear(x, weight, bias)
             return out if lora is None else add_lora(kernels, out, x, change, lora)
 
         before, after = self._before, self._after
+        in_one_call = steps is self._packed and lora is None and self.group is None
         residual = self._embed(tokens)
         x = kernels.rms_norm(residual, steps[0].input_norm, eps)
         for step in steps:
             changes = _UNCHANGED if lora is None else lora.layers[step.attention.index]
             qkv = project(x, step.qkv, step.qkv_bias, changes.qkv)
             x = attend(kernels, step.attention, qkv, positions, cos_sin, context)
+            if wanted is not None and step is steps[-1]:
+                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             x = after(project(before(x), step.output, step.output_bias, changes.output))
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
             if step.experts is not None:
                 x = after(mixture(kernels, step.experts, x, router_logits, before))
+            elif in_one_call:
+                x = kernels.gated_mlp_packed(x, step.gate_up, step.gate_up_bias, step.down, step.down_bias)
             else:
-                x = silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
+                x = kernels.silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
                 x = after(project(before(x), step.down, step.down_bias, changes.down))
             x, residual = add_rms_norm(x, residual, step.next_norm, eps)
         return x

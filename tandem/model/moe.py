@@ -78,7 +78,7 @@ def mixture(
     rows = _dispatched(x, routing, layer.experts_per_token)
     inner = kernels.silu_mul(grouped(rows, layer.gate_up, routing.bounds))
     rows = grouped(inner if before_down is None else before_down(inner), layer.down, routing.bounds)
-    returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, -1)
+    returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, rows.shape[1])
     weighted = returned.to(routing.gates.dtype) * routing.gates.unsqueeze(-1)
     return sum_in_order(weighted.unbind(1)).to(x.dtype)
 

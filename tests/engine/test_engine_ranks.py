@@ -67,13 +67,6 @@ def test_two_ranks_have_the_bits_of_one(make_folder, make_llm, ranks, architectu
     assert generate(ranks(make_folder(architecture))) == expected
 
 
-def test_two_ranks_score_a_prompt_with_the_bits_of_one(make_folder, make_llm, ranks) -> None:
-    params = SamplingParams(max_tokens=0, prompt_logprobs=2)
-    answers = [llm.generate(PROMPTS, params) for llm in (make_llm("qwen3"), ranks(make_folder("qwen3")))]
-    expected, found = ([answer.prompt_logprobs for answer in engine] for engine in answers)
-    assert found == expected and found[2][-1] is not None
-
-
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "mixtral"])
 def test_two_ranks_that_sum_partial_products_are_within_1e_5_of_one(make_folder, make_llm, ranks, architecture) -> None:
     llm = ranks(make_folder(architecture), deterministic=False)
@@ -120,6 +113,13 @@ def test_four_ranks_over_two_key_value_heads_have_the_bits_of_one(tmp_path) -> N
     folder = uneven(tmp_path / "model", num_heads=8, num_kv_heads=2)
     with contextlib.closing(start(folder, tensor_parallel_size=4)) as llm:
         assert generate(llm) == generate(LLM(folder, max_num_seqs=16, max_num_batched_tokens=64))
+
+
+def test_a_prompt_is_scored_by_every_rank(make_folder, make_llm, ranks) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    ours, theirs = (llm.generate(PROMPTS, params) for llm in (ranks(make_folder("llama")), make_llm("llama")))
+    assert [answer.prompt_logprobs for answer in ours] == [answer.prompt_logprobs for answer in theirs]
+    assert ours[1].prompt_logprobs[3] is not None
 
 
 def test_every_rank_takes_new_weights_or_none_does(make_folder, make_llm, ranks) -> None:

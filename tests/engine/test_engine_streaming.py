@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_cumulative_outputs_grow_to_the_answer(make_llm: Callable[..., LLM]) -> 
     found = run(make_llm(), PROMPTS, replace(params, output_kind=RequestOutputKind.CUMULATIVE))
     for outputs, answer in zip(found, expected, strict=True):
         assert outputs[-1].outputs == answer.outputs
-        for before, after in zip(outputs, outputs[1:], strict=False):
+        for before, after in pairwise(outputs):
             for part in before.outputs:
                 later = next((p for p in after.outputs if p.index == part.index), part)
                 assert later.text.startswith(part.text) and later.token_ids[: len(part.token_ids)] == part.token_ids

@@ -11,7 +11,7 @@ from tandem.kernels import Kernels
 
 BIG = 333
 COUNTS = [*range(1, 71), 127, 128, 129, 192, 193, 256, 300]
-SHAPES = [(512, 128), (99, 128), (128, 513), (33, 30), (1, 64), (80, 1100)]
+SHAPES = [(512, 128), (99, 128), (320, 513), (33, 30), (1, 64), (80, 1100)]
 
 
 def counts_that_differ(op: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
@@ -39,6 +39,22 @@ def test_packed_linear_has_the_bits_of_linear(kernels: Kernels, columns: int, wi
     for count in (1, 2, 5, 16, 65, 200, BIG):
         expected = kernels.linear(x[:count], weight, bias)
         assert torch.equal(kernels.linear_packed(x[:count], packed, bias), expected)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 512), (30, 33), (72, 300)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gated_mlp_has_the_bits_of_its_parts(kernels: Kernels, hidden: int, inner: int, with_bias: bool) -> None:
+    x, gate_up, down = torch.randn(BIG, hidden), torch.randn(2 * inner, hidden), torch.randn(hidden, inner)
+    gate_up_bias, down_bias = (torch.randn(2 * inner), torch.randn(hidden)) if with_bias else (None, None)
+    parts = kernels.linear(kernels.silu_mul(kernels.linear(x, gate_up, gate_up_bias)), down, down_bias)
+    packed = kernels.pack(gate_up), kernels.pack(down)
+
+    def whole(rows: Tensor) -> Tensor:
+        return kernels.gated_mlp_packed(rows, packed[0], gate_up_bias, packed[1], down_bias)
+
+    assert torch.equal(whole(x), parts)
+    assert counts_that_differ(whole, x) == []
+    assert whole(x[:0]).shape == (0, hidden)
 
 
 @pytest.mark.parametrize(("columns", "width"), SHAPES)

@@ -131,6 +131,19 @@ def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
     assert distance < 2e-5
 
 
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_a_row_has_its_bits_whichever_other_rows_are_wanted(architecture: str, kernels: Kernels, paged_logits: Run) -> None:
+    sequences = sequences_for(SHAPES[architecture])
+    engine = decoder_for(SHAPES[architecture], kernels)
+    engine.pack()
+    whole = torch.cat(paged_logits(engine, sequences, schedules()["full prefill"]))
+    for name in ("mixed", "chunked prefill", "decode alone"):
+        part = torch.cat(paged_logits(engine, sequences, schedules()[name], 7, wanted=True))
+        asked = ~part.isnan().any(1)
+        assert 0 < asked.sum() < len(part), "some rows, and not all, must be asked for"
+        assert torch.equal(part[asked], whole[asked]), name
+
+
 class ReorderedSum:
     """The same kernels, but a lone row's products are summed from the last to the first."""
 
@@ -151,6 +164,11 @@ class ReorderedSum:
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return self.linear(x, weight.data, bias)
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

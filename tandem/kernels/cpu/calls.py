@@ -58,6 +58,9 @@ class Calls:
         return out
 
     def linear_with(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        # What ``dense`` asks, written out: for one token the check costs as much as the arithmetic.
+        if x.dtype is not float32 or not x.is_cpu or not x.is_contiguous():
+            x = dense(x)
         data, columns, width = weight
         rows, x_width = x.shape
         if x_width != width:
@@ -103,6 +106,21 @@ class Calls:
             order.data_ptr(), inverse.data_ptr(),
         )  # fmt: skip
         return Routing(gates, chosen, bounds, order, inverse)
+
+    def gated_mlp(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        (rows, hidden), inner = x.shape, down.columns
+        if (gate_up.rows, gate_up.columns) != (2 * inner, hidden):
+            raise ValueError(f"gated_mlp gate_up has shape {[*gate_up[1:]]}; expected [{2 * inner}, {hidden}]")
+        if down.rows != hidden:
+            raise ValueError(f"gated_mlp down has shape {[*down[1:]]}; expected [{hidden}, {inner}]")
+        out = x.new_empty(rows, hidden)
+        self._c.gated_mlp(
+            x.data_ptr(), gate_up.data.data_ptr(), _address(gate_up_bias), down.data.data_ptr(), _address(down_bias),
+            rows, hidden, inner, out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         columns, width = weight.shape

@@ -30,7 +30,12 @@ class CpuKernels:
         return self._calls.pack(dense(weight.detach()))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        return self._calls.linear_with(dense(x), weight, bias)
+        return self._calls.linear_with(x, weight, bias)
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self._calls.gated_mlp(dense(x), gate_up, gate_up_bias, down, down_bias)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         if _wants_grad(x, weight, None):
@@ -94,14 +99,15 @@ class CpuKernels:
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        raw = torch.empty(logits.shape[0], dtype=torch.float32)
-        self._calls.logprobs(dense(logits.detach()), targets, 1.0, raw, None, None)
+        logits = dense(logits)
+        raw = torch.empty(logits.shape[0])
+        self._calls.logprobs(logits, targets, 1.0, raw, None, None)
         return raw
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
-        return self._calls.sample_rows(dense(logits.detach()), temperature, top_k, top_p, min_p, uniform)
+        return self._calls.sample_rows(dense(logits), temperature, top_k, top_p, min_p, uniform)
 
 
 def _wants_grad(first: Tensor, second: Tensor | None, third: Tensor | None) -> bool:

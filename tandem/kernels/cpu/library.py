@@ -13,6 +13,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "linear": (None, (_P, _P, _I, _P, _N, _N, _N, _P)),
     "grouped_linear": (None, (_P, _P, _I, _N, _P, _N, _N, _N, _P)),
     "route": (None, (_P, _N, _N, _N, _I, _P, _P, _P, _P, _P)),
+    "gated_mlp": (None, (_P, _P, _P, _P, _P, _N, _N, _N, _P)),
     "linear_grad_x": (None, (_P, _P, _N, _N, _N, _P)),
     "linear_grad_weight": (None, (_P, _P, _N, _N, _N, _I, _P)),
     "linear_grad_bias": (None, (_P, _N, _N, _P)),
@@ -33,13 +34,18 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Library:
-    """Each C function ``tandem_x`` as the attribute ``x``. A call lets other Python threads run."""
+    """Each C function ``tandem_x`` as the attribute ``x``. A call lets other Python threads run. What is called often is
+    a builtin of the library itself (``direct.h``); the rest goes through ctypes."""
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
+        direct = ctypes.PyDLL(str(path)).tandem_direct
+        direct.restype, direct.argtypes = ctypes.py_object, (ctypes.c_char_p,)
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, f"tandem_{name}")
-            function.restype, function.argtypes = result, arguments
+            function = direct(name.encode())
+            if not function:
+                function = getattr(loaded, f"tandem_{name}")
+                function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
     if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "direct.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -115,3 +116,5 @@ void tandem_rope_backward(const float* qkv, const int64_t* positions, const floa
 }
 
 }  // extern "C"
+
+DIRECT(rope_to_cache);
