@@ -261,7 +261,8 @@ class Calls:
             raise shape_error("query_start", starts, f"[{sequences + 1}]")
         out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
-            q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(), tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
+            q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
+            tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
