@@ -122,10 +122,9 @@ class ReferenceKernels:
             blocks, offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
             cache.keys[blocks, :, :, offsets], key_scales = encode(k, cache.keys.dtype)
             cache.values[blocks, :, offsets], value_scales = encode(v, cache.values.dtype)
-            if cache.key_scales is not None and cache.value_scales is not None:
-                assert key_scales is not None and value_scales is not None
-                cache.key_scales[blocks, :, offsets] = key_scales
-                cache.value_scales[blocks, :, offsets] = value_scales
+            for scales, own in ((cache.key_scales, key_scales), (cache.value_scales, value_scales)):
+                if scales is not None and own is not None:
+                    scales[blocks, :, offsets] = own
             return q
 
     def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,8 +250,8 @@ def _gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torc
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
     """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
-    A row that sees a value that is not finite is NaN; one that does not see it is as if it were 0. Tile t holds the
-    positions ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
+    A row that sees a value that is not finite is NaN; to one that does not, it is 0. Tile t holds the positions
+    ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
     """
     count, query_heads, size = q.shape
     kv_heads, group = k.shape[1], query_heads // k.shape[1]
