@@ -14,6 +14,7 @@ from tandem.kernels.api import (
     TokenLogprobs,
     empty_cache,
 )
+from tandem.kernels.quantized import PackedQuantized, QuantizedWeight
 
 KernelChoice = Literal["auto", "cpu", "reference"]
 
@@ -22,8 +23,10 @@ __all__ = [
     "KVLayer",
     "KernelChoice",
     "Kernels",
+    "PackedQuantized",
     "PackedWeight",
     "PagedBatch",
+    "QuantizedWeight",
     "SampledRows",
     "TokenLogprobs",
     "empty_cache",

@@ -17,6 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.quantized import (
+    PackedParts,
+    PackedQuantized,
+    QuantizedWeight,
+    dequantize,
+    int8_linear,
+    keep_codes,
+    round_inputs,
+    with_parts,
+)
 
 TILE_ROWS = 64
 FEWEST_COLUMNS = 16
@@ -46,9 +56,20 @@ class ReferenceKernels:
         rows, columns = weight.shape
         return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), rows, columns)
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return keep_codes(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
         with torch.no_grad():
-            return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedWeight):
+                return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedParts):
+                return with_parts(self.linear_packed, x, weight, bias)
+            if weight.is_integer_product:
+                return int8_linear(x, weight, bias)
+            return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.contiguous().to(_compute_dtype(x.dtype))
