@@ -4,6 +4,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.request import Request, Sequence
 from tandem.engine.text_watch import text_of
 from tandem.text.tokenizer import Tokenizer
@@ -18,19 +19,21 @@ class Answer:
     completions: list[CompletionOutput | None]
     open: set[Sequence] = field(default_factory=set)
     cached_tokens: int = 0
+    prompt_scores: PromptScores | None = None
 
 
-def output_of(answer: Answer) -> RequestOutput:
+def output_of(answer: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
     """The answer to a request, all of whose completions are there."""
     completions = [completion for completion in answer.completions if completion is not None]
     assert len(completions) == len(answer.completions)
-    request = answer.request
+    request, scores = answer.request, answer.prompt_scores
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
         num_cached_tokens=answer.cached_tokens,
+        prompt_logprobs=None if scores is None else [None if e is None else _logprobs(e, tokenizer) for e in scores.entries],
     )
 
 
@@ -42,7 +45,10 @@ def is_hidden_stop(request: Request, token: int) -> bool:
 def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
     """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence
     token."""
-    last, request = sequence.token_ids[-1], sequence.request
+    request = sequence.request
+    if not sequence.token_ids:
+        return FinishReason.LENGTH, None
+    last = sequence.token_ids[-1]
     if sequence.text_watch is not None and sequence.text_watch.stopped is not None:
         return FinishReason.STOP, sequence.text_watch.stopped
     if last in request.stop_token_ids:

@@ -43,7 +43,9 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids
-    were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read."""
+    were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read.
+    ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
+    the prompt's own, under the weights that first read it; ``None`` where none were asked for."""
 
     request_id: str
     prompt: str | None
@@ -51,3 +53,4 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

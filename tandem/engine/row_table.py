@@ -53,6 +53,7 @@ class RowTable:
         self.adjusted: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
         self.with_stop_texts: dict[int, Sequence] = {}
+        self.with_adapter: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
         """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being
@@ -64,12 +65,14 @@ class RowTable:
             integers.append((0, length, length, request.max_length, sequence.random_key, params.top_k))
             numbers.append((params.temperature, params.top_p, params.min_p))
             stops.append(request.stop_token_ids)
-            if params.logit_bias or params.min_tokens:
+            if request.rules is not None:
                 self.adjusted[sequence.row] = sequence
             if params.logprobs is not None:
                 self.with_top_logprobs[sequence.row] = sequence
             if params.stop_texts:
                 self.with_stop_texts[sequence.row] = sequence
+            if request.adapter:
+                self.with_adapter[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
         self._numbers[:, index] = torch.tensor(numbers, dtype=torch.float32).t()
         self._set_stops(index, stops)
@@ -111,6 +114,16 @@ class RowTable:
             is_greedy=not bool(temperature.any()),
         )
 
+    def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
+        """The tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        counts = (self.length[index] - self.start[index]).tolist()
+        drawn = self.drawn_tokens[:, : max(counts)].index_select(0, index).unbind(0)
+        return [
+            torch.cat((torch.tensor(sequence.token_ids), tokens[:count])) if sequence.token_ids else tokens[:count]
+            for sequence, tokens, count in zip(sequences, drawn, counts, strict=True)
+        ]
+
     def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
         """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop
         token."""
@@ -145,5 +158,5 @@ class RowTable:
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_stop_texts):
+            for special in (self.adjusted, self.with_top_logprobs, self.with_stop_texts, self.with_adapter):
                 special.pop(sequence.row, None)

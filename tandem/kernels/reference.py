@@ -16,7 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.api import (
+    BLOCK_TOKENS,
+    KVLayer,
+    PackedGroups,
+    PackedWeight,
+    PagedBatch,
+    Routing,
+    SampledRows,
+    TokenLogprobs,
+    sum_in_order,
+)
 from tandem.kernels.quantized import (
     PackedParts,
     PackedQuantized,
@@ -70,6 +80,32 @@ class ReferenceKernels:
             if weight.is_integer_product:
                 return int8_linear(x, weight, bias)
             return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        rows = itertools.pairwise(bounds.tolist())
+        parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]
+        return torch.cat(parts) if parts else x.new_empty(0, weight.shape[1])
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        probabilities = logits.to(_compute_dtype(logits.dtype)).softmax(-1)
+        gates, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+        gates, experts = gates[:, :experts_per_token], experts[:, :experts_per_token]
+        if normalised:
+            gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
+        flat = experts.reshape(-1)
+        order = flat.argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        bounds = flat.new_zeros(logits.shape[1] + 1)
+        torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
+        return Routing(gates, experts, bounds, order, inverse)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.grouped_linear(x, weight.data, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.contiguous().to(_compute_dtype(x.dtype))

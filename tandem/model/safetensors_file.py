@@ -26,6 +26,8 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 
@@ -57,7 +59,8 @@ def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[tuple[
     short, and for a name that it lacks."""
     try:
         with safe_open(path, framework="pt") as file:
-            held = list(file.keys())
+            # An ordered set: a mixture of experts has tens of thousands of tensors.
+            held = dict.fromkeys(file.keys())
             for name in held if names is None else names:
                 if name not in held:
                     raise UserError(

@@ -16,10 +16,12 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of ``messages`` (each with ``role`` and ``content``) by the template of the tokenizer in ``folder``.
+    """The text of ``messages`` (each with ``role`` and ``content``) by the template of the tokenizer in ``folder``,
+    or by ``template``.
 
     ``variables`` reach the template (``enable_thinking=False``). The result is encoded without adding special tokens:
     the template writes them. Raises ``UserError`` without jinja2, without a template, or where the template refuses.
@@ -34,7 +36,7 @@ def apply_chat_template(
         raise jinja2.TemplateError(message)
 
     settings = _settings(Path(folder))
-    source = _source(Path(folder), settings, with_tools=bool(tools))
+    source = _source(Path(folder), settings, with_tools=bool(tools)) if template is None else template
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

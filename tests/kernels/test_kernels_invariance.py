@@ -1,5 +1,6 @@
 """The law of the room: the bits of a row do not depend on the rows beside it, on chunks or on threads."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +52,19 @@ def test_linear_does_not_depend_on_the_order_of_rows_or_where_memory_starts(
     shifted_x = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     shifted_weight = torch.empty(weight.numel() + 3)[3:].view_as(weight).copy_(weight)
     assert torch.equal(kernels.linear(shifted_x, shifted_weight, None), expected)
+
+
+@pytest.mark.parametrize(("columns", "width"), SHAPES)
+def test_grouped_linear_has_the_bits_of_each_groups_own_linear(kernels: Kernels, columns: int, width: int) -> None:
+    bounds = torch.tensor([0, 0, 1, 18, 18, 120, BIG])
+    x, weight = torch.randn(BIG, width), torch.randn(len(bounds) - 1, columns, width)
+    rows = list(itertools.pairwise(bounds))
+    expected = torch.cat([kernels.linear(x[i:j], own, None) for own, (i, j) in zip(weight, rows, strict=True)])
+    packed = kernels.pack_groups(weight)
+    assert torch.equal(kernels.grouped_linear(x, weight, bounds), expected)
+    assert torch.equal(kernels.grouped_linear_packed(x, packed, bounds), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(kernels.grouped_linear_packed(x, packed, bounds), expected) or kernels.name == "reference"
 
 
 def test_a_sum_in_another_order_is_caught() -> None:

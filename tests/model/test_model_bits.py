@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.kernels import Kernels, PackedWeight
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
@@ -27,6 +27,10 @@ SHAPES = {
         "llama", 70, 48, 2, 3, 1, 24, 56, 160, False, attention_bias=True, output_bias=True, mlp_bias=True,
         rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=40),
     ),
+    "qwen3_moe, one dense layer": ModelShapes(
+        "qwen3_moe", 99, 64, 3, 4, 2, 32, 96, 160, True, qk_norm=True, experts=ExpertShapes(13, 3, 40, False, (1,))
+    ),
+    "mixtral": ModelShapes("mixtral", 83, 56, 2, 4, 2, 16, 72, 160, False, experts=ExpertShapes(4, 2, 72)),
 }  # fmt: skip
 LENGTHS = (1, 17, 64, 65, 130, 33)
 Steps = list[list[tuple[int, int]]]

@@ -7,7 +7,7 @@ wrong call would turn into a stray read. A gradient's bookkeeping is set up only
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
@@ -43,6 +43,22 @@ class CpuKernels:
         if isinstance(weight, PackedParts):
             return with_parts(self.linear_packed, x, weight, bias)
         return self._quantized.linear(dense(x), weight, bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        if _wants_grad(x, weight, None):
+            return autograd.GroupedLinear.apply(x, weight, bounds, self._calls)  # type: ignore[no-any-return]
+        return self._calls.grouped_linear(dense(x), dense(weight), bounds)
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        if logits.requires_grad and torch.is_grad_enabled():
+            return Routing(*autograd.Route.apply(logits, experts_per_token, normalised, self._calls))
+        return self._calls.route(dense(logits), experts_per_token, normalised)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return self._calls.pack_groups(dense(weight.detach()))
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        return self._calls.grouped_linear(dense(x), weight, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if _wants_grad(x, weight, None):

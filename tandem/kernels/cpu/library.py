@@ -11,6 +11,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_floats": (_N, (_N, _N)),
     "pack": (None, (_P, _N, _N, _P)),
     "linear": (None, (_P, _P, _I, _P, _N, _N, _N, _P)),
+    "grouped_linear": (None, (_P, _P, _I, _N, _P, _N, _N, _N, _P)),
+    "route": (None, (_P, _N, _N, _N, _I, _P, _P, _P, _P, _P)),
     "linear_grad_x": (None, (_P, _P, _N, _N, _N, _P)),
     "linear_grad_weight": (None, (_P, _P, _N, _N, _N, _I, _P)),
     "linear_grad_bias": (None, (_P, _N, _N, _P)),
