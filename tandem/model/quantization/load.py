@@ -214,3 +214,16 @@ def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) 
     if held is not None and held.shape == (rows,) and groups == 1:
         return tensors.pop(f"{module}.{name}").float().unsqueeze(1)
     return _scales(_take(f"{module}.{name}", tensors, (rows, groups)))
+
+
+def held_bytes(decoder: Decoder) -> int:
+    """Bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
+    packed = [*(decoder._packed or ()), decoder._packed_head]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*decoder.parameters(), *_tensors_in(packed))}
+    return sum(held.values())
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors_in(part)] if isinstance(value, list | tuple) else []
