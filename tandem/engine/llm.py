@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
-from tandem.engine.load import LoadFormat, load_decoder
+from tandem.engine.load import LoadFormat, check_quantization, load_decoder
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.ranks import Ranks, RankSettings
@@ -51,7 +51,8 @@ class LLM:
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
     bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
-    ``max_lora_rank``.
+    ``max_lora_rank``. ``quantization``: int8, fp8, int4, bf16 or fp16 rounds plain matrices on arrival, those of later
+    updates too (``int8+head``: the output head as well); a quantised folder is found out by itself.
 
     ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
     and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
@@ -72,6 +73,7 @@ class LLM:
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
         tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
         enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
+        quantization: str | None = None,
         batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
         speculative: Mapping[str, Any] | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class LLM:
             model = self._held.path
         shapes = read_shapes(model)
         _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
+        check_quantization(model, quantization, tensor_parallel_size)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
@@ -120,7 +123,9 @@ class LLM:
             )
             decoder = ranks.decoder
         else:
-            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights)
+            decoder = load_decoder(
+                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization
+            )
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         draft = None

@@ -28,6 +28,16 @@ from tandem.kernels.api import (
     sum_in_order,
 )
 from tandem.kernels.kv_dtype import RoundKV, decode, encode
+from tandem.kernels.quantized import (
+    PackedParts,
+    PackedQuantized,
+    QuantizedWeight,
+    dequantize,
+    int8_linear,
+    keep_codes,
+    round_inputs,
+    with_parts,
+)
 
 TILE_ROWS = 64
 FEWEST_COLUMNS = 16
@@ -57,9 +67,20 @@ class ReferenceKernels:
         rows, columns = weight.shape
         return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), rows, columns)
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return keep_codes(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
         with torch.no_grad():
-            return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedWeight):
+                return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedParts):
+                return with_parts(self.linear_packed, x, weight, bias)
+            if weight.is_integer_product:
+                return int8_linear(x, weight, bias)
+            return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
