@@ -80,7 +80,7 @@ class Engine:
         self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         embedding = decoder.embed_tokens
         self._state = SchedulerState(
-            _limits(settings, decoder), allocator, PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
+            _limits(settings, decoder, speculative), allocator, PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
             adapter_key=self._adapters.key, host=BlockAllocator(settings.swap_blocks),
             costs=preemption_costs(shapes, str(embedding.dtype).removeprefix("torch."), embedding.device.type),
         )
@@ -155,7 +155,7 @@ class Engine:
         ]
         if draft_tokens and self._speculative is not None:
             for sequence in sequences:
-                sequence.draft = DraftLength(draft_tokens, self._speculative.adaptive)
+                sequence.draft = DraftLength(draft_tokens, self._speculative.worth, self._speculative.adaptive)
         self._meter.arrived(request_id)
         self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         if params.prompt_logprobs is not None:
@@ -579,7 +579,7 @@ class Engine:
         return empty_cache(sizes, shapes.num_layers, weights.dtype, weights.device)
 
 
-def _limits(settings: EngineSettings, decoder: Decoder) -> Limits:
+def _limits(settings: EngineSettings, decoder: Decoder, speculative: SpeculativeSettings | None) -> Limits:
     windows = [decoder.shapes.window(layer) for layer in range(decoder.shapes.num_layers)]
     return Limits(
         max_num_seqs=settings.max_num_seqs,
@@ -589,6 +589,7 @@ def _limits(settings: EngineSettings, decoder: Decoder) -> Limits:
         watermark=int(settings.watermark * settings.num_blocks),
         reservation=blocks_for(settings.max_model_len) if settings.kv == "static" else 0,
         window=0 if None in windows else max(window or 0 for window in windows),
+        guessing_seqs=0 if speculative is None else speculative.disable_by_batch_size,
     )
 
 

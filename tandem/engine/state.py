@@ -30,7 +30,8 @@ class Limits:
     """``max_num_seqs``: rows, that is sequences that decode at once. ``max_num_batched_tokens``: the budget of one
     step; at least ``max_num_seqs``, so that every decoding sequence advances in every step. ``joins``, ``preemption``: as
     ``EngineSettings`` has them. ``watermark``: blocks that an admission leaves free. ``reservation``: blocks side by side that
-    a sequence takes at its admission (0: what its tokens need). ``window``: tokens that the widest layer looks back (0: all)."""
+    a sequence takes at its admission (0: what its tokens need). ``window``: tokens that the widest layer looks back (0: all).
+    ``guessing_seqs``: sequences that decode at most in a step in which any of them guesses."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -39,6 +40,7 @@ class Limits:
     watermark: int = 0
     reservation: int = 0
     window: int = 0
+    guessing_seqs: int = 0
 
 
 @dataclass
