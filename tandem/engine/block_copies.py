@@ -4,7 +4,7 @@ Whatever a ``KVLayer`` holds, the first axis of each of its tensors numbers the 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from tandem.kernels.api import KVLayer
 def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
     """``blocks`` blocks of host memory for each layer of ``caches``; page-locked where those stand on a GPU."""
 
-    def like(tensor: Tensor) -> Tensor:
+    def like(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
         return torch.empty(blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     return [type(layer)(*map(like, layer)) for layer in caches]
@@ -44,6 +46,12 @@ def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies:
     tensor for each tensor of a layer: one transfer between devices, however the blocks are scattered."""
     source, target = torch.tensor(copies).unbind(1)
     for old, new in zip(sources, targets, strict=True):
-        for from_tensor, to_tensor in zip(old, new, strict=True):
-            staging = from_tensor.index_select(0, source.to(from_tensor.device))
-            to_tensor.index_copy_(0, target.to(to_tensor.device), staging.to(to_tensor.device))
+        for from_tensor, to_tensor in zip(old.tensors(), new.tensors(), strict=True):
+            old_codes, new_codes = _plain(from_tensor), _plain(to_tensor)
+            staging = old_codes.index_select(0, source.to(old_codes.device))
+            new_codes.index_copy_(0, target.to(new_codes.device), staging.to(new_codes.device))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits as bytes: torch copies no float8 by index on a CPU."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

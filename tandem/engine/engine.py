@@ -39,7 +39,7 @@ from tandem.engine.stats import EngineStats
 from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
 from tandem.engine.updates import keep
-from tandem.kernels import empty_cache
+from tandem.kernels import empty_cache, stored_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
@@ -56,8 +56,8 @@ _ENDS = {
 class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
-    ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
+    ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers
+    have no text, and nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
     first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
     ``speculative``: how tokens are guessed, by ``draft`` where its method is ``draft``.
     """
@@ -74,7 +74,8 @@ class Engine:
         self._decoder = decoder
         self._digest_weights = digest_weights and ranks is None
         self.weight_digests = weight_digests(decoder) if self._digest_weights else {}
-        decoder.pack()
+        if not decoder.is_packed:
+            decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         embedding = decoder.embed_tokens
@@ -82,16 +83,20 @@ class Engine:
             limits_of(settings, shapes, 0 if speculative is None else speculative.disable_by_batch_size), allocator,
             PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
             adapter_key=self._adapters.key, host=BlockAllocator(settings.swap_blocks),
-            costs=preemption_costs(shapes, str(embedding.dtype).removeprefix("torch."), embedding.device.type),
+            costs=preemption_costs(
+                shapes, str(embedding.dtype).removeprefix("torch."), embedding.device.type, settings.kv_cache_dtype
+            ),
         )
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
         proposer = make_proposer(speculative, draft, shapes, settings, self._table)
         self._ranks = ranks
         if ranks is not None:
-            ranks.run("allocate", {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks}, lambda: None)
+            sizes_of_pools = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
+            ranks.run("allocate", sizes_of_pools, lambda: None)
         sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
-        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, embedding.dtype, embedding.device)
+        kv_dtype = stored_dtype(settings.kv_cache_dtype, embedding.dtype)
+        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, kv_dtype, embedding.device)
         caches = self._empty_cache()
         self._speculative = speculative
         host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
@@ -393,10 +398,11 @@ class Engine:
             if self._ranks is not None:
                 self._ranks.update_weights(tensors)
             else:
-                load_tensors(self._decoder, tensors)
+                # Digests are those of plain weights, all of which must be there then.
+                load_tensors(self._decoder, tensors, pack=not self._digest_weights)
                 if self._digest_weights:
                     self.weight_digests = weight_digests(self._decoder)
-                self._decoder.pack()
+                    self._decoder.pack()
             self._state.version = WeightVersion(*version)
             if draft is not None and isinstance(self._runner.proposer, DraftModel):
                 self._runner.proposer.decoder = draft

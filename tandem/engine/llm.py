@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
-from tandem.engine.load import LoadFormat, load_decoder
+from tandem.engine.load import LoadFormat, check_quantization, load_decoder
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.ranks import Ranks, RankSettings
@@ -27,6 +27,7 @@ from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError, WeightVersion
+from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 
 DUMMY_VERSION = WeightVersion(-1, -1)
 """The version of random weights: what ``load_format="dummy"`` starts with."""
@@ -45,11 +46,13 @@ class LLM:
     weight cache ``download_dir`` (``None``: ``~/.cache/tandem/weights``) of at most ``weight_cache_bytes`` (0: no limit).
     ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context.
     ``kv_cache_tokens``: size of the KV cache; 0 takes what ``max_num_seqs`` sequences can fill, but not more
-    than 1 GiB (and never less than one sequence). ``max_num_batched_tokens``: tokens that one step computes at most,
+    than 1 GiB (and never less than one sequence). ``kv_cache_dtype``: ``auto`` (the model's), ``bfloat16``, ``int8`` or
+    ``fp8_e4m3``. ``max_num_batched_tokens``: tokens that one step computes at most,
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
     bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
-    ``max_lora_rank``.
+    ``max_lora_rank``. ``quantization``: int8, fp8, int4, bf16 or fp16 rounds plain matrices on arrival, those of later
+    updates too (``int8+head``: the output head as well); a quantised folder is found out by itself.
 
     ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
     and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
@@ -66,15 +69,17 @@ class LLM:
         dtype: str | torch.dtype = "float32", device: str = "cpu", seed: int = 0, max_model_len: int | None = None,
         kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
         enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
-        load_format: LoadFormat = "auto", kernels: KernelChoice = "auto",
+        load_format: LoadFormat = "auto", kernels: KernelChoice = "auto", kv_cache_dtype: KVCacheDtype = "auto",
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
         tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
         enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
+        quantization: str | None = None,
         batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
         speculative: Mapping[str, Any] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
+        check_kv_cache_dtype(kv_cache_dtype)
         torch_dtype = _dtype(dtype)
         guessing = None if speculative is None else speculative_settings(speculative)
         self._held: HeldModel | None = None
@@ -84,10 +89,11 @@ class LLM:
             model = self._held.path
         shapes = read_shapes(model)
         _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
+        check_quantization(model, quantization, tensor_parallel_size)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
-            num_blocks=_blocks(shapes, torch_dtype, kv_cache_tokens, length, max_num_seqs),
+            num_blocks=_blocks(shapes, torch_dtype, kv_cache_dtype, kv_cache_tokens, length, max_num_seqs),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
@@ -95,6 +101,7 @@ class LLM:
             seed=seed,
             max_loras=max_loras if enable_lora else 0,
             max_lora_rank=max_lora_rank,
+            kv_cache_dtype=kv_cache_dtype,
             batching=batching,
             kv=kv,
             preemption=preemption,
@@ -116,7 +123,9 @@ class LLM:
             )
             decoder = ranks.decoder
         else:
-            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed)
+            decoder = load_decoder(
+                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization
+            )
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         draft = None
@@ -342,12 +351,14 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _blocks(shapes: ModelShapes, dtype: torch.dtype, tokens: int, max_model_len: int, max_num_seqs: int) -> int:
+def _blocks(
+    shapes: ModelShapes, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, tokens: int, max_model_len: int, max_num_seqs: int
+) -> int:
     """Blocks of the KV cache: ``tokens`` of them, or by default what all sequences fill within
     ``DEFAULT_CACHE_BYTES``."""
     if tokens:
         return blocks_for(tokens)
-    per_block = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch.")) * BLOCK_TOKENS
+    per_block = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), kv_cache_dtype) * BLOCK_TOKENS
     one = blocks_for(max_model_len)
     return max(one, min(one * max_num_seqs, DEFAULT_CACHE_BYTES // per_block))
 

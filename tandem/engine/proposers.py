@@ -37,7 +37,8 @@ def make_proposer(
             f"the draft model has {draft.shapes.max_positions} positions and max_model_len is {settings.max_model_len}; "
             "lower max_model_len or choose another draft model"
         )
-    draft.pack()
+    if not draft.is_packed:
+        draft.pack()
     return DraftModel(draft, draft_cache(draft, settings.num_blocks), table)
 
 
@@ -53,6 +54,6 @@ def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) 
         raise UserError("draft_tensors are given and this engine has no draft model; leave them out or use speculative method 'draft'")
     old = proposer.decoder
     new = Decoder(old.shapes, old.kernels, dtype=old.embed_tokens.dtype, device=old.embed_tokens.device)
-    load_tensors(new, tensors)
-    new.pack()
+    new.quantization = old.quantization
+    load_tensors(new, tensors, pack=True)
     return new

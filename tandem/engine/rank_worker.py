@@ -14,7 +14,7 @@ from tandem.engine.flat_batch import to_device
 from tandem.engine.forward import forward
 from tandem.engine.ranks import RankSettings
 from tandem.engine.step_message import decode_step
-from tandem.kernels import KVLayer, empty_cache
+from tandem.kernels import KVLayer, empty_cache, stored_dtype
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_parts
@@ -73,7 +73,8 @@ class RankWorker:
         """The key-value cache and its swap space."""
         local, embedding = self.decoder.local, self.decoder.embed_tokens
         sizes = (int(meta["num_blocks"]), local.num_kv_heads, local.head_dim)
-        self.caches = empty_cache(sizes, local.num_layers, embedding.dtype, embedding.device)
+        dtype = stored_dtype(meta["kv_cache_dtype"], embedding.dtype)
+        self.caches = empty_cache(sizes, local.num_layers, dtype, embedding.device)
         self.host = host_pool(self.caches, int(meta["swap_blocks"]))
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
@@ -112,8 +113,7 @@ class RankWorker:
             for (name, shape), dtype in zip(held, meta["dtypes"], strict=True)
         }
         self.group.receive(list(parts.values()))
-        load_parts(self.decoder, parts)
-        self.decoder.pack()
+        load_parts(self.decoder, parts, pack=True)
 
 
 def main() -> None:

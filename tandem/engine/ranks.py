@@ -158,8 +158,7 @@ class Ranks:
                 for cut in cuts:
                     part = part_of(decoder, name, given[name], cut).to(decoder.embed_tokens.device)
                     decoder.group.send([part], cut.rank)
-            load_parts(decoder, {name: part_of(decoder, name, given[name]) for name in names})
-            decoder.pack()
+            load_parts(decoder, {name: part_of(decoder, name, given[name]) for name in names}, pack=True)
 
         dtypes = [str(given[name].dtype).removeprefix("torch.") for name in names]
         self.run("update_weights", {"dtypes": dtypes}, send)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tandem.engine.block_table import blocks_for
 from tandem.types import UserError
+from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 
 BATCHING = ("static", "dynamic", "continuous", "chunked")
 KV = ("static", "paged")
@@ -15,7 +16,7 @@ class EngineSettings:
     """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
     cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
     at most. ``seed``: of requests that bring none. ``max_loras``: adapters held at once (0: none are taken), each of a rank
-    up to ``max_lora_rank``.
+    up to ``max_lora_rank``. ``kv_cache_dtype``: what keys and values are kept in.
 
     ``batching``: who may join those that run. ``static``: nobody; a batch keeps its rows and blocks until its last sequence
     ends. ``dynamic``: nobody, but who ends gives them back. ``continuous``: everybody, a prompt in one piece. ``chunked``:
@@ -37,6 +38,7 @@ class EngineSettings:
     seed: int = 0
     max_loras: int = 0
     max_lora_rank: int = 16
+    kv_cache_dtype: KVCacheDtype = "auto"
     batching: str = "chunked"
     kv: str = "paged"
     preemption: str = "auto"
@@ -61,6 +63,7 @@ class EngineSettings:
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
+        check_kv_cache_dtype(self.kv_cache_dtype)
         for name, known in (("batching", BATCHING), ("kv", KV), ("preemption", PREEMPTION)):
             if getattr(self, name) not in known:
                 raise UserError(f"engine {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tandem.layout.bytes import activation_bytes_per_token, kv_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes
+from tandem.types.kv_cache import KVCacheDtype
 
 PROCESS_BYTES = 260 * 2**20
 """Resident bytes of a worker that has imported torch and done nothing (measured: 230 to 270 MiB, torch 2.13 CPU)."""
@@ -34,7 +35,8 @@ class PodMemory:
 
 
 def predict(
-    shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool
+    shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> PodMemory:
     """The plan for one pod on one device.
 
@@ -49,7 +51,7 @@ def predict(
     return PodMemory(
         trainer=PROCESS_BYTES + held + working,
         trainer_idle=PROCESS_BYTES + held,
-        rollout=PROCESS_BYTES + 2 * weights + kv_cache_tokens * kv_bytes_per_token(shapes, dtype),
+        rollout=PROCESS_BYTES + 2 * weights + kv_cache_tokens * kv_bytes_per_token(shapes, dtype, kv_cache_dtype),
         segments=2 * weights,
     )
 

@@ -16,6 +16,8 @@ from tandem.kernels.api import (
     TokenLogprobs,
     empty_cache,
 )
+from tandem.kernels.kv_dtype import stored_dtype
+from tandem.kernels.quantized import PackedQuantized, QuantizedWeight
 
 KernelChoice = Literal["auto", "cpu", "reference"]
 
@@ -25,13 +27,16 @@ __all__ = [
     "KernelChoice",
     "Kernels",
     "PackedGroups",
+    "PackedQuantized",
     "PackedWeight",
     "PagedBatch",
+    "QuantizedWeight",
     "Routing",
     "SampledRows",
     "TokenLogprobs",
     "empty_cache",
     "select",
+    "stored_dtype",
 ]
 
 

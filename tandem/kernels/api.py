@@ -8,12 +8,17 @@ before it in its own sequence, never on how many rows stand beside it, on chunki
 count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from tandem.kernels.kv_dtype import is_scaled
+from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight
 
 BLOCK_TOKENS = 16
 """Tokens in a block of the KV cache; the attention kernels sum in tiles of this many absolute positions."""
@@ -51,10 +56,17 @@ class Routing(NamedTuple):
 
 class KVLayer(NamedTuple):
     """One layer's cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register
-    holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``."""
+    holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``; where they are codes of 8 bits, their
+    fp32 scales ``key_scales`` and ``value_scales`` [N, Hkv, BLOCK_TOKENS] (see ``kv_dtype``)."""
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that a block consists of; the first axis of each is the block."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 class TokenLogprobs(NamedTuple):
@@ -91,9 +103,9 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``gated_mlp_packed``, ``pack_groups``,
-    ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
-    differentiable in their floating tensors."""
+    """The set of kernels a model computes with. All but ``pack``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
+    ``pack_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows``
+    are differentiable in their floating tensors."""
 
     name: str
 
@@ -105,8 +117,14 @@ class Kernels(Protocol):
         """``weight[N, K]`` copied into the kernel's own layout."""
         ...
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        """As ``linear``, for weights that are used many times between changes. No gradient."""
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        """A quantised weight in the kernel's own layout, for ``linear_packed``."""
+        ...
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
+        """As ``linear``, for weights that are used many times between changes, and for quantised ones. No gradient."""
         ...
 
     def gated_mlp_packed(
@@ -162,6 +180,11 @@ class Kernels(Protocol):
         """As ``rope``, but k and v go straight to their slots of the cache; returns ``q[T, Hq, D]``. No gradient."""
         ...
 
+    def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a cache of ``dtype`` gives back for the keys or values ``x[T, Hkv, D]``: the bits that ``paged_attention``
+        sees after ``rope_to_cache``. The gradient goes straight through."""
+        ...
+
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
     ) -> Tensor:
@@ -202,6 +225,15 @@ class Kernels(Protocol):
         ...
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory, and the time to touch it, only where they are used: the system hands out fresh
+    pages as zeros. A pool that is never full never costs what it could hold."""
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
+
+
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """The first plus the second, plus the third: torch's own sums may take another order for another shape."""
     total = parts[0]
@@ -211,12 +243,15 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
-    """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``."""
+    """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales where ``dtype`` needs them."""
     blocks, heads, size = shapes
+
+    def zeros(*shape: int, of: torch.dtype) -> Tensor:
+        return untouched_zeros((blocks, heads, *shape), of, device)
+
+    def scales() -> Tensor | None:
+        return zeros(BLOCK_TOKENS, of=torch.float32) if is_scaled(dtype) else None
+
     return [
-        KVLayer(
-            torch.zeros(blocks, heads, size, BLOCK_TOKENS, dtype=dtype, device=device),
-            torch.zeros(blocks, heads, BLOCK_TOKENS, size, dtype=dtype, device=device),
-        )
-        for _ in range(layers)
+        KVLayer(zeros(size, BLOCK_TOKENS, of=dtype), zeros(BLOCK_TOKENS, size, of=dtype), scales(), scales()) for _ in range(layers)
     ]

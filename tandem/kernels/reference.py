@@ -27,6 +27,17 @@ from tandem.kernels.api import (
     TokenLogprobs,
     sum_in_order,
 )
+from tandem.kernels.kv_dtype import RoundKV, decode, encode
+from tandem.kernels.quantized import (
+    PackedParts,
+    PackedQuantized,
+    QuantizedWeight,
+    dequantize,
+    int8_linear,
+    keep_codes,
+    round_inputs,
+    with_parts,
+)
 
 TILE_ROWS = 64
 FEWEST_COLUMNS = 16
@@ -56,9 +67,20 @@ class ReferenceKernels:
         rows, columns = weight.shape
         return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), rows, columns)
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return keep_codes(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
         with torch.no_grad():
-            return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedWeight):
+                return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedParts):
+                return with_parts(self.linear_packed, x, weight, bias)
+            if weight.is_integer_product:
+                return int8_linear(x, weight, bias)
+            return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
@@ -119,9 +141,16 @@ class ReferenceKernels:
         with torch.no_grad():
             q, k, v = self.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps)
             blocks, offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
-            cache.keys[blocks, :, :, offsets] = k.to(cache.keys.dtype)
-            cache.values[blocks, :, offsets] = v.to(cache.values.dtype)
+            cache.keys[blocks, :, :, offsets], key_scales = encode(k, cache.keys.dtype)
+            cache.values[blocks, :, offsets], value_scales = encode(v, cache.values.dtype)
+            for scales, own in ((cache.key_scales, key_scales), (cache.value_scales, value_scales)):
+                if scales is not None and own is not None:
+                    scales[blocks, :, offsets] = own
             return q
+
+    def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rounded: Tensor = RoundKV.apply(x, dtype)
+        return rounded
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
@@ -143,7 +172,7 @@ class ReferenceKernels:
                 if end > start:
                     first = length - (end - start)
                     behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
-                    k, v = (x.to(q.dtype) for x in _gather(cache, batch.block_tables[s], length, behind))
+                    k, v = _gather(cache, batch.block_tables[s], length, behind, q.dtype)
                     out[start:end] = _attend(q[start:end], k, v, first, scale, window)
         return out
 
@@ -227,20 +256,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def _gather(cache: KVLayer, table: Tensor, length: int, behind: int) -> tuple[Tensor, Tensor]:
+def _gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first ``length`` keys and values, each [length, Hkv, D], that ``table[B]`` names; zeros for its first ``behind``
     blocks, which no query sees and which may belong to others by now."""
     blocks = table[behind : -(-length // BLOCK_TOKENS)].long()
     skipped = behind * BLOCK_TOKENS
-    keys = cache.keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
-    values = cache.values[blocks].permute(0, 2, 1, 3).flatten(0, 1)[: length - skipped]
+    key_scales = None if cache.key_scales is None else cache.key_scales[blocks].unsqueeze(2)
+    value_scales = None if cache.value_scales is None else cache.value_scales[blocks].unsqueeze(3)
+    keys = decode(cache.keys[blocks], key_scales, dtype).permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
+    values = decode(cache.values[blocks], value_scales, dtype).permute(0, 2, 1, 3).flatten(0, 1)[: length - skipped]
     return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
     """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
-    Tile t holds the positions ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
+    A row that sees a value that is not finite is NaN; to one that does not, it is 0. Tile t holds the positions
+    ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
     """
     count, query_heads, size = q.shape
     kv_heads, group = k.shape[1], query_heads // k.shape[1]
@@ -248,6 +280,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: i
     end = -(-last // TILE_ROWS) * TILE_ROWS
     keys = F.pad(k, (0, 0, 0, 0, 0, end - last)).permute(1, 2, 0)
     values = F.pad(v, (0, 0, 0, 0, 0, end - last)).permute(1, 0, 2)
+    wrong = None if bool(values.isfinite().all()) else ~values.isfinite()
+    if wrong is not None:
+        values = values.masked_fill(wrong, 0.0)
     tiles = []
     for tile in range(first // TILE_ROWS, end // TILE_ROWS):
         begin, width = tile * TILE_ROWS, (tile + 1) * TILE_ROWS
@@ -263,6 +298,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: i
         scores = scores.view(kv_heads, group, TILE_ROWS, width).masked_fill(hidden, -math.inf)
         weights = scores.to(_compute_dtype(q.dtype)).softmax(-1).to(q.dtype).view(kv_heads, group * TILE_ROWS, width)
         out = torch.bmm(weights, values[:, :width].contiguous())
+        if wrong is not None:
+            sees = (~hidden).to(q.dtype).repeat(group, 1).expand(kv_heads, -1, -1)
+            out = out.masked_fill(torch.bmm(sees, wrong[:, :width].to(q.dtype)) > 0, math.nan)
         out = out.view(kv_heads, group, TILE_ROWS, size).permute(2, 0, 1, 3).reshape(TILE_ROWS, query_heads, size)
         tiles.append(out[low - begin : high - begin])
     return torch.cat(tiles)

@@ -2,6 +2,7 @@
 
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.layout.sharding import Cut, local_parameters
+from tandem.types.kv_cache import KVCacheDtype
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -13,9 +14,12 @@ def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank
     return sum(p.numel for p in local_parameters(shapes, Cut(rank, tensor_parallel))) * DTYPE_BYTES[dtype]
 
 
-def kv_bytes_per_token(shapes: ModelShapes, dtype: str) -> int:
-    """Bytes of keys and values that one token takes in the cache, over all layers."""
-    return 2 * shapes.num_layers * shapes.key_value_size * DTYPE_BYTES[dtype]
+def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheDtype = "auto") -> int:
+    """Bytes of keys and values that one token takes in the cache of a model of ``dtype``, over all layers: numbers, and with
+    8 bits an fp32 scale for each head."""
+    stored = {"auto": dtype, "fp8_e4m3": "int8"}.get(kv_cache_dtype, kv_cache_dtype)
+    scale = 4 if kv_cache_dtype in ("int8", "fp8_e4m3") else 0
+    return 2 * shapes.num_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_kv_heads * scale)
 
 
 def optimizer_bytes(shapes: ModelShapes) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PagedBatch
@@ -45,9 +46,11 @@ class AttentionLayer:
 
 
 def attend(
-    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext
+    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext,
+    kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rotate and attend: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]."""
+    """Rotate and attend: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values are rounded as a
+    cache of this dtype would; a paged one has its own."""
     if isinstance(context, PagedContext):
         cache = context.caches[layer.index]
         q = kernels.rope_to_cache(
@@ -56,5 +59,7 @@ def attend(
         mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps)
+        if kv_dtype is not None and kv_dtype != qkv.dtype:
+            k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
         mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
     return mixed.flatten(1)

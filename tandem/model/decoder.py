@@ -1,5 +1,6 @@
 """The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -7,17 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, Cut, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import ExpertLayer, Experts, mixture
+from tandem.model.quantization.scheme import Scheme, Stored, pack_stored, pack_weight
 from tandem.model.rotary import rotary_table
 from tandem.model.tensor_parallel import RankGroup, collectives
+from tandem.types.kv_cache import KVCacheDtype
 
 
 class Linear(nn.Module):
-    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic."""
+    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic. ``stored``: the
+    weights as a quantised checkpoint holds them, one for each stacked projection, until the decoder is packed."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -25,6 +30,7 @@ class Linear(nn.Module):
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.rows, self.columns = rows, columns
+        self.stored: tuple[Stored, ...] = ()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
 
@@ -102,6 +108,7 @@ class Decoder(nn.Module):
     Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
     has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``. With a ``group``
     it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks.
+    ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
     """
 
     lm_head: Linear | None
@@ -130,8 +137,10 @@ class Decoder(nn.Module):
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
         self._before, self._after = collectives(group)
+        self.kv_cache_dtype: KVCacheDtype = "auto"
+        self.quantization: Scheme | None = None
         self._packed: list[_Step] | None = None
-        self._packed_head: PackedWeight | None = None
+        self._packed_head: Any = None
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
@@ -164,6 +173,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
         add_rms_norm = kernels.add_rms_norm
+        kv_dtype = stored_dtype(self.kv_cache_dtype, self.embed_tokens.dtype)
         wanted = context.wanted if isinstance(context, PagedContext) else None
         assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
 
@@ -178,14 +188,14 @@ class Decoder(nn.Module):
         for step in steps:
             changes = _UNCHANGED if lora is None else lora.layers[step.attention.index]
             qkv = project(x, step.qkv, step.qkv_bias, changes.qkv)
-            x = attend(kernels, step.attention, qkv, positions, cos_sin, context)
+            x = attend(kernels, step.attention, qkv, positions, cos_sin, context, kv_dtype)
             if wanted is not None and step is steps[-1]:
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             x = after(project(before(x), step.output, step.output_bias, changes.output))
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
             if step.experts is not None:
                 x = after(mixture(kernels, step.experts, x, router_logits, before))
-            elif in_one_call:
+            elif in_one_call and isinstance(step.gate_up, PackedWeight) and isinstance(step.down, PackedWeight):
                 x = kernels.gated_mlp_packed(x, step.gate_up, step.gate_up_bias, step.down, step.down_bias)
             else:
                 x = kernels.silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
@@ -226,41 +236,65 @@ class Decoder(nn.Module):
         return self._packed is not None
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self, fill: Callable[[int], None] | None = None) -> None:
         """Pack every matrix and the head for inference, and drop the plain matrices one by one (the embedding table
-        stays).
+        stays). ``fill(index)``, where given, is called before layer ``index`` is packed, to write its plain matrices. Matrices
+        are quantised as a checkpoint stored them, or else rounded as ``quantization`` says; a router and experts stay plain,
+        and so does the head where ``quantization`` does not include it.
 
         Weights that change afterwards are not seen until ``pack`` is called again; ``load_tensors`` leaves the decoder
         unpacked for that. Calling it on a packed decoder packs a tied head again and nothing else.
         """
         was_plain = self._packed is None
         if was_plain:
-            self._packed = self._steps(
-                [tuple(self._pack_linear(m) for m in layer.linears()) for layer in self._layers()],
-                [layer.experts.pack(self.kernels) if layer.experts else None for layer in self._layers()],
-            )
+            matrices, experts = [], []
+            for index, layer in enumerate(self._layers()):
+                if fill is not None:
+                    fill(index)
+                matrices.append(tuple(self._pack_linear(linear, self.quantization) for linear in layer.linears()))
+                experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
+            self._packed = self._steps(matrices, experts)
         if self.lm_head is None:
-            self._packed_head = self.kernels.pack(self.embed_tokens)
+            self._packed_head = pack_weight(self.kernels, self.embed_tokens, self._head_quantization)
         elif was_plain:
-            self._packed_head = self._pack_linear(self.lm_head)
+            self._packed_head = self._pack_linear(self.lm_head, self._head_quantization)
 
-    def unpack(self) -> None:
-        """Drop the packed weights and allocate plain, uninitialised ones in their place."""
-        if self._packed is None:
-            return
+    def unpack(self, in_one_layer: bool = False) -> None:
+        """Drop the packed weights and have plain, uninitialised ones in their place. ``in_one_layer``: the layers'
+        matrices all lie in the memory of one layer, for a ``pack`` that fills one after the other; that saves a second
+        copy of the model, and the time to touch its memory."""
         self._packed = self._packed_head = None
-        for layer in self._layers():
-            if layer.experts is not None:
+        held: dict[tuple[int, ...], nn.Parameter] = {}
+        for index, layer in enumerate(self._layers()):
+            if layer.experts is not None and not layer.experts.is_plain:
                 layer.experts.allocate()
-        linears = [linear for layer in self._layers() for linear in layer.linears()]
-        for linear in linears if self.lm_head is None else [*linears, self.lm_head]:
-            linear.weight = nn.Parameter(
-                torch.empty(linear.rows, linear.columns, dtype=self.embed_tokens.dtype, device=self.embed_tokens.device)
-            )
+            for place, linear in enumerate(layer.linears()):
+                # By place and shape too: a layer may differ from the others.
+                key = (0 if in_one_layer else index, place, linear.rows, linear.columns)
+                if key not in held:
+                    is_shared = any(linear.weight is other for other in held.values())
+                    held[key] = self._plain(linear, None if is_shared else linear.weight)
+                linear.weight = held[key]
+        if self.lm_head is not None:
+            self.lm_head.weight = self._plain(self.lm_head, self.lm_head.weight)
 
-    def _pack_linear(self, linear: Linear) -> PackedWeight:
+    def _plain(self, linear: Linear, kept: nn.Parameter | None) -> nn.Parameter:
+        """A plain matrix for ``linear``: the one it has, or memory of its own."""
+        if kept is not None:
+            return kept
+        like = self.embed_tokens
+        return nn.Parameter(torch.empty(linear.rows, linear.columns, dtype=like.dtype, device=like.device))
+
+    @property
+    def _head_quantization(self) -> Scheme | None:
+        return self.quantization if self.quantization is not None and self.quantization.head else None
+
+    def _pack_linear(self, linear: Linear, scheme: Scheme | None) -> Any:
+        if linear.stored:
+            packed, linear.stored = pack_stored(self.kernels, linear.stored), ()
+            return packed
         assert linear.weight is not None
-        packed = self.kernels.pack(linear.weight)
+        packed = pack_weight(self.kernels, linear.weight, scheme)
         linear.weight = None
         return packed
 

@@ -16,6 +16,7 @@ from tandem.layout.sharding import Cut, cut_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
 from tandem.model.moe import Experts
+from tandem.model.quantization.scheme import Scheme
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.model.tensor_parallel import RankGroup
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -114,24 +115,43 @@ def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pack: bool = False) -> None:
     """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one
     rank's part takes whole tensors too, and of each its own part.
 
     Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
-    then. A packed decoder is unpacked; call ``pack`` again before inference. ``inv_freq`` buffers of old checkpoints
-    are skipped, and a tied head that is listed too must equal the embedding.
+    then. A packed decoder is unpacked; call ``pack`` again before inference, or ask for it here with ``pack``, which
+    needs the plain matrices of one layer at a time. ``inv_freq`` buffers of old checkpoints are skipped, and a tied
+    head that is listed too must equal the embedding.
     """
     given = checked_tensors(decoder, tensors)
-    load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in given.items()})
+    load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in given.items()}, pack=pack)
 
 
-def load_parts(decoder: Decoder, parts: Mapping[str, Tensor]) -> None:
+def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
     """``load_tensors`` for what ``part_of`` gave, unchecked."""
-    decoder.unpack()
-    with torch.no_grad():
-        for name, parameter in _parameters_of(decoder).items():
+    decoder.unpack(in_one_layer=pack)
+    by_layer: dict[int | None, dict[str, Tensor]] = {}
+    for name, parameter in _parameters_of(decoder).items():
+        by_layer.setdefault(_layer_of(name), {})[name] = parameter
+
+    @torch.no_grad()
+    def fill(layer: int | None) -> None:
+        for name, parameter in by_layer[layer].items():
             parameter.copy_(parts[name])
+
+    fill(None)
+    if pack:
+        decoder.pack(fill)
+    else:
+        for index in range(decoder.shapes.num_layers):
+            fill(index)
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a parameter belongs to, ``None`` for those outside of all."""
+    _, _, rest = name.partition(".layers.")
+    return int(rest.partition(".")[0]) if rest else None
 
 
 def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: Cut | None = None) -> Tensor:
@@ -176,12 +196,17 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    group: RankGroup | None = None,
+    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, or one rank's part of it. Raises ``UserError`` where it is none, is broken or is not supported."""
-    decoder = Decoder(read_shapes(folder), kernels, dtype=dtype, device=device, group=group)
+    """The model of a Hugging Face folder, or one rank's part of it; with ``pack`` packed for inference, rounded as
+    ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
+    shapes = read_shapes(folder)
+    if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
+        raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
+    decoder.quantization = quantization
     try:
-        load_tensors(decoder, read_tensors(folder))
+        load_tensors(decoder, read_tensors(folder), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder

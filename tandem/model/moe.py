@@ -32,6 +32,10 @@ class Experts(nn.Module):
         self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
         self.allocate()
 
+    @property
+    def is_plain(self) -> bool:
+        return self.gate_up_proj is not None and self.down_proj is not None
+
     def allocate(self) -> None:
         """Plain, uninitialised matrices."""
         count, inner = self.shapes.num_experts, self.shapes.intermediate_size

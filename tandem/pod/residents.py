@@ -51,6 +51,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         batch_tokens=sequences * max_length,
         kv_cache_tokens=kv_cache_tokens(recipe, max_length),
+        kv_cache_dtype=recipe.rollout.kv_cache_dtype,
         reference=recipe.algorithm.kl_coefficient > 0,
     )
     available = available_bytes(recipe.machine.memory_gib)

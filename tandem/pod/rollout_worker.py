@@ -40,10 +40,12 @@ class RolloutWorker:
             seed=self.recipe.run.seed,
             max_model_len=length,
             kv_cache_tokens=kv_cache_tokens(self.recipe, length),
+            kv_cache_dtype=rollout.kv_cache_dtype,
             max_num_seqs=rollout.max_sequences,
             max_num_batched_tokens=max(rollout.max_batched_tokens, rollout.max_sequences),
             enable_prefix_caching=rollout.prefix_cache,
             kernels=self.recipe.machine.kernels,
+            quantization=None if rollout.quantization == "none" else rollout.quantization,
         )
         return {}, {}
 

@@ -112,9 +112,11 @@ class TrainerWorker:
         """Stand at checkpoint ``step`` or before (``None``: the newest), or at the start model where there is none."""
         start = self.start = Path(meta["start"])
         self.model = load_model(start, self.kernels)
+        self.model.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
         self.optimizer = AdamW(self.model.named_parameters(), self.recipe.trainer)
         if self.recipe.algorithm.kl_coefficient > 0:
             self.reference = load_model(start, self.kernels).requires_grad_(False)
+            self.reference.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
         found = newest_committed(self.directory / "checkpoints", meta["step"])
         self.steps = 0
         if found is not None:

@@ -13,7 +13,8 @@ from tandem.engine.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.structured_outputs import StructuredOutputsParams
 from tandem.model.huggingface import read_tensors
-from tandem.types import WeightVersion
+from tandem.types import UserError, WeightVersion
+from tandem.types.kv_cache import KV_CACHE_DTYPES
 
 PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "a prompt of 16 ch", "x" * 48]
 BASE = SamplingParams(n=3, max_tokens=60, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -43,6 +44,9 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=KV_CACHE_DTYPES)
+def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 @pytest.fixture(scope="module")
 def known() -> dict[str, list[list[CompletionOutput]]]:
     return {}
@@ -101,6 +105,28 @@ def test_settings_change_no_bit_of_a_mixture_of_experts(
     expected = generate(make_llm(architecture, kernels=kernels))
     for settings in ({"max_num_batched_tokens": 16}, {"max_num_seqs": 3}, {"kv_cache_tokens": 128}):
         assert generate(make_llm(architecture, kernels=kernels, **settings)) == expected
+
+
+def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
+    make_llm: Callable[..., LLM], kernels: str, kv_cache_dtype: str
+) -> None:
+    def make(**settings: Any) -> LLM:
+        return make_llm(kernels=kernels, kv_cache_dtype=kv_cache_dtype, **settings)
+
+    llm = make()
+    expected = generate(llm)
+    assert completions(llm.generate(PROMPTS, list(PARAMS.values()))) == expected, "warm"
+    assert generate(make(max_num_batched_tokens=23)) == expected, "in chunks"
+    assert generate(make(kv_cache_tokens=128, enable_prefix_caching=False, max_num_batched_tokens=17)) == expected, "preempted"
+    assert generate(make(kv_cache_tokens=128, preemption="swap", swap_tokens=512)) == expected, "swapped"
+    alone = [generate(make(), [prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
+    assert alone == expected
+    assert (generate(make_llm(kernels=kernels)) == expected) == (kv_cache_dtype == "auto")
+
+
+def test_an_unknown_kv_cache_dtype_is_refused(make_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(UserError, match="kv_cache_dtype is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3"):
+        make_llm(kv_cache_dtype="int3")
 
 
 MEMORY: dict[str, dict[str, Any]] = {

@@ -1,11 +1,15 @@
 """Both sets of kernels, one thread."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.kernels import Kernels, select
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from paged_sequences import LENGTHS, Paged, bounds_of, exact, make
 
-from tandem.kernels import BLOCK_TOKENS, Kernels, KVLayer, PagedBatch
+from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch
 
-LENGTHS = [1, 5, 40, 130, 64, 17]
 CASES = [  # (head size, query heads, key-value heads, window)
     (32, 4, 2, None),
     (24, 3, 1, None),
@@ -17,72 +16,6 @@ CASES = [  # (head size, query heads, key-value heads, window)
     (128, 7, 1, None),
     (6, 2, 1, 16),
 ]
-
-
-def bounds_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention by its definition in float64."""
-    parts = []
-    for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-        group = q.shape[1] // k.shape[1]
-        keys, values = (x[start:end].double().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q[start:end].double(), keys) * scale
-        distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)
-        hidden = (distance < 0) | (distance >= (window or math.inf))
-        parts.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), values))
-    return torch.cat(parts)
-
-
-def make(lengths: list[int], size: int, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = sum(lengths)
-    return torch.randn(tokens, heads, size), torch.randn(tokens, kv_heads, size), torch.randn(tokens, kv_heads, size)
-
-
-class Paged:
-    """Sequences in a cache of shuffled blocks whose unused slots are NaN, fed in chunks."""
-
-    def __init__(self, kernels: Kernels, lengths: list[int], size: int, kv_heads: int) -> None:
-        self.kernels, self.lengths, self.bounds = kernels, lengths, bounds_of(lengths).tolist()
-        needed = [-(-length // BLOCK_TOKENS) for length in lengths]
-        blocks = sum(needed) + 3
-        shuffled = torch.randperm(blocks).int()
-        self.cache = KVLayer(
-            torch.full((blocks, kv_heads, size, BLOCK_TOKENS), math.nan),
-            torch.full((blocks, kv_heads, BLOCK_TOKENS, size), math.nan),
-        )
-        self.tables = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
-        for s, count in enumerate(needed):
-            self.tables[s, :count] = shuffled[sum(needed[:s]) : sum(needed[: s + 1])]
-        self.done = [0] * len(lengths)
-        self.table = torch.cat([torch.ones(max(lengths), size // 2), torch.zeros(max(lengths), size // 2)], 1)
-
-    def step(self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor) -> None:
-        rows, positions, starts, lengths, slots = [], [], [0], [], []
-        for s, count in chunks.items():
-            for p in range(self.done[s], self.done[s] + count):
-                rows.append(self.bounds[s] + p)
-                positions.append(p)
-                slots.append(int(self.tables[s, p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS)
-            self.done[s] += count
-            starts.append(len(rows))
-            lengths.append(self.done[s])
-        (_, heads, size), kv_heads = qkv[0].shape, qkv[1].shape[1]
-        fused = torch.cat([x[rows].flatten(1) for x in qkv], 1)
-        at, slot = torch.tensor(positions), torch.tensor(slots)
-        q = self.kernels.rope_to_cache(
-            fused, at, self.table, (heads, kv_heads, size), None, None, 1e-6, self.cache, slot
-        )
-        batch = PagedBatch(
-            torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
-            self.tables[list(chunks)].contiguous(), slot,
-        )  # fmt: skip
-        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window)
-
-    def left(self, s: int) -> int:
-        return self.lengths[s] - self.done[s]
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads", "window"), CASES)
@@ -174,6 +107,36 @@ def test_a_window_of_the_whole_sequence_is_no_window(kernels: Kernels) -> None:
     bounds = bounds_of(LENGTHS)
     full = kernels.packed_attention(*qkv, bounds, 130, 0.2, None)
     assert torch.equal(kernels.packed_attention(*qkv, bounds, 130, 0.2, 130), full)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("window", [None, 5, 600])
+@pytest.mark.parametrize("which", ["key", "value", "query"])
+def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(kernels: Kernels, bad: float, window: int | None, which: str) -> None:
+    length = 1100
+    for at in (3, 40, 523, 1099):
+        q, k, v = make([length], 16, 2, 1)
+        clean = kernels.packed_attention(q, k, v, bounds_of([length]), length, 0.25, window)
+        {"query": q, "key": k, "value": v}[which][at] = bad
+        out = kernels.packed_attention(q, k, v, bounds_of([length]), length, 0.25, window)
+        seen = torch.zeros(length, dtype=torch.bool)
+        seen[at : at + 1 if which == "query" else length if window is None else min(length, at + window)] = True
+        assert torch.equal(out[~seen], clean[~seen]), at
+        if not (which == "key" and bad == math.inf):  # an infinite key may also weigh nothing
+            assert not out[seen].isfinite().all(-1).any(), at
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_decoding_a_long_sequence_has_the_same_bits_on_one_thread_and_in_pieces_on_two(cpu_kernels: Kernels, window: int | None) -> None:
+    length = 2600
+    qkv = make([length], 64, 4, 1)
+    expected = cpu_kernels.packed_attention(*qkv, bounds_of([length]), length, 0.1, window)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        paged, out = Paged(cpu_kernels, [length], 64, 1), torch.empty_like(qkv[0])
+        for chunk in (length - 3, 1, 2):
+            paged.step({0: chunk}, qkv, 0.1, window, out)
+        assert torch.equal(out, expected), threads
 
 
 def test_a_wrong_call_raises_and_reads_no_stray_memory(cpu_kernels: Kernels) -> None:

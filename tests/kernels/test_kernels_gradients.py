@@ -167,7 +167,7 @@ def test_packed_attention(kernels: Kernels, size: int, heads: int, kv_heads: int
 
 @pytest.mark.parametrize("window", [None, 600])
 def test_attention_gradients_over_several_spans(cpu_kernels: Kernels, window: int | None) -> None:
-    tokens, cu_seqlens = 1100, torch.tensor([0, 1100], dtype=torch.int32)
+    tokens, cu_seqlens = 1100, torch.tensor([0, 1100], dtype=torch.int32)  # three spans, each with its own task
     seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     if window:
         seen &= ~torch.ones(tokens, tokens, dtype=torch.bool).tril(-window)
@@ -178,6 +178,25 @@ def test_attention_gradients_over_several_spans(cpu_kernels: Kernels, window: in
 
     inputs = [torch.randn(tokens, 1, 16) for _ in range(3)]
     check(lambda q, k, v: cpu_kernels.packed_attention(q, k, v, cu_seqlens, tokens, 0.5, window), exact, *inputs)
+
+
+def test_attention_gradients_do_not_depend_on_the_thread_count_or_on_neighbours(cpu_kernels: Kernels) -> None:
+    lengths, window = [2100, 70, 600], 900
+    bounds = torch.tensor([0, 2100, 2170, 2770], dtype=torch.int32)
+    heads = [torch.randn(sum(lengths), count, 16, requires_grad=True) for count in (4, 2, 2)]
+    grad = torch.randn(sum(lengths), 4, 16)
+
+    def gradients(inputs: list[Tensor], cu_seqlens: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        out = cpu_kernels.packed_attention(*inputs, cu_seqlens, 2100, 0.25, window)
+        return torch.autograd.grad(out, inputs, grad)
+
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(gradients(heads, bounds, grad))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    alone = gradients([x[:2100].detach().requires_grad_() for x in heads], torch.tensor([0, 2100], dtype=torch.int32), grad[:2100])
+    assert all(torch.equal(one, both[:2100]) for one, both in zip(alone, found[0], strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -100,6 +100,9 @@ def test_bytes_of_a_published_model_match_its_checkpoint() -> None:
     assert weight_bytes(qwen, "bfloat16") == 2 * 596_049_920
     assert weight_bytes(qwen, "bfloat16", 2, 0) + weight_bytes(qwen, "bfloat16", 2, 1) > weight_bytes(qwen, "bfloat16")
     assert kv_bytes_per_token(qwen, "bfloat16") == 2 * 28 * 8 * 128 * 2
+    assert kv_bytes_per_token(qwen, "float32", "bfloat16") == 2 * 28 * 8 * 128 * 2
+    for name in ("int8", "fp8_e4m3"):
+        assert kv_bytes_per_token(qwen, "bfloat16", name) == 2 * 28 * 8 * (128 + 4)
     assert optimizer_bytes(qwen) == 8 * 596_049_920
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, select
+from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache, select, stored_dtype
 from tandem.model.decoder import Decoder, PackedContext, PagedContext
 from tandem.types import UserError
 
@@ -83,11 +83,12 @@ def paged_logits() -> Callable[..., list[Tensor]]:
         count = blocks_each * len(sequences) + 3
         tables = torch.randperm(count, generator=generator)[: count - 3].view(len(sequences), -1).to(torch.int32)
         dtype, device = decoder.embed_tokens.dtype, decoder.embed_tokens.device
-        caches = empty_cache((count, shapes.num_kv_heads, shapes.head_dim), shapes.num_layers, dtype, device)
+        stored = stored_dtype(decoder.kv_cache_dtype, dtype)
+        caches = empty_cache((count, shapes.num_kv_heads, shapes.head_dim), shapes.num_layers, stored, device)
         for cache in caches:
             # What stands in a block before it is written must not matter.
-            cache.keys.fill_(7.0)
-            cache.values.fill_(-7.0)
+            for tensor in cache.tensors():
+                tensor.fill_(7.0)
         done, parts = [0] * len(sequences), [[] for _ in sequences]
         for step in steps:
             spans = [(s, done[s], min(done[s] + n, len(sequences[s]))) for s, n in step if done[s] < len(sequences[s])]

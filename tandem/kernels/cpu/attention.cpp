@@ -9,63 +9,149 @@
 namespace {
 
 constexpr int64_t QUERIES_PER_TASK = 64;
+constexpr int64_t DECODED_TILES = 4;
 
-// out[r] = softmax(scale rows[r] . keys) values; log_sum[r] (where asked for) the logarithm of the softmax's denominator.
+// Some rows' softmax over one span or over several: the highest score, the sum of the weights exp(score - highest), and the values
+// by those weights.
 template <int ROWS>
-void attend(const Rows& rows, const Tiles& tiles, int64_t size, float scale, float* const* out, float* const* log_sum) {
-  alignas(64) SpanBuffer scores;
+struct State {
+  float highest[ROWS], total[ROWS];
   alignas(64) float sums[ROWS][MAX_HEAD_SIZE];
-  float highest[ROWS];
-  V total[ROWS];
-  const int64_t padded = (size + LANES - 1) / LANES * LANES;
-  for (int r = 0; r < ROWS; ++r) {
-    highest[r] = NEVER;
-    total[r] = zero();
-    std::fill_n(sums[r], padded, 0.0f);
+};
+
+// One head's keys and values: fp32 tiles, or stored numbers that are decoded a few tiles at a time, into memory that stays in the
+// first-level cache. `kind` as in cache.h; scales null where it needs none.
+struct Source {
+  int kind;
+  const void *keys, *values;
+  const float *key_scales, *value_scales;
+  int64_t key_tile_stride, value_tile_stride, scale_tile_stride;  // in numbers
+  int64_t value_row_stride;
+  const int32_t* table;  // null: tile t is block t
+
+  int64_t tiles_at_once() const { return kind == 0 ? SPAN_TILES : DECODED_TILES; }
+
+  View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
+    if (kind == 0) return {static_cast<const float*>(keys), key_tile_stride, 0, table, 0};
+    for_stored(kind, [&](auto stored) {
+      using T = decltype(stored);
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t block = table ? table[t] : t;
+        const T* from = static_cast<const T*>(keys) + block * key_tile_stride;
+        float* to = buffer + (t - first) * size * BLOCK_TOKENS;
+        const V scale = IS_SCALED<T> ? load(key_scales + block * scale_tile_stride) : zero();
+        for (int64_t d = 0; d < size; ++d) {
+          const V key = widen(from + d * LANES);
+          store(to + d * LANES, IS_SCALED<T> ? mul(key, scale) : key);
+        }
+      }
+    });
+    return {buffer, size * BLOCK_TOKENS, 0, nullptr, first};
   }
-  const int64_t first_tile = rows.first_tile(), last_position = rows.last_position();
-  const int64_t last_tile = (last_position + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+
+  View value_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
+    if (kind == 0) return {static_cast<const float*>(values), value_tile_stride, value_row_stride, table, 0};
+    for_stored(kind, [&](auto stored) {
+      using T = decltype(stored);
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t block = table ? table[t] : t;
+        const T* from = static_cast<const T*>(values) + block * value_tile_stride;
+        float* to = buffer + (t - first) * size * BLOCK_TOKENS;
+        for (int64_t j = 0; j < BLOCK_TOKENS; ++j, from += value_row_stride, to += size) {
+          const V scale = IS_SCALED<T> ? set1(value_scales[block * scale_tile_stride + j]) : zero();
+          each_vector(size, [&](int64_t d, int n) {
+            const V value = widen_n(from + d, n);
+            put(to + d, IS_SCALED<T> ? mul(value, scale) : value, n);
+          });
+        }
+      }
+    });
+    return {buffer, size * BLOCK_TOKENS, size, nullptr, first};
+  }
+};
+
+// The softmax over the keys of the tiles first <= t < last, which lie in one span.
+template <int ROWS>
+__attribute__((noinline)) void attend_span(const Rows& rows, const Source& source, int64_t size, float scale, int64_t first, int64_t last,
+                                           State<ROWS>& state) {
+  alignas(64) SpanBuffer scores;
+  alignas(64) float decoded[DECODED_TILES * BLOCK_TOKENS * MAX_HEAD_SIZE];
+  const int64_t padded = (size + LANES - 1) / LANES * LANES, step = source.tiles_at_once();
   const V factor = set1(scale);
-  for (int64_t first = first_tile; first < last_tile;) {
-    const int64_t last = std::min(last_tile, (first / SPAN_TILES + 1) * SPAN_TILES);
-    dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, first, last, [&](int64_t t) { return tiles.key_tile(t); }, scores[0]);
-    for (int r = 0; r < ROWS; ++r) {
-      V most = set1(NEVER);
-      for (int64_t t = first; t < last; ++t) {
-        float* at = scores[r] + (t - first) * LANES;
-        const V score = mask_unseen(mul(load(at), factor), rows, r, t, NEVER);
-        most = max(most, score);
-        store(at, score);
-      }
-      const float now = std::max(highest[r], max_lane(most));
-      if (now == NEVER) {
-        std::fill_n(scores[r], (last - first) * LANES, 0.0f);
-        continue;
-      }
-      const V shift = set1(now);
-      if (now != highest[r]) {
-        const V shrink = exp(sub(set1(highest[r]), shift));
-        total[r] = mul(total[r], shrink);
-        for (int64_t d = 0; d < padded; d += LANES) store(sums[r] + d, mul(load(sums[r] + d), shrink));
-        highest[r] = now;
-      }
-      for (int64_t t = first; t < last; ++t) {
-        float* at = scores[r] + (t - first) * LANES;
-        const V weight = exp(sub(load(at), shift));
-        total[r] = add(total[r], weight);
-        store(at, weight);
-      }
-    }
-    add_weighted_rows<ROWS>(scores, first, std::min(last_position, last * BLOCK_TOKENS), tiles.value_row_stride, size,
-                            [&](int64_t t) { return tiles.value_tile(t); }, sums[0], MAX_HEAD_SIZE);
-    first = last;
+  for (int64_t t = first; t < last; t += step) {
+    const int64_t end = std::min(last, t + step);
+    dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, t, end, source.key_view(t, end, size, decoded), scores[0] + (t - first) * LANES);
   }
   for (int r = 0; r < ROWS; ++r) {
-    const float denominator = sum(total[r]);
-    const V divisor = set1(denominator);
-    each_vector(size, [&](int64_t d, int n) { put(out[r] + d, div(load(sums[r] + d), divisor), n); });
-    if (log_sum) *log_sum[r] = highest[r] + std::log(denominator);
+    std::fill_n(state.sums[r], padded, 0.0f);
+    if (!rows.sees_tiles(r, first, last)) continue;
+    V most = set1(NEVER), total = zero();
+    for (int64_t t = first; t < last; ++t) {
+      float* at = scores[r] + (t - first) * LANES;
+      const V score = mask_unseen(mul(load(at), factor), rows, r, t, NEVER);
+      most = max(most, score);
+      store(at, score);
+    }
+    state.highest[r] = max_lane(most);
+    const V shift = set1(state.highest[r]);
+    for (int64_t t = first; t < last; ++t) {
+      float* at = scores[r] + (t - first) * LANES;
+      const V weight = exp(sub(load(at), shift));
+      total = add(total, weight);
+      store(at, weight);
+    }
+    state.total[r] = sum(total);
   }
+  for (int64_t t = first; t < last; t += step) {
+    const int64_t end = std::min(last, t + step);
+    add_weighted<ROWS>(scores[0] + (t - first) * LANES, rows, t, end, size, source.value_view(t, end, size, decoded), state.sums);
+  }
+}
+
+// One row's softmax with that of a later span merged in.
+INLINE void merge(float& highest, float& total, float* sums, float more_highest, float more_total, const float* more_sums, int64_t size) {
+  const float now = std::max(highest, more_highest);
+  const V keep = exp(set1(highest - now)), take = exp(set1(more_highest - now));
+  alignas(64) float totals[LANES];
+  store(totals, fma(set1(total), keep, mul(set1(more_total), take)));
+  for (int64_t d = 0; d < size; d += LANES) store(sums + d, fma(load(sums + d), keep, mul(load(more_sums + d), take)));
+  highest = now;
+  total = totals[0];
+}
+
+// out = the values by their softmax; log_sum (where asked for) the logarithm of the softmax's denominator.
+INLINE void finish(float highest, float total, const float* sums, int64_t size, float* out, float* log_sum) {
+  const V divisor = set1(total);
+  each_vector(size, [&](int64_t d, int n) { put(out + d, div(load(sums + d), divisor), n); });
+  if (log_sum) *log_sum = highest + std::log(total);
+}
+
+// The tiles of span `span` that some row sees.
+INLINE std::pair<int64_t, int64_t> tiles_of_span(const Rows& rows, int64_t span) {
+  return {std::max(rows.first_tile(), span * SPAN_TILES), std::min(rows.last_tile(), (span + 1) * SPAN_TILES)};
+}
+
+template <int ROWS>
+void attend(const Rows& rows, const Source& source, int64_t size, float scale, float* const* out, float* const* log_sum) {
+  State<ROWS> state, more;
+  bool begun[ROWS] = {};
+  for (int64_t span = rows.first_tile() / SPAN_TILES; span * SPAN_TILES < rows.last_tile(); ++span) {
+    const auto [first, last] = tiles_of_span(rows, span);
+    const bool is_first = span == rows.first_tile() / SPAN_TILES;
+    attend_span(rows, source, size, scale, first, last, is_first ? state : more);
+    for (int r = 0; r < ROWS; ++r) {
+      if (!rows.sees_tiles(r, first, last)) continue;
+      if (begun[r]) {
+        merge(state.highest[r], state.total[r], state.sums[r], more.highest[r], more.total[r], more.sums[r], size);
+      } else if (!is_first) {
+        state.highest[r] = more.highest[r];
+        state.total[r] = more.total[r];
+        std::copy_n(more.sums[r], size, state.sums[r]);
+      }
+      begun[r] = true;
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) finish(state.highest[r], state.total[r], state.sums[r], size, out[r], log_sum ? log_sum[r] : nullptr);
 }
 
 // Queries first .. last of one sequence and one key-value head; query i stands at position i and row query_row + i.
@@ -80,34 +166,117 @@ struct Queries {
   int64_t window;  // 0: none
   float* out;
   float* log_sum;  // [rows, heads] or null
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t rows_of(const Task& task) const { return (task.last - task.first) * group(); }
 };
 
-void run_task(const Task& task, const Queries& q, const Tiles& tiles) {
-  const int64_t group = q.heads / q.kv_heads, count = (task.last - task.first) * group;
-  for (int64_t i = 0; i < count; i += MAX_ROWS_AT_ONCE) {
-    Rows rows;
+// Rows i .. i + MAX_ROWS_AT_ONCE of a task, and which row of `out` each is.
+Rows rows_of(const Task& task, const Queries& q, int64_t i, int64_t* at) {
+  Rows rows;
+  rows.count = static_cast<int>(std::min<int64_t>(MAX_ROWS_AT_ONCE, q.rows_of(task) - i));
+  for (int r = 0; r < rows.count; ++r) {
+    const int64_t position = task.first + (i + r) / q.group();
+    at[r] = (task.query_row + position) * q.heads + task.kv_head * q.group() + (i + r) % q.group();
+    rows.data[r] = q.data + at[r] * q.size;
+    rows.begin[r] = q.window ? std::max<int64_t>(0, position - q.window + 1) : 0;
+    rows.end[r] = position + 1;
+  }
+  return rows;
+}
+
+void run_task(const Task& task, const Queries& q, const Source& source) {
+  for (int64_t i = 0; i < q.rows_of(task); i += MAX_ROWS_AT_ONCE) {
+    int64_t at[MAX_ROWS_AT_ONCE];
+    const Rows rows = rows_of(task, q, i, at);
     float *out[MAX_ROWS_AT_ONCE], *log_sum[MAX_ROWS_AT_ONCE];
-    rows.count = static_cast<int>(std::min<int64_t>(MAX_ROWS_AT_ONCE, count - i));
     for (int r = 0; r < rows.count; ++r) {
-      const int64_t position = task.first + (i + r) / group;
-      const int64_t at = (task.query_row + position) * q.heads + task.kv_head * group + (i + r) % group;
-      rows.data[r] = q.data + at * q.size;
-      rows.begin[r] = q.window ? std::max<int64_t>(0, position - q.window + 1) : 0;
-      rows.end[r] = position + 1;
-      out[r] = q.out + at * q.size;
-      log_sum[r] = q.log_sum ? q.log_sum + at : nullptr;
+      out[r] = q.out + at[r] * q.size;
+      log_sum[r] = q.log_sum ? q.log_sum + at[r] : nullptr;
     }
-    for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, tiles, q.size, q.scale, out, q.log_sum ? log_sum : nullptr); });
+    for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, q.scale, out, q.log_sum ? log_sum : nullptr); });
+  }
+}
+
+// One span of a task of few rows, for more threads than there are tasks. `floats` are the rows' states, 2 + padded each.
+struct Piece {
+  int64_t task, span;
+};
+
+void run_piece(const Rows& rows, const Queries& q, const Source& source, int64_t span, int64_t width, float* floats) {
+  for_row_count(rows.count, [&](auto n) {
+    State<decltype(n)::value> state;
+    const auto [first, last] = tiles_of_span(rows, span);
+    attend_span(rows, source, q.size, q.scale, first, last, state);
+    for (int r = 0; r < rows.count; ++r, floats += width) {
+      std::copy_n(state.sums[r], width - LANES, floats);
+      floats[width - LANES] = state.highest[r];
+      floats[width - LANES + 1] = state.total[r];
+    }
+  });
+}
+
+void merge_pieces(const Rows& rows, const Queries& q, const int64_t* at, int64_t width, float* floats) {
+  const int64_t first_span = rows.first_tile() / SPAN_TILES, spans = (rows.last_tile() - 1) / SPAN_TILES - first_span + 1;
+  for (int r = 0; r < rows.count; ++r) {
+    float* state = nullptr;
+    for (int64_t i = 0; i < spans; ++i) {
+      const auto [first, last] = tiles_of_span(rows, first_span + i);
+      if (!rows.sees_tiles(r, first, last)) continue;
+      float* more = floats + (i * rows.count + r) * width;
+      const int64_t end = width - LANES;
+      if (state)
+        merge(state[end], state[end + 1], state, more[end], more[end + 1], more, q.size);
+      else
+        state = more;
+    }
+    finish(state[width - LANES], state[width - LANES + 1], state, q.size, q.out + at[r] * q.size, q.log_sum ? q.log_sum + at[r] : nullptr);
+  }
+}
+
+// A long context that few tasks share, span by span. The bits are those of run_task.
+template <typename SourceOf>
+void run_in_pieces(const std::vector<Task>& tasks, const Queries& q, int threads, SourceOf source_of) {
+  const int64_t width = (q.size + LANES - 1) / LANES * LANES + LANES;
+  std::vector<Piece> pieces;
+  std::vector<int64_t> offsets;
+  int64_t floats = 0;
+  for (size_t t = 0; t < tasks.size(); ++t) {
+    int64_t at[MAX_ROWS_AT_ONCE];
+    const Rows rows = rows_of(tasks[t], q, 0, at);
+    for (int64_t span = rows.first_tile() / SPAN_TILES; span * SPAN_TILES < rows.last_tile(); ++span) {
+      pieces.push_back({static_cast<int64_t>(t), span});
+      offsets.push_back(floats);
+      floats += rows.count * width;
+    }
+  }
+  thread_local Scratch memory;
+  float* states = memory.floats(floats);
+  const int64_t count = static_cast<int64_t>(pieces.size());
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+  for (int64_t i = 0; i < count; ++i) {
+    const Task& task = tasks[static_cast<size_t>(pieces[static_cast<size_t>(i)].task)];
+    int64_t at[MAX_ROWS_AT_ONCE];
+    run_piece(rows_of(task, q, 0, at), q, source_of(task), pieces[static_cast<size_t>(i)].span, width, states + offsets[static_cast<size_t>(i)]);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t owner = pieces[static_cast<size_t>(i)].task;
+    if (i > 0 && pieces[static_cast<size_t>(i) - 1].task == owner) continue;
+    int64_t at[MAX_ROWS_AT_ONCE];
+    const Rows rows = rows_of(tasks[static_cast<size_t>(owner)], q, 0, at);
+    merge_pieces(rows, q, at, width, states + offsets[static_cast<size_t>(i)]);
   }
 }
 
 // Longest first would be best; in order of the batch is close, and simple.
-template <typename TilesOf>
-void run_tasks(const std::vector<Task>& tasks, const Queries& q, int64_t work, TilesOf tiles_of) {
+template <typename SourceOf>
+void run_tasks(const std::vector<Task>& tasks, const Queries& q, int64_t work, SourceOf source_of) {
   const int threads = threads_for(work);
   const int64_t count = static_cast<int64_t>(tasks.size()), at_once = std::max<int64_t>(1, count / (threads * 16));
+  const bool few_rows = std::all_of(tasks.begin(), tasks.end(), [&](const Task& task) { return q.rows_of(task) <= MAX_ROWS_AT_ONCE; });
+  if (threads > 1 && count < 4 * threads && few_rows) return run_in_pieces(tasks, q, threads, source_of);
 #pragma omp parallel for schedule(dynamic, at_once) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < count; ++i) run_task(tasks[static_cast<size_t>(i)], q, tiles_of(tasks[static_cast<size_t>(i)]));
+  for (int64_t i = 0; i < count; ++i) run_task(tasks[static_cast<size_t>(i)], q, source_of(tasks[static_cast<size_t>(i)]));
 }
 
 int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, int64_t first, int64_t last, int64_t query_row) {
@@ -121,65 +290,85 @@ int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, 
 
 extern "C" {
 
-// Returns 0, or 1 where a head is too large, 2 where a sequence's bounds do not fit, 3 where a block lies outside the cache.
-int tandem_paged_attention(const float* q, const float* keys, const float* values, int64_t tokens, int64_t blocks, int64_t heads,
-                           int64_t kv_heads, int64_t size, const int32_t* query_start, const int32_t* context_lens,
-                           const int32_t* block_tables, int64_t sequences, int64_t table_width, float scale, int64_t window, float* out) {
-  if (size > MAX_HEAD_SIZE) return 1;
-  std::vector<Task> tasks;
-  int64_t work = 0;
-  for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t count = query_start[s + 1] - query_start[s], last = context_lens[s], first = last - count;
-    if (count < 0 || first < 0 || query_start[s] < 0 || query_start[s + 1] > tokens || last > table_width * BLOCK_TOKENS) return 2;
-    if (count == 0) continue;
-    const int64_t seen = window ? std::max<int64_t>(0, first - window + 1) : 0;
-    for (int64_t t = seen / BLOCK_TOKENS; t * BLOCK_TOKENS < last; ++t) {
-      const int32_t block = block_tables[s * table_width + t];
-      if (block < 0 || block >= blocks) return 3;
+// keys and values as `kind` says (cache.h), scales null where it needs none. Returns 0, or 1 where a head is too large, 2 where a
+// sequence's bounds do not fit, 3 where a block lies outside the cache.
+int tandem_paged_attention(const float* q, int kind, const void* keys, const void* values, const float* key_scales,
+                           const float* value_scales, int64_t tokens, int64_t blocks, int64_t heads, int64_t kv_heads, int64_t size,
+                           const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
+                           int64_t table_width, float scale, int64_t window, float* out) {
+  return or_out_of_memory([&] {
+    if (size > MAX_HEAD_SIZE) return 1;
+    std::vector<Task> tasks;
+    int64_t work = 0;
+    for (int64_t s = 0; s < sequences; ++s) {
+      const int64_t count = query_start[s + 1] - query_start[s], last = context_lens[s], first = last - count;
+      if (count < 0 || first < 0 || query_start[s] < 0 || query_start[s + 1] > tokens || last > table_width * BLOCK_TOKENS) return 2;
+      if (count == 0) continue;
+      const int64_t seen = window ? std::max<int64_t>(0, first - window + 1) : 0;
+      for (int64_t t = seen / BLOCK_TOKENS; t * BLOCK_TOKENS < last; ++t) {
+        const int32_t block = block_tables[s * table_width + t];
+        if (block < 0 || block >= blocks) return 3;
+      }
+      work += add_tasks(tasks, s, kv_heads, first, last, query_start[s] - first);
     }
-    work += add_tasks(tasks, s, kv_heads, first, last, query_start[s] - first);
-  }
-  const int64_t tile = BLOCK_TOKENS * size;
-  run_tasks(tasks, {q, heads, kv_heads, size, scale, window, out, nullptr}, work * heads * size, [&](const Task& task) -> Tiles {
-    return {keys + task.kv_head * tile, values + task.kv_head * tile,          kv_heads * tile, kv_heads * tile, size,
-            block_tables + task.sequence * table_width};
+    const int64_t tile = BLOCK_TOKENS * size;
+    const int64_t bytes = kind == 0 ? 4 : kind == 1 ? 2 : 1;
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
+      const int64_t scales = task.kv_head * BLOCK_TOKENS;
+      return {kind,
+              static_cast<const char*>(keys) + task.kv_head * tile * bytes,
+              static_cast<const char*>(values) + task.kv_head * tile * bytes,
+              key_scales ? key_scales + scales : nullptr,
+              value_scales ? value_scales + scales : nullptr,
+              kv_heads * tile,
+              kv_heads * tile,
+              kv_heads * BLOCK_TOKENS,
+              size,
+              block_tables + task.sequence * table_width};
+    });
+    return 0;
   });
-  return 0;
 }
 
-// The same over k, v[tokens, kv_heads, size] of whole sequences. log_sum[tokens, heads] may be null.
+// bounds[sequences + 1] rise from 0 to tokens. Returns 0, 1 where a head is too large, 2 where the bounds do not fit.
 int tandem_packed_attention(const float* q, const float* k, const float* v, const int32_t* bounds, int64_t sequences, int64_t tokens,
                             int64_t heads, int64_t kv_heads, int64_t size, float scale, int64_t window, float* out, float* log_sum) {
-  if (size > MAX_HEAD_SIZE) return 1;
-  if (bounds[0] != 0 || bounds[sequences] != tokens) return 2;
-  std::vector<Task> tasks;
-  std::vector<int64_t> first_tile(static_cast<size_t>(sequences) + 1, 0);
-  int64_t work = 0;
-  for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t length = bounds[s + 1] - bounds[s];
-    if (length < 0 || bounds[s + 1] > tokens) return 2;
-    first_tile[static_cast<size_t>(s) + 1] = first_tile[static_cast<size_t>(s)] + (length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    work += add_tasks(tasks, s, kv_heads, 0, length, bounds[s]);
-  }
-  thread_local Scratch memory;
-  const int64_t tile = BLOCK_TOKENS * size, row = kv_heads * size;
-  float* transposed = memory.floats(first_tile.back() * kv_heads * tile);
-  const int threads = threads_for(tokens * row * 4);
+  return or_out_of_memory([&] {
+    if (size > MAX_HEAD_SIZE) return 1;
+    if (bounds[0] != 0 || bounds[sequences] != tokens) return 2;
+    std::vector<Task> tasks;
+    std::vector<int64_t> first_tile(static_cast<size_t>(sequences) + 1, 0);
+    int64_t work = 0;
+    for (int64_t s = 0; s < sequences; ++s) {
+      const int64_t length = bounds[s + 1] - bounds[s];
+      if (length < 0 || bounds[s + 1] > tokens) return 2;
+      first_tile[static_cast<size_t>(s) + 1] = first_tile[static_cast<size_t>(s)] + (length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+      work += add_tasks(tasks, s, kv_heads, 0, length, bounds[s]);
+    }
+    thread_local Scratch memory;
+    const int64_t tile = BLOCK_TOKENS * size, row = kv_heads * size;
+    float* transposed = memory.floats(first_tile.back() * kv_heads * tile);
+    const int threads = threads_for(tokens * row * 4);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t s = 0; s < sequences; ++s)
-    for (int64_t head = 0; head < kv_heads; ++head)
-      transpose_tiles(k + bounds[s] * row + head * size, row, bounds[s + 1] - bounds[s], size,
-                      transposed + (first_tile[static_cast<size_t>(s)] * kv_heads + head) * tile, kv_heads * tile);
-  run_tasks(tasks, {q, heads, kv_heads, size, scale, window, out, log_sum}, work * heads * size, [&](const Task& task) -> Tiles {
-    const int64_t begin = bounds[task.sequence];
-    return {transposed + (first_tile[static_cast<size_t>(task.sequence)] * kv_heads + task.kv_head) * tile,
-            v + begin * row + task.kv_head * size,
-            kv_heads * tile,
-            BLOCK_TOKENS * row,
-            row,
-            nullptr};
+    for (int64_t s = 0; s < sequences; ++s)
+      for (int64_t head = 0; head < kv_heads; ++head)
+        transpose_tiles(k + bounds[s] * row + head * size, row, bounds[s + 1] - bounds[s], size,
+                        transposed + (first_tile[static_cast<size_t>(s)] * kv_heads + head) * tile, kv_heads * tile);
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
+      const int64_t begin = bounds[task.sequence];
+      return {0,
+              transposed + (first_tile[static_cast<size_t>(task.sequence)] * kv_heads + task.kv_head) * tile,
+              v + begin * row + task.kv_head * size,
+              nullptr,
+              nullptr,
+              kv_heads * tile,
+              BLOCK_TOKENS * row,
+              0,
+              row,
+              nullptr};
+    });
+    return 0;
   });
-  return 0;
 }
 
 }  // extern "C"

@@ -1,10 +1,10 @@
 // The core that every attention kernel calls: a few query rows against one head's keys and values, in absolute tiles.
 //
-// Keys come in tiles of 16 positions, transposed [size][16]; values as rows of `size`. Spans of SPAN absolute positions are
-// taken in order. In a span a row's scores are fused multiply-add chains over the head size, sixteen keys at once; the row's
-// maximum is exact in any order; its sum runs in sixteen lanes over the tiles; its output is one chain over the keys. Between
-// spans the sums are rescaled to the new maximum (the online softmax of Milakov and Gimelshein, 2018). A row that sees nothing
-// of a span is left as it is, bit for bit, so rows of unlike reach can share a walk.
+// Keys come in tiles of 16 positions, transposed [size][16]; values as rows of `size`. Every span of SPAN absolute positions has
+// a softmax of its own, and spans are merged in their order (Milakov and Gimelshein, 2018), so it does not matter who computes
+// them. In a span a row's scores are fused multiply-add chains over the head size, sixteen keys at once; the row's maximum is
+// exact in any order; its sum runs in sixteen lanes over the tiles; its output is one chain over the keys. No key that a row does
+// not see takes part in its sums, not even as 0 times something that may not be finite.
 #pragma once
 
 #include <algorithm>
@@ -19,16 +19,15 @@ constexpr int64_t SPAN_TILES = SPAN / BLOCK_TOKENS;
 constexpr int64_t MAX_HEAD_SIZE = 512;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// One head's keys and values in tiles: those of the cache through a block table, or consecutive ones.
-struct Tiles {
-  const float *keys, *values;
-  int64_t key_tile_stride, value_tile_stride;  // elements from tile to tile
-  int64_t value_row_stride;
-  const int32_t* table;  // null: tile t is block t
+// Tiles of fp32: tile t is block table[t], or the (t - first)th in order.
+struct View {
+  const float* data;
+  int64_t tile_stride;  // in elements
+  int64_t row_stride;   // of values
+  const int32_t* table;
+  int64_t first;
 
-  int64_t block(int64_t tile) const { return table ? table[tile] : tile; }
-  const float* key_tile(int64_t tile) const { return keys + block(tile) * key_tile_stride; }
-  const float* value_tile(int64_t tile) const { return values + block(tile) * value_tile_stride; }
+  const float* tile(int64_t t) const { return data + (table ? table[t] : t - first) * tile_stride; }
 };
 
 // Up to MAX_ROWS_AT_ONCE query rows; row r sees the keys begin[r] <= position < end[r].
@@ -37,23 +36,25 @@ struct Rows {
   const float* data[MAX_ROWS_AT_ONCE];
   int64_t begin[MAX_ROWS_AT_ONCE], end[MAX_ROWS_AT_ONCE];
 
-  int64_t first_tile() const { return *std::min_element(begin, begin + count) / BLOCK_TOKENS; }
   int64_t last_position() const { return *std::max_element(end, end + count); }
+  int64_t first_tile() const { return *std::min_element(begin, begin + count) / BLOCK_TOKENS; }
+  int64_t last_tile() const { return (last_position() + BLOCK_TOKENS - 1) / BLOCK_TOKENS; }
+  bool sees_tiles(int r, int64_t first, int64_t last) const { return begin[r] < last * BLOCK_TOKENS && first * BLOCK_TOKENS < end[r]; }
 };
 
 using SpanBuffer = float[MAX_ROWS_AT_ONCE][SPAN];
 
-// out[r SPAN + (t - first) 16 ..] = rows[r] . key for the tiles first <= t < last; `pick` names a tile's transposed [size][16].
+// out[r SPAN + (t - first) 16 ..] = rows[r] . key for the tiles first <= t < last.
 // TILES are walked at once, so that few rows still keep the multipliers busy.
-template <int ROWS, int TILES, typename Pick>
-INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, Pick pick, float* out) {
+template <int ROWS, int TILES>
+INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int64_t last, const View& view, float* out) {
   int64_t t = first;
   for (; t + TILES <= last; t += TILES) {
     const float* keys[TILES];
     V acc[TILES][ROWS];
 #pragma GCC unroll 8
     for (int i = 0; i < TILES; ++i) {
-      keys[i] = pick(t + i);
+      keys[i] = view.tile(t + i);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) acc[i][r] = zero();
     }
@@ -70,29 +71,28 @@ INLINE void dot_tiles(const float* const* rows, int64_t size, int64_t first, int
       for (int r = 0; r < ROWS; ++r) store(out + r * SPAN + (t + i - first) * LANES, acc[i][r]);
   }
   if constexpr (TILES > 1)
-    if (t < last) dot_tiles<ROWS, TILES / 2>(rows, size, t, last, pick, out + (t - first) * LANES);
+    if (t < last) dot_tiles<ROWS, TILES / 2>(rows, size, t, last, view, out + (t - first) * LANES);
 }
 
-// out[r][0..16 VECTORS) += sum over the keys of the tiles, in order, of weights[r][key] values[key][0..16 VECTORS).
-// `columns` is the width of the last vector; out rows are `out_stride` apart and may be written to full vectors.
-template <int ROWS, int VECTORS, typename Pick>
-INLINE void add_weighted(const SpanBuffer weights, int64_t first, int64_t last_key, int64_t row_stride, int columns, Pick pick, float* out,
-                         int64_t out_stride) {
+// For the rows r: out[r][d .. d + 16 VECTORS) += sum over the keys from <= key < to, in order, of weights[r][key - first_key]
+// values[key][the same columns). `columns` is the width of the last vector; out may be written to full vectors.
+template <int ROWS, int VECTORS>
+INLINE void add_keys(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t d, int columns, const View& view, float* out) {
   V acc[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(out + r * out_stride + v * LANES);
-  for (int64_t t = first; t * BLOCK_TOKENS < last_key; ++t) {
-    const float* values = pick(t);
-    const int64_t keys = std::min(BLOCK_TOKENS, last_key - t * BLOCK_TOKENS), at = (t - first) * BLOCK_TOKENS;
-    for (int64_t j = 0; j < keys; ++j, values += row_stride) {
+    for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(out + r * MAX_HEAD_SIZE + d + v * LANES);
+  for (int64_t key = from; key < to;) {
+    const int64_t tile = key / BLOCK_TOKENS, next = std::min(to, (tile + 1) * BLOCK_TOKENS);
+    const float* values = view.tile(tile) + (key - tile * BLOCK_TOKENS) * view.row_stride + d;
+    for (; key < next; ++key, values += view.row_stride) {
       V value[VECTORS];
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) value[v] = v == VECTORS - 1 ? get(values + v * LANES, columns) : load(values + v * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
-        const V weight = set1(weights[r][at + j]);
+        const V weight = set1(weights[r * SPAN + key - first_key]);
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
       }
@@ -101,21 +101,38 @@ INLINE void add_weighted(const SpanBuffer weights, int64_t first, int64_t last_k
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) store(out + r * out_stride + v * LANES, acc[r][v]);
+    for (int v = 0; v < VECTORS; ++v) store(out + r * MAX_HEAD_SIZE + d + v * LANES, acc[r][v]);
 }
 
 // The same over all of a head's columns.
-template <int ROWS, typename Pick>
-INLINE void add_weighted_rows(const SpanBuffer weights, int64_t first, int64_t last_key, int64_t row_stride, int64_t size, Pick pick,
-                              float* out, int64_t out_stride) {
-  constexpr int WIDE = ROWS <= 2 ? 4 : 2;
+template <int ROWS>
+INLINE void add_all_columns(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const View& view, float* out) {
+  if (from >= to) return;
   int64_t d = 0;
-  const auto from = [&](int64_t t) { return pick(t) + d; };
-  for (; d + WIDE * LANES <= size; d += WIDE * LANES)
-    add_weighted<ROWS, WIDE>(weights, first, last_key, row_stride, LANES, from, out + d, out_stride);
+  if constexpr (ROWS <= 2)
+    for (; d + 4 * LANES <= size; d += 4 * LANES) add_keys<ROWS, 4>(weights, first_key, from, to, d, LANES, view, out);
+  for (; d + 2 * LANES <= size; d += 2 * LANES) add_keys<ROWS, 2>(weights, first_key, from, to, d, LANES, view, out);
   for (; d < size; d += LANES)
-    add_weighted<ROWS, 1>(weights, first, last_key, row_stride, static_cast<int>(std::min<int64_t>(LANES, size - d)), from, out + d,
-                          out_stride);
+    add_keys<ROWS, 1>(weights, first_key, from, to, d, static_cast<int>(std::min<int64_t>(LANES, size - d)), view, out);
+}
+
+inline void add_row(const float* weights, int64_t first_key, int64_t from, int64_t to, int64_t size, const View& view, float* out) {
+  add_all_columns<1>(weights, first_key, from, to, size, view, out);
+}
+
+// out[r] += the values of the tiles first <= t < last by weights[r SPAN ..], for exactly the keys that row r sees: those that all rows see
+// at once, those before and behind by themselves.
+template <int ROWS>
+INLINE void add_weighted(const float* weights, const Rows& rows, int64_t first, int64_t last, int64_t size, const View& view,
+                         float (*out)[MAX_HEAD_SIZE]) {
+  const int64_t begin = first * BLOCK_TOKENS, end = last * BLOCK_TOKENS;
+  const int64_t shared_begin = std::clamp(*std::max_element(rows.begin, rows.begin + ROWS), begin, end);
+  const int64_t shared_end = std::clamp(*std::min_element(rows.end, rows.end + ROWS), shared_begin, end);
+  for (int r = 0; r < ROWS; ++r)
+    add_row(weights + r * SPAN, begin, std::max(begin, rows.begin[r]), std::min(shared_begin, rows.end[r]), size, view, out[r]);
+  add_all_columns<ROWS>(weights, begin, shared_begin, shared_end, size, view, out[0]);
+  for (int r = 0; r < ROWS; ++r)
+    add_row(weights + r * SPAN, begin, std::max(shared_end, rows.begin[r]), std::min(end, rows.end[r]), size, view, out[r]);
 }
 
 constexpr int tiles_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }

@@ -158,6 +158,18 @@ class Rope(torch.autograd.Function):
         return grad_qkv, None, None, None, grad_q_norm, grad_k_norm, None, None
 
 
+class RoundKV(torch.autograd.Function):
+    """The gradient goes straight through (Bengio et al., 2013)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, calls: Calls) -> Tensor:
+        return calls.round_kv(dense(x), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None
+
+
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(

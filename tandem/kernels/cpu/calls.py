@@ -4,12 +4,14 @@ Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brough
 ``new_empty`` with plain sizes, by far the fastest way to a small tensor.
 """
 
-from torch import Tensor, empty, empty_like, float32, float64, int32, int64
+from torch import Tensor, bfloat16, dtype, empty, empty_like, float8_e4m3fn, float32, float64, int8, int32, int64
 
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
 
 _MAX_HEAD = 512
+_STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3}
+"""The kinds of ``for_stored`` in cache.h."""
 
 
 def dense(x: Tensor) -> Tensor:
@@ -210,22 +212,30 @@ class Calls:
     ) -> Tensor:
         query_heads, kv_heads, size = heads
         tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
-        keys, values = cache
-        blocks, slots = keys.shape[0], _indices(slots, int64)
-        _expect_cache(keys, values, kv_heads, size)
+        blocks, slots = cache.keys.shape[0], _indices(slots, int64)
+        addresses = _cache_addresses(cache, kv_heads, size)
         if slots.shape[0] != tokens:
             raise shape_error("slots", slots, f"[{tokens}]")
         q = qkv.new_empty(tokens, query_heads, size)
         code = self._c.rope_to_cache(
             qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, cos_sin.shape[0], query_heads, kv_heads, size,
-            _address(q_norm), _address(k_norm), eps, q.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks,
-            slots.data_ptr(),
+            _address(q_norm), _address(k_norm), eps, q.data_ptr(), *addresses, blocks, slots.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise IndexError(f"rope_to_cache: a position lies outside 0..{len(cos_sin) - 1}")
         if code == 2:
             raise IndexError(f"rope_to_cache: a slot lies outside the cache of {blocks} blocks")
         return q
+
+    def round_kv(self, x: Tensor, stored: dtype) -> Tensor:
+        if stored not in _STORED:
+            raise TypeError(f"kernels cpu keep keys and values in {', '.join(map(str, _STORED))}, not in {stored}")
+        *_, size = x.shape
+        if size > _MAX_HEAD:
+            raise shape_error("round_kv x", x, f"a head size up to {_MAX_HEAD}")
+        out = empty_like(x)
+        self._c.round_kv(x.data_ptr(), _STORED[stored], x.numel() // size, size, out.data_ptr())
+        return out
 
     def rope_backward(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
@@ -295,9 +305,8 @@ class Calls:
 
     def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
         tokens, heads, size = q.shape
-        keys, values = cache
-        blocks, kv_heads = keys.shape[:2]
-        _expect_cache(keys, values, kv_heads, size)
+        blocks, kv_heads = cache.keys.shape[:2]
+        addresses = _cache_addresses(cache, kv_heads, size)
         starts, lengths = _indices(batch.query_start, int32), _indices(batch.context_lens, int32)
         tables = _indices(batch.block_tables, int32)
         sequences, width = tables.shape
@@ -307,8 +316,8 @@ class Calls:
             raise shape_error("query_start", starts, f"[{sequences + 1}]")
         out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
-            q.data_ptr(), keys.data_ptr(), values.data_ptr(), tokens, blocks, heads, kv_heads, size, starts.data_ptr(),
-            lengths.data_ptr(), tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
+            q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
+            tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -368,9 +377,21 @@ class Calls:
         return SampledRows(tokens, raw, sampling)
 
 
-def _expect_cache(keys: Tensor, values: Tensor, kv_heads: int, size: int) -> None:
-    blocks = keys.shape[0]
-    if keys.dtype is not float32 or not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
-        raise shape_error("cache keys", keys, f"dense fp32 [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
-    if values.dtype is not float32 or not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):
-        raise shape_error("cache values", values, f"dense fp32 [{blocks}, {kv_heads}, {BLOCK_TOKENS}, {size}]")
+def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
+    """The kind of a cache and where its four tensors stand (0 for one that it does not have)."""
+    keys, values, key_scales, value_scales = cache
+    blocks, kind = keys.shape[0], _STORED.get(keys.dtype)
+    if kind is None or values.dtype is not keys.dtype:
+        raise TypeError(f"kernels cpu keep keys and values in one of {', '.join(map(str, _STORED))}, not in {keys.dtype} and {values.dtype}")
+    if not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
+        raise shape_error("cache keys", keys, f"dense [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
+    if not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):
+        raise shape_error("cache values", values, f"dense [{blocks}, {kv_heads}, {BLOCK_TOKENS}, {size}]")
+    if kind < 2:
+        return kind, keys.data_ptr(), values.data_ptr(), 0, 0
+    for scales in (key_scales, value_scales):
+        if scales is None:
+            raise TypeError(f"a cache of {keys.dtype} has no scales; make it with empty_cache")
+        if not scales.is_contiguous() or scales.dtype is not float32 or scales.shape != (blocks, kv_heads, BLOCK_TOKENS):
+            raise shape_error("cache scales", scales, f"dense fp32 [{blocks}, {kv_heads}, {BLOCK_TOKENS}]")
+    return kind, keys.data_ptr(), values.data_ptr(), _address(key_scales), _address(value_scales)

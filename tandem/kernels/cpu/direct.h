@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "parallel.h"
+
 struct PyObject;
 
 extern "C" {
@@ -30,6 +32,12 @@ void PyErr_SetString(PyObject* type, const char* message);
 void* PyEval_SaveThread();
 void PyEval_RestoreThread(void* state);
 extern PyObject* PyExc_TypeError;
+}
+
+namespace direct {
+// What is raised where a function finds no memory: told by Python once.
+extern PyObject* error_type;
+extern const char* error_text;
 }
 
 namespace direct {
@@ -56,6 +64,10 @@ PyObject* call_with(Result (*function)(Arguments...), PyObject* const* given, st
   else
     code = static_cast<long>(function(std::get<At>(arguments)...));
   PyEval_RestoreThread(state);
+  if (std::is_same_v<Result, int> && code == OUT_OF_MEMORY) {
+    PyErr_SetString(error_type, error_text);
+    return nullptr;
+  }
   return PyLong_FromLong(code);
 }
 

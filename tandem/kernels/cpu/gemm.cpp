@@ -139,7 +139,9 @@ void pack_columns(const float* from, int64_t stride, int64_t k, int64_t columns,
 // One panel's rows k0 .. k0 + k.
 void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_t k, float* to) {
   const int64_t first = panel * PANEL, columns = std::min(PANEL, n - first), width = panel_width(n, panel);
-  if (right.layout == Layout::ROWS)
+  if (right.layout == Layout::CODED)
+    right.codes->decode(panel, k0, k, width, to);
+  else if (right.layout == Layout::ROWS)
     pack_rows(right.data + k0 * right.stride + first, right.stride, k, columns, width, to);
   else
     pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
@@ -275,20 +277,29 @@ void multiply_packed(const Product& p, const float* packed) {
   const int64_t chunks = (p.m + ROW_CHUNK - 1) / ROW_CHUNK;
   // Enough tasks to share the work out evenly, and no more: a task reads its whole part of both matrices.
   const int64_t groups = std::min(panels, std::max<int64_t>(1, (4 * threads + chunks - 1) / chunks));
+  Failure failure;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
   for (int64_t task = 0; task < chunks * groups; ++task) {
     const int64_t chunk = task / groups, group = task % groups;
-    block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+    failure.guard([&] {
+      block.run(chunk * ROW_CHUNK, std::min(p.m, (chunk + 1) * ROW_CHUNK), panels * group / groups, panels * (group + 1) / groups);
+    });
   }
+  failure.raise();
 }
+
+// Decoded again for every CODED_ROWS rows, in the order of their columns: the outputs of so many rows and one panel stay in the cache.
+constexpr int64_t CODED_ROWS = 4 * ROW_CHUNK;
 
 // Few rows: packing the whole right matrix first would cost more than the product.
 void multiply_few_rows(const Product& p) {
   const Block block(p, nullptr);
   const int64_t panels = panel_count(p.n);
   const int threads = threads_for(p.m * p.n * p.k + p.n * p.k);
+  Failure failure;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < panels; ++panel) block.run_unpacked(panel);
+  for (int64_t panel = 0; panel < panels; ++panel) failure.guard([&] { block.run_unpacked(panel); });
+  failure.raise();
 }
 
 }  // namespace
@@ -313,6 +324,16 @@ void multiply(const Product& p) {
     return;
   }
   if (p.right.layout == Layout::PACKED) return multiply_packed(p, p.right.data);
+  if (p.right.layout == Layout::CODED) {
+    for (int64_t m = 0; m < p.m; m += CODED_ROWS) {
+      Product part = p;
+      part.m = std::min(CODED_ROWS, p.m - m);
+      part.left.data += m * p.left.row_stride;
+      part.out += m * p.out_stride;
+      multiply_few_rows(part);
+    }
+    return;
+  }
   if (p.m <= ROW_CHUNK && panel_count(p.n) >= omp_get_max_threads()) return multiply_few_rows(p);
   thread_local Scratch memory;
   const int64_t deep = std::min(p.k, SLAB_K);

@@ -9,13 +9,16 @@ extern "C" {
 
 // out[bounds[g] : bounds[g + 1], n] = x[..., k] weight[g][n, k]^T, with each weight packed or plain, one `stride` floats
 // behind the other.
-void tandem_grouped_linear(
+int tandem_grouped_linear(
     const float* x, const float* weight, int packed, int64_t stride, const int64_t* bounds, int64_t groups, int64_t n, int64_t k,
     float* out) {
+  Failure failure;
   const auto run = [&](int64_t g) {
-    const int64_t first = bounds[g], rows = bounds[g + 1] - first;
-    const Right right = {weight + g * stride, packed ? Layout::PACKED : Layout::COLUMNS, k};
-    if (rows > 0) multiply({rows, n, k, {x + first * k, k, 1}, right, out + first * n, n, nullptr, false});
+    failure.guard([&] {
+      const int64_t first = bounds[g], rows = bounds[g + 1] - first;
+      const Right right = {weight + g * stride, packed ? Layout::PACKED : Layout::COLUMNS, k};
+      if (rows > 0) multiply({rows, n, k, {x + first * k, k, 1}, right, out + first * n, n, nullptr, false});
+    });
   };
   int64_t busy = 0, most = 0;
   for (int64_t g = 0; g < groups; ++g) {
@@ -31,6 +34,7 @@ void tandem_grouped_linear(
   } else {
     for (int64_t g = 0; g < groups; ++g) run(g);
   }
+  return or_out_of_memory([&] { failure.raise(); });
 }
 
 }  // extern "C"

@@ -5,47 +5,78 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.types import RunError
+
 _P, _I, _N, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_floats": (_N, (_N, _N)),
     "pack": (None, (_P, _N, _N, _P)),
-    "linear": (None, (_P, _P, _I, _P, _N, _N, _N, _P)),
-    "grouped_linear": (None, (_P, _P, _I, _N, _P, _N, _N, _N, _P)),
-    "route": (None, (_P, _N, _N, _N, _I, _P, _P, _P, _P, _P)),
-    "gated_mlp": (None, (_P, _P, _P, _P, _P, _N, _N, _N, _P)),
-    "linear_grad_x": (None, (_P, _P, _N, _N, _N, _P)),
-    "linear_grad_weight": (None, (_P, _P, _N, _N, _N, _I, _P)),
+    "linear": (_I, (_P, _P, _I, _P, _N, _N, _N, _P)),
+    "grouped_linear": (_I, (_P, _P, _I, _N, _P, _N, _N, _N, _P)),
+    "route": (_I, (_P, _N, _N, _N, _I, _P, _P, _P, _P, _P)),
+    "gated_mlp": (_I, (_P, _P, _P, _P, _P, _N, _N, _N, _P)),
+    "linear_grad_x": (_I, (_P, _P, _N, _N, _N, _P)),
+    "linear_grad_weight": (_I, (_P, _P, _N, _N, _N, _I, _P)),
     "linear_grad_bias": (None, (_P, _N, _N, _P)),
     "rms_norm": (None, (_P, _P, _P, _N, _N, _F, _P, _P, _P)),
-    "rms_norm_backward": (None, (_P, _P, _P, _P, _P, _N, _N, _P, _P)),
+    "rms_norm_backward": (_I, (_P, _P, _P, _P, _P, _N, _N, _P, _P)),
     "silu_mul": (None, (_P, _N, _N, _P)),
     "silu_mul_backward": (None, (_P, _P, _N, _N, _P)),
     "rope": (_I, (_P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _F, _P, _P, _P)),
-    "rope_to_cache": (_I, (_P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _F, _P, _P, _P, _N, _P)),
-    "rope_backward": (None, (_P, _P, _P, _N, _N, _N, _N, _P, _P, _F, _P, _P, _P, _P, _P)),
-    "paged_attention": (_I, (_P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _P, _N, _N, _F, _N, _P)),
+    "rope_to_cache": (_I, (_P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _F, _P, _I, _P, _P, _P, _P, _N, _P)),
+    "round_kv": (None, (_P, _I, _N, _N, _P)),
+    "rope_backward": (_I, (_P, _P, _P, _N, _N, _N, _N, _P, _P, _F, _P, _P, _P, _P, _P)),
+    "paged_attention": (_I, (_P, _I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _P, _P, _N, _N, _F, _N, _P)),
     "packed_attention": (_I, (_P, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _P, _P)),
-    "packed_attention_backward": (None, (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _F, _N, _P, _P, _P)),
+    "packed_attention_backward": (_I, (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _F, _N, _P, _P, _P)),
     "logprobs": (_I, (_P, _P, _N, _N, _F, _P, _P, _P)),
     "logprobs_backward": (None, (_P, _P, _N, _N, _F, _P, _P, _P)),
-    "sample": (None, (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P)),
+    "int8_packed_bytes": (_N, (_N, _N)),
+    "int8_pack": (None, (_P, _N, _N, _P)),
+    "int8_linear": (None, (_P, _P, _P, _P, _N, _N, _N, _P)),
+    "coded_bytes": (_N, (_I, _N, _N)),
+    "coded_pack": (None, (_I, _P, _N, _N, _P)),
+    "coded_linear": (None, (_P, _I, _P, _P, _P, _N, _P, _N, _N, _N, _P)),
+    "round_fp8": (None, (_P, _N, _N, _N, _P)),
+    "sample": (_I, (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P)),
 }
 
 
+_OUT_OF_MEMORY = -1
+
+
+_NO_MEMORY = (
+    "a kernel found no memory for what it works with; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
+    "rollout.max_batched_tokens)"
+)
+
+
+def _check(code: int, function: Any, arguments: Any) -> int:
+    if code == _OUT_OF_MEMORY:
+        raise RunError(_NO_MEMORY)
+    return code
+
+
 class Library:
-    """Each C function ``tandem_x`` as the attribute ``x``. A call lets other Python threads run. What is called often is
-    a builtin of the library itself (``direct.h``); the rest goes through ctypes."""
+    """Each C function ``tandem_x`` as the attribute ``x``. A call lets other Python threads run, and raises ``RunError``
+    where the function could not allocate what it works with; its outputs are undefined then. What is called often is a
+    builtin of the library itself (``direct.h``); the rest goes through ctypes."""
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
-        direct = ctypes.PyDLL(str(path)).tandem_direct
+        builtins = ctypes.PyDLL(str(path))
+        direct = builtins.tandem_direct
         direct.restype, direct.argtypes = ctypes.py_object, (ctypes.c_char_p,)
+        builtins.tandem_raise_as.argtypes = (ctypes.py_object, ctypes.c_char_p)
+        builtins.tandem_raise_as(RunError, _NO_MEMORY.encode())
         for name, (result, arguments) in _SIGNATURES.items():
             function = direct(name.encode())
             if not function:
                 function = getattr(loaded, f"tandem_{name}")
                 function.restype, function.argtypes = result, arguments
+                if result is _I:
+                    function.errcheck = _check
             setattr(self, name, function)
 
     if TYPE_CHECKING:

@@ -34,34 +34,36 @@ void tandem_pack(const float* weight, int64_t n, int64_t k, float* packed) {
 }
 
 // out[m, n] = x[m, k] weight[n, k]^T + bias, with the weight packed or plain.
-void tandem_linear(const float* x, const float* weight, int packed, const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
-  multiply({m, n, k, {x, k, 1}, {weight, packed ? Layout::PACKED : Layout::COLUMNS, k}, out, n, bias, false});
+int tandem_linear(const float* x, const float* weight, int packed, const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
+  return or_out_of_memory([&] { multiply({m, n, k, {x, k, 1}, {weight, packed ? Layout::PACKED : Layout::COLUMNS, k}, out, n, bias, false}); });
 }
 
 // out[m, hidden] = silu_mul(x gate_up^T + gate_up_bias) down^T + down_bias, with both weights packed, a few rows after the other:
 // what lies between stays in the cache, and no [m, 2 inner] is ever allocated.
-void tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down, const float* down_bias,
-                      int64_t m, int64_t hidden, int64_t inner, float* out) {
-  thread_local Scratch memory;
-  const int64_t at_once = std::min(m, ROW_CHUNK * threads_for(m * hidden * inner));
-  float *both = memory.floats(at_once * 3 * inner), *gated = both + at_once * 2 * inner;
-  for (int64_t first = 0; first < m; first += at_once) {
-    const int64_t rows = std::min(at_once, m - first);
-    multiply({rows, 2 * inner, hidden, {x + first * hidden, hidden, 1}, {gate_up, Layout::PACKED, hidden}, both, 2 * inner, gate_up_bias,
-              false});
-    silu_mul(both, rows, inner, gated);
-    multiply({rows, hidden, inner, {gated, inner, 1}, {down, Layout::PACKED, inner}, out + first * hidden, hidden, down_bias, false});
-  }
+int tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down, const float* down_bias,
+                     int64_t m, int64_t hidden, int64_t inner, float* out) {
+  return or_out_of_memory([&] {
+    thread_local Scratch memory;
+    const int64_t at_once = std::min(m, ROW_CHUNK * threads_for(m * hidden * inner));
+    float *both = memory.floats(at_once * 3 * inner), *gated = both + at_once * 2 * inner;
+    for (int64_t first = 0; first < m; first += at_once) {
+      const int64_t rows = std::min(at_once, m - first);
+      multiply({rows, 2 * inner, hidden, {x + first * hidden, hidden, 1}, {gate_up, Layout::PACKED, hidden}, both, 2 * inner, gate_up_bias,
+                false});
+      silu_mul(both, rows, inner, gated);
+      multiply({rows, hidden, inner, {gated, inner, 1}, {down, Layout::PACKED, inner}, out + first * hidden, hidden, down_bias, false});
+    }
+  });
 }
 
 // grad_x[m, k] = grad[m, n] weight[n, k]
-void tandem_linear_grad_x(const float* grad, const float* weight, int64_t m, int64_t n, int64_t k, float* grad_x) {
-  multiply({m, k, n, {grad, n, 1}, {weight, Layout::ROWS, k}, grad_x, k, nullptr, false});
+int tandem_linear_grad_x(const float* grad, const float* weight, int64_t m, int64_t n, int64_t k, float* grad_x) {
+  return or_out_of_memory([&] { multiply({m, k, n, {grad, n, 1}, {weight, Layout::ROWS, k}, grad_x, k, nullptr, false}); });
 }
 
 // grad_weight[n, k] (+)= grad[m, n]^T x[m, k]
-void tandem_linear_grad_weight(const float* grad, const float* x, int64_t m, int64_t n, int64_t k, int accumulate, float* grad_weight) {
-  multiply({n, k, m, {grad, 1, n}, {x, Layout::ROWS, k}, grad_weight, k, nullptr, accumulate != 0});
+int tandem_linear_grad_weight(const float* grad, const float* x, int64_t m, int64_t n, int64_t k, int accumulate, float* grad_weight) {
+  return or_out_of_memory([&] { multiply({n, k, m, {grad, 1, n}, {x, Layout::ROWS, k}, grad_weight, k, nullptr, accumulate != 0}); });
 }
 
 // grad_bias[n] = the sum of grad's rows, in order

@@ -3,16 +3,56 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <new>
+#include <type_traits>
 
 // Threads worth waking for `work` multiply-adds (or as many bytes moved): one below about twenty microseconds' worth.
 inline int threads_for(int64_t work) {
   constexpr int64_t WORTH_A_WAKE_UP = 1 << 20;
   return work < WORTH_A_WAKE_UP || omp_in_parallel() ? 1 : omp_get_max_threads();
 }
+
+constexpr int OUT_OF_MEMORY = -1;
+
+// What a C function returns: `call`'s result (0 where it has none), or OUT_OF_MEMORY where an allocation failed.
+template <typename Call>
+int or_out_of_memory(Call call) noexcept {
+  try {
+    if constexpr (std::is_void_v<decltype(call())>) {
+      call();
+      return 0;
+    } else {
+      return call();
+    }
+  } catch (const std::exception&) {  // bad_alloc, or length_error where a size is absurd: nothing else is thrown here
+    return OUT_OF_MEMORY;
+  }
+}
+
+// Carries a failed allocation out of a parallel loop, which no exception may leave.
+class Failure {
+ public:
+  template <typename Body>
+  void guard(Body body) noexcept {
+    if (failed_.load(std::memory_order_relaxed)) return;
+    try {
+      body();
+    } catch (const std::exception&) {
+      failed_.store(true, std::memory_order_relaxed);
+    }
+  }
+  void raise() const {
+    if (failed_.load()) throw std::bad_alloc();
+  }
+
+ private:
+  std::atomic<bool> failed_{false};
+};
 
 // Floats on a cache line, kept by their thread from call to call and only ever grown.
 class Scratch {

@@ -5,7 +5,6 @@
 #include "cache.h"
 #include "direct.h"
 #include "parallel.h"
-#include "rows.h"
 
 namespace {
 
@@ -67,52 +66,82 @@ int tandem_rope(const float* qkv, const int64_t* positions, const float* cos_sin
   return 0;
 }
 
-// As tandem_rope, with k and v written to their slots. Returns 2 where a slot lies outside the cache's blocks.
+// As tandem_rope, with k and v written to their slots as `kind` says (cache.h); scales null where it needs none. Returns 2 where a
+// slot lies outside the cache's blocks.
 int tandem_rope_to_cache(const float* qkv, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t limit, int64_t hq,
-                         int64_t hkv, int64_t size, const float* q_norm, const float* k_norm, float eps, float* q, float* keys,
-                         float* values, int64_t blocks, const int64_t* slots) {
+                         int64_t hkv, int64_t size, const float* q_norm, const float* k_norm, float eps, float* q, int kind, void* keys,
+                         void* values, float* key_scales, float* value_scales, int64_t blocks, const int64_t* slots) {
   if (!positions_fit(positions, tokens, limit)) return 1;
   if (!positions_fit(slots, tokens, blocks * BLOCK_TOKENS)) return 2;
   if (size > MAX_HEAD) return 3;
   const int64_t row = (hq + 2 * hkv) * size;
   const int threads = threads_for(tokens * row * 8);
+  for_stored(kind, [&](auto stored) {
+    using T = decltype(stored);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < tokens; ++t) {
-    alignas(64) float head[MAX_HEAD];
-    const float *from = qkv + t * row, *angles = cos_sin + positions[t] * size;
-    for (int64_t h = 0; h < hq; ++h) head_forward(from + h * size, q_norm, eps, angles, size, q + (t * hq + h) * size);
-    const int64_t block = slots[t] / BLOCK_TOKENS, offset = slots[t] % BLOCK_TOKENS;
-    for (int64_t h = 0; h < hkv; ++h) {
-      head_forward(from + (hq + h) * size, k_norm, eps, angles, size, head);
-      float* to = keys + (block * hkv + h) * size * BLOCK_TOKENS + offset;
-      for (int64_t d = 0; d < size; ++d) to[d * BLOCK_TOKENS] = head[d];
-      std::copy_n(from + (hq + hkv + h) * size, size, values + ((block * hkv + h) * BLOCK_TOKENS + offset) * size);
+    for (int64_t t = 0; t < tokens; ++t) {
+      alignas(64) float head[MAX_HEAD];
+      T codes[MAX_HEAD];
+      const float *from = qkv + t * row, *angles = cos_sin + positions[t] * size;
+      for (int64_t h = 0; h < hq; ++h) head_forward(from + h * size, q_norm, eps, angles, size, q + (t * hq + h) * size);
+      const int64_t block = slots[t] / BLOCK_TOKENS, offset = slots[t] % BLOCK_TOKENS;
+      for (int64_t h = 0; h < hkv; ++h) {
+        const int64_t at = block * hkv + h;
+        head_forward(from + (hq + h) * size, k_norm, eps, angles, size, head);
+        const float key_scale = encode(head, size, codes);
+        T* to = static_cast<T*>(keys) + at * size * BLOCK_TOKENS + offset;
+        for (int64_t d = 0; d < size; ++d) to[d * BLOCK_TOKENS] = codes[d];
+        const float value_scale = encode(from + (hq + hkv + h) * size, size, static_cast<T*>(values) + (at * BLOCK_TOKENS + offset) * size);
+        if constexpr (IS_SCALED<T>) {
+          key_scales[at * BLOCK_TOKENS + offset] = key_scale;
+          value_scales[at * BLOCK_TOKENS + offset] = value_scale;
+        }
+      }
     }
-  }
+  });
   return 0;
 }
 
+// out = the numbers that a cache of `kind` gives back for rows[count, size]. out may be rows.
+void tandem_round_kv(const float* rows, int kind, int64_t count, int64_t size, float* out) {
+  const int threads = threads_for(count * size * 8);
+  for_stored(kind, [&](auto stored) {
+    using T = decltype(stored);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < count; ++i) {
+      T codes[MAX_HEAD];
+      const float scale = encode(rows + i * size, size, codes);
+      each_vector(size, [&](int64_t d, int n) {
+        const V x = widen_n(codes + d, n);
+        put(out + i * size + d, IS_SCALED<T> ? mul(x, set1(scale)) : x, n);
+      });
+    }
+  });
+}
+
 // grad_norms[2, size]: of q_norm, then of k_norm.
-void tandem_rope_backward(const float* qkv, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t hq, int64_t hkv,
+int tandem_rope_backward(const float* qkv, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t hq, int64_t hkv,
                           int64_t size, const float* q_norm, const float* k_norm, float eps, const float* grad_q, const float* grad_k,
                           const float* grad_v, float* grad_qkv, float* grad_norms) {
-  const int64_t row = (hq + 2 * hkv) * size, chunks = (tokens + TOKENS_PER_SUM - 1) / TOKENS_PER_SUM;
-  std::vector<float> partials(static_cast<size_t>(chunks * 2 * size), 0.0f);
-  const int threads = threads_for(tokens * row * 8);
+  return or_out_of_memory([&] {
+    const int64_t row = (hq + 2 * hkv) * size, chunks = (tokens + TOKENS_PER_SUM - 1) / TOKENS_PER_SUM;
+    std::vector<float> partials(static_cast<size_t>(chunks * 2 * size), 0.0f);
+    const int threads = threads_for(tokens * row * 8);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t c = 0; c < chunks; ++c) {
-    float* sums = partials.data() + c * 2 * size;
-    for (int64_t t = c * TOKENS_PER_SUM; t < std::min(tokens, (c + 1) * TOKENS_PER_SUM); ++t) {
-      const float *from = qkv + t * row, *angles = cos_sin + positions[t] * size;
-      float* to = grad_qkv + t * row;
-      for (int64_t h = 0; h < hq; ++h)
-        head_backward(from + h * size, q_norm, eps, angles, grad_q + (t * hq + h) * size, size, to + h * size, sums);
-      for (int64_t h = 0; h < hkv; ++h)
-        head_backward(from + (hq + h) * size, k_norm, eps, angles, grad_k + (t * hkv + h) * size, size, to + (hq + h) * size, sums + size);
-      std::copy_n(grad_v + t * hkv * size, hkv * size, to + (hq + hkv) * size);
+    for (int64_t c = 0; c < chunks; ++c) {
+      float* sums = partials.data() + c * 2 * size;
+      for (int64_t t = c * TOKENS_PER_SUM; t < std::min(tokens, (c + 1) * TOKENS_PER_SUM); ++t) {
+        const float *from = qkv + t * row, *angles = cos_sin + positions[t] * size;
+        float* to = grad_qkv + t * row;
+        for (int64_t h = 0; h < hq; ++h)
+          head_backward(from + h * size, q_norm, eps, angles, grad_q + (t * hq + h) * size, size, to + h * size, sums);
+        for (int64_t h = 0; h < hkv; ++h)
+          head_backward(from + (hq + h) * size, k_norm, eps, angles, grad_k + (t * hkv + h) * size, size, to + (hq + h) * size, sums + size);
+        std::copy_n(grad_v + t * hkv * size, hkv * size, to + (hq + hkv) * size);
+      }
     }
-  }
-  sum_partials(partials.data(), chunks, 2 * size, grad_norms);
+    sum_partials(partials.data(), chunks, 2 * size, grad_norms);
+  });
 }
 
 }  // extern "C"

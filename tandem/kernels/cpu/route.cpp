@@ -35,14 +35,18 @@ void route_row(const float* logits, int64_t width, int64_t each, bool normalised
 extern "C" {
 
 // logits[rows, width] -> gates, experts [rows, each]; bounds[width + 1], order and inverse [rows * each] as `Routing` has them.
-void tandem_route(const float* logits, int64_t rows, int64_t width, int64_t each, int normalised, float* gates, int64_t* experts,
-                  int64_t* bounds, int64_t* order, int64_t* inverse) {
+int tandem_route(const float* logits, int64_t rows, int64_t width, int64_t each, int normalised, float* gates, int64_t* experts,
+                 int64_t* bounds, int64_t* order, int64_t* inverse) {
   const int threads = threads_for(rows * width * (COST_OF_EXP + each));
+  Failure failure;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; ++r) {
-    thread_local Scratch memory;
-    route_row(logits + r * width, width, each, normalised != 0, memory.floats(width), gates + r * each, experts + r * each);
-  }
+  for (int64_t r = 0; r < rows; ++r)
+    failure.guard([&] {
+      thread_local Scratch memory;
+      route_row(logits + r * width, width, each, normalised != 0, memory.floats(width), gates + r * each, experts + r * each);
+    });
+  const int code = or_out_of_memory([&] { failure.raise(); });
+  if (code != 0) return code;
   const int64_t places = rows * each;
   for (int64_t e = 0; e <= width; ++e) bounds[e] = 0;
   for (int64_t j = 0; j < places; ++j) ++bounds[experts[j] + 1];
@@ -55,6 +59,7 @@ void tandem_route(const float* logits, int64_t rows, int64_t width, int64_t each
   }
   for (int64_t e = width; e > 0; --e) bounds[e] = bounds[e - 1];
   bounds[0] = 0;
+  return 0;
 }
 
 }  // extern "C"

@@ -68,17 +68,19 @@ void tandem_rms_norm(const float* x, const float* residual, const float* weight,
 }
 
 // grad_x also receives grad_total (the gradient that reaches x + residual by its other way), where given.
-void tandem_rms_norm_backward(const float* x, const float* weight, const float* grad, const float* grad_total, const float* rstd,
+int tandem_rms_norm_backward(const float* x, const float* weight, const float* grad, const float* grad_total, const float* rstd,
                               int64_t rows, int64_t width, float* grad_x, float* grad_weight) {
-  const int64_t chunks = (rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM;
-  std::vector<float> partials(static_cast<size_t>(chunks * width), 0.0f);
-  const int threads = threads_for(rows * width * 8);
+  return or_out_of_memory([&] {
+    const int64_t chunks = (rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM;
+    std::vector<float> partials(static_cast<size_t>(chunks * width), 0.0f);
+    const int threads = threads_for(rows * width * 8);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t c = 0; c < chunks; ++c)
-    for (int64_t r = c * ROWS_PER_SUM; r < std::min(rows, (c + 1) * ROWS_PER_SUM); ++r)
-      norm_row_backward(x + r * width, weight, grad + r * width, grad_total ? grad_total + r * width : nullptr, rstd[r], width,
-                        grad_x + r * width, partials.data() + c * width);
-  sum_partials(partials.data(), chunks, width, grad_weight);
+    for (int64_t c = 0; c < chunks; ++c)
+      for (int64_t r = c * ROWS_PER_SUM; r < std::min(rows, (c + 1) * ROWS_PER_SUM); ++r)
+        norm_row_backward(x + r * width, weight, grad + r * width, grad_total ? grad_total + r * width : nullptr, rstd[r], width,
+                          grad_x + r * width, partials.data() + c * width);
+    sum_partials(partials.data(), chunks, width, grad_weight);
+  });
 }
 
 void tandem_silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) { silu_mul(gate_up, rows, width, out); }
