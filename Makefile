@@ -47,7 +47,7 @@ bench: .venv/.test .venv-peer/.installed
 	@touch $@
 
 .venv/.test: .venv/.run
-	$(PIP) -e ".[test,lint,chat,reasoning-gym]"
+	$(PIP) -e ".[test,lint,chat,serve,structured,s3,reasoning-gym]"
 	@touch $@
 
 .venv-peer/.installed: benchmarks/peer-requirements.txt

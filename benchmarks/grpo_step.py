@@ -8,13 +8,13 @@ into the engine, and its metrics); TRL's is what lies between its ``on_step_begi
 all threads and child processes. The first step of each side is not counted.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from machine import HERE, Driven, best_and_median, machine, peer_python, write_ratios, write_report
+from options import parser as shared_parser
 from start_model import recipe_with, warm_model, write_peer_settings, write_prompts, write_run
 
 KL = {"on": 0.01, "off": 0.0}
@@ -54,13 +54,9 @@ def row(kl: str, threads: int, sides: dict[str, list[dict[str, Any]]]) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", default=".venv-peer/bin/python")
+    parser = shared_parser(__doc__ or "", threads=(1, 2), peer=True, work="the start model is")
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each side")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kl", nargs="+", choices=sorted(KL), default=["off", "on"])
-    parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="where the start model is kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     peer, described = peer_python(options.peer_python), machine()
     options.work.mkdir(parents=True, exist_ok=True)

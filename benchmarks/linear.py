@@ -7,7 +7,6 @@ kernel's CPU time over MKL's.
     python benchmarks/linear.py [--threads 1 2] [--seconds 0.3] [--out benchmarks/results]
 """
 
-import argparse
 import datetime
 import os
 import platform
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from options import parser as shared_parser
 
 from tandem.kernels import select
 
@@ -123,10 +123,8 @@ def machine() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts, a table for each")
+    parser = shared_parser(__doc__ or "", threads=(1, 2))
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each shape")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the report goes")
     options = parser.parse_args()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     text = ["# Linear layers: fixed order beside MKL", "", f"{today}. {machine()}.", "", __doc__.split("\n\n")[1], ""]

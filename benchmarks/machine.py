@@ -7,7 +7,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +53,35 @@ def best_and_median(values: Sequence[float]) -> tuple[float, float]:
     return min(values), statistics.median(values)
 
 
-def peer_python(given: str) -> str:
+def peer_python(given: str, option: str = "--peer-python", how: str = "`make bench`") -> str:
     """The peer's interpreter. Exits where there is none."""
     if not Path(given).is_file():
-        sys.exit(f"no peer at '{given}'; `make bench` makes it, or name its interpreter with --peer-python")
+        sys.exit(f"no peer at '{given}'; {how} makes it, or name its interpreter with {option}")
     return given
+
+
+class SideFailed(SystemExit):
+    """A side ended. Nobody's catching it ends the benchmark with its message."""
 
 
 class Driven:
     """One side of a benchmark in a process of its own that waits for commands. ``threads`` and the variables of the OpenMP
-    runtime are the same on every side."""
+    runtime are the same on every side; ``extra`` are variables of this side alone. ``start_s``: wall seconds until it was
+    ready."""
 
-    def __init__(self, name: str, command: Sequence[str | Path], threads: int, log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str | Path], threads: int, log: Path, extra: Mapping[str, str] | None = None
+    ) -> None:
         self.name, self.log_path = name, log
         environment = {**os.environ, **Threads(threads).environment(), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= extra or {}
+        began = time.perf_counter()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [str(part) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment, text=True
             )
         self._read()
+        self.start_s = time.perf_counter() - began
 
     def ask(self, command: str) -> dict[str, Any]:
         """The answer to one line."""
@@ -92,7 +103,7 @@ class Driven:
 
     def _fail(self) -> None:
         tail = "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-        sys.exit(f"the side '{self.name}' ended with status {self.process.wait()}:\n{tail}")
+        raise SideFailed(f"the side '{self.name}' ended with status {self.process.wait()}:\n{tail}")
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -8,7 +8,6 @@ gives text and raw and processed log-probabilities of every token, which ``gener
 of their own that take turns; the first round is not counted.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import HERE, Driven, best_and_median, machine, peer_python, write_ratios, write_report
+from options import parser as shared_parser
 from start_model import recipe_with, warm_model
 
 from tandem.pod.prompts import prompt_source
@@ -53,12 +53,8 @@ def measure(model: Path, work: Path, peer: str, threads: int, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", default=".venv-peer/bin/python")
+    parser = shared_parser(__doc__ or "", threads=(1, 2), peer=True, work="the start model is")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="where the start model is kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     peer, described = peer_python(options.peer_python), machine()
     options.work.mkdir(parents=True, exist_ok=True)

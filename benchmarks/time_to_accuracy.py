@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from machine import HERE, Driven, machine, peer_python, write_ratios, write_report
+from options import parser as shared_parser
 from start_model import recipe_with, warm_model, write_peer_settings, write_prompts, write_run
 
 from tandem.config.recipe import Recipe
@@ -104,14 +105,10 @@ def describe(point: tuple[int, float, float, float] | None) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", default=".venv-peer/bin/python")
-    parser.add_argument("--threads", type=int, default=1)
+    parser = shared_parser(__doc__ or "", threads=1, peer=True, work="the start model is")
     parser.add_argument("--steps", type=int, default=150, help="at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer-settings", choices=sorted(PEER_SETTINGS), default="best", help="TRL's own, or the sort recipe's")
-    parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="where the start model is kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     peer, described = peer_python(options.peer_python), machine()
     options.work.mkdir(parents=True, exist_ok=True)

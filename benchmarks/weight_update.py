@@ -1,19 +1,15 @@
 """Verified bytes per second of the weight update, as a share of what the memory can do.
 
-    python benchmarks/weight_update.py [--repeat 7] [--threads 2] [--write]
+    python benchmarks/weight_update.py [--repeat 7] [--threads 2]
 
 Three models with the shapes of a Qwen3 (5 MB, 100 MB, 1 GB of fp32). In every round, one after the other, so that all see the
 same machine: the ceiling (a plain copy between two warm private buffers, as many threads), ``register`` (copy to shared
 memory, xxh3-128 of every tensor, publication) and ``update`` (copy out, xxh3-128 of the private copy of every tensor, all
-compared with the manifest). The best of the rounds counts. ``--write`` puts the table into benchmarks/results.
+compared with the manifest). The best of the rounds counts.
 """
 
-import argparse
 import ctypes
-import datetime
 import mmap
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -26,6 +22,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from machine import machine, write_report
+from options import parser as shared_parser
 
 from tandem.checkpoint_engine.copying import address_of
 from tandem.checkpoint_engine.manifest import segment_bytes
@@ -34,7 +32,6 @@ from tandem.checkpoint_engine.shared_memory import WeightBuffers, populate
 from tandem.checkpoint_engine.update import WeightReader
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.runtime.coordination.embedded import EmbeddedStore
-from tandem.runtime.numerics import instruction_set
 from tandem.types import WeightVersion
 
 
@@ -132,38 +129,21 @@ def table(repeat: int, threads: int) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """The processor, its cores and vector extensions, memory and torch, in one line."""
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model}, {os.cpu_count()} cores ({instruction_set()}), {memory:.0f} GiB, torch {torch.__version__}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared_parser(__doc__ or "", threads=2)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    before = os.getloadavg()[0]
-    today = datetime.date.today().isoformat()
+    described = machine()
     text = (
-        f"# Weight update, {today}\n\n{machine()}. Load average when it began: {before:.1f}.\n\n"
+        f"# Weight update\n\n{described}\n\n"
         f"Best of {options.repeat} interleaved rounds, {options.threads} threads, fp32. Every byte of register and update is digested "
         "with xxh3-128 and compared; the plain copy verifies nothing. The 5 MB model fits in the processor's cache, where a "
         "plain copy is much faster than from memory, and its fixed costs (the manifest and its publication, about 1 ms) show.\n\n"
         f"{table(options.repeat, options.threads)}\n"
     )
     print(text)
-    if options.write:
-        path = Path(__file__).parent / "results" / f"weight-update-{today}.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    print(f"wrote {write_report('weight-update', text, options.out)}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "tandem.engine.llm",
+    "LoRARequest": "tandem.engine.lora_request",
     "SamplingParams": "tandem.engine.sampling_params",
+    "StructuredOutputsParams": "tandem.engine.structured_outputs",
     "load_config": "tandem.config.recipe",
     "train": "tandem.jobs.start",
 }
 """Public names by module: imported on first use, so that ``import tandem`` loads no torch."""
 
-__all__ = ["LLM", "SamplingParams", "__version__", "load_config", "train"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:

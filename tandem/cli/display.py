@@ -32,24 +32,26 @@ class _State:
     def __init__(self) -> None:
         self.run_directory = ""
         self.max_steps = 0
-        self.target = 0.0
+        self.target: float | None = None
         self.phase, self.step = "starting", 0
-        self.reward = self.tokens_per_s = float("nan")
+        self.score = ("reward", float("nan"))
+        self.tokens_per_s = float("nan")
         self.accuracy: float | None = None
         self.first_row_at: float | None = None
         self.rows = 0
         self.began = time.monotonic()
 
     def time_left(self) -> str:
-        """From the steps so far, as if all ``max_steps`` were needed; the target may end the run earlier."""
+        """From the steps so far, as if all ``max_steps`` were needed; a target may end the run earlier."""
         if self.first_row_at is None or self.rows < 2:
             return "-"
         per_step = (time.monotonic() - self.first_row_at) / (self.rows - 1)
-        return "at most " + duration(per_step * max(self.max_steps - self.step - 1, 0))
+        return ("at most " if self.target is not None else "") + duration(per_step * max(self.max_steps - self.step - 1, 0))
 
     def take_row(self, row: Mapping[str, float | int | str]) -> None:
         self.step = int(row["step"])
-        self.reward = float(row.get("reward/mean", float("nan")))
+        name, key = ("loss", "train/loss") if "train/loss" in row else ("reward", "reward/mean")
+        self.score = (name, float(row.get(key, float("nan"))))
         self.tokens_per_s = float(row.get("perf/tokens_per_s", float("nan")))
         self.rows += 1
         self.first_row_at = self.first_row_at or time.monotonic()
@@ -66,9 +68,10 @@ class PlainDisplay(Listener):
     def _line(self, text: str) -> None:
         print(f"[{duration(time.monotonic() - self.state.began)}] {text}", file=self.stream, flush=True)
 
-    def started(self, run_directory: str, max_steps: int, target: float) -> None:
+    def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
         self.state.max_steps, self.state.target = max_steps, target
-        self._line(f"run {run_directory}: at most {max_steps} steps, until held-out accuracy {target:.2f}")
+        until = f"at most {max_steps} steps, until held-out accuracy {target:.2f}" if target is not None else f"{max_steps} steps"
+        self._line(f"run {run_directory}: {until}")
 
     def phase(self, name: str, step: int) -> None:
         if name != self.state.phase and name in ("create_model", "warm_up", "final_evaluation"):
@@ -84,7 +87,7 @@ class PlainDisplay(Listener):
         self.state.take_row(row)
         state = self.state
         self._line(
-            f"step {state.step}: reward {state.reward:.3f}, {state.tokens_per_s:.0f} tokens/s, "
+            f"step {state.step}: {state.score[0]} {state.score[1]:.3f}, {state.tokens_per_s:.0f} tokens/s, "
             f"step time {float(row.get('timing_s/step', 0.0)):.2f} s, time left {state.time_left()}"
         )
 
@@ -117,13 +120,15 @@ class TerminalDisplay(Listener):
 
     def _render(self) -> Panel:
         state, facts = self.state, Table.grid(padding=(0, 2))
-        accuracy = "-" if state.accuracy is None else f"{state.accuracy:.3f} of {state.target:.2f}"
-        facts.add_row("phase", Text(state.phase.replace("_", " "), style="bold"), "accuracy", accuracy)
-        facts.add_row("reward", f"{state.reward:.3f}", "tokens/s", f"{state.tokens_per_s:.0f}")
+        phase: list[str | Text] = ["phase", Text(state.phase.replace("_", " "), style="bold")]
+        if state.target is not None:
+            phase += ["accuracy", "-" if state.accuracy is None else f"{state.accuracy:.3f} of {state.target:.2f}"]
+        facts.add_row(*phase)
+        facts.add_row(state.score[0], f"{state.score[1]:.3f}", "tokens/s", f"{state.tokens_per_s:.0f}")
         facts.add_row("elapsed", duration(time.monotonic() - state.began), "time left", state.time_left())
         return Panel(Group(facts, self.bars), title=Text(f"tandem train  {state.run_directory}"), border_style="cyan")
 
-    def started(self, run_directory: str, max_steps: int, target: float) -> None:
+    def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
         self.state.run_directory, self.state.max_steps, self.state.target = run_directory, max_steps, target
         self.bars.update(self.steps, total=max_steps)
 

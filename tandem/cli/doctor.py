@@ -17,6 +17,7 @@ from tandem.runtime.processes import available_cores
 
 OPTIONAL = {
     "jinja2": "chat templates (pip install tandem-rl[chat])",
+    "fastapi": "tandem serve (pip install tandem-rl[serve])",
     "reasoning_gym": "tasks by name (pip install tandem-rl[reasoning-gym])",
     "math_verify": "answers in mathematics (pip install tandem-rl[math])",
 }

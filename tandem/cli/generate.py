@@ -1,63 +1,230 @@
 """Complete prompts with a model.
 
-MODEL is a Hugging Face folder (a run's is runs/NAME/model). A prompt is continued as it stands; --chat puts it through the
-tokenizer's chat template first.
+MODEL is a Hugging Face folder (a run's is runs/NAME/model), or the address of one in object storage (s3://bucket/folder),
+which is kept on the local disk. A prompt is continued as it stands; --chat puts it through the tokenizer's chat template first.
+
+Prompts come from --prompt, from the lines of a --prompts file or from standard input. In a file that ends in .jsonl a line is
+an object with "prompt", "prompt_token_ids" or "messages".
 
 examples:
   tandem generate runs/sort/model --prompt "sort 3 1 2 =" --temperature 0
   tandem generate runs/sort/model --prompt "sort 9 4 4 1 =" --n 4
   cat prompts.txt | tandem generate runs/sort/model          one prompt a line
+  tandem generate runs/sort/model --prompts prompts.jsonl --output answers.jsonl
   tandem generate runs/sort/model --prompt "..." --json      token ids and log-probabilities too
+  tandem generate runs/sort/model --prompt "..." --regex "[0-9]+( [0-9]+)*"
+  tandem generate s3://models/qwen3 --prompt "..." --json-schema answer.schema.json
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tandem.types import UserError
 
+if TYPE_CHECKING:
+    from tandem.engine.llm import LLM, PromptInput
+    from tandem.engine.lora_request import LoRARequest
+    from tandem.engine.outputs import RequestOutput
+    from tandem.engine.sampling_params import SamplingParams
+
+GIB = 1 << 30
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder")
-    parser.add_argument("--prompt", action="append", help="may be given several times; without it, lines of standard input")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--stop", action="append", default=[], help="a text that ends a completion; may be given several times")
-    parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
-    parser.add_argument("--json", action="store_true", help="one JSON object a completion")
+    parser.add_argument("model", help="a Hugging Face folder, or its address in object storage")
+    given = parser.add_argument_group("prompts and answers")
+    given.add_argument("--prompt", action="append", help="may be given several times")
+    given.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSON lines where it ends in .jsonl; - is standard input")
+    given.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
+    given.add_argument("--system", metavar="TEXT", help="the system message of --chat")
+    given.add_argument("--output", metavar="FILE", help="write the answers there, one JSON object a completion")
+    given.add_argument("--json", action="store_true", help="print one JSON object a completion")
+    drawn = parser.add_argument_group("how completions are drawn")
+    drawn.add_argument("--max-tokens", type=int, default=64, help="0 scores the prompt (with --prompt-logprobs)")
+    drawn.add_argument("--min-tokens", type=int, default=0)
+    drawn.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    drawn.add_argument("--top-k", type=int, default=0)
+    drawn.add_argument("--top-p", type=float, default=1.0)
+    drawn.add_argument("--min-p", type=float, default=0.0)
+    drawn.add_argument("--presence-penalty", type=float, default=0.0)
+    drawn.add_argument("--frequency-penalty", type=float, default=0.0)
+    drawn.add_argument("--repetition-penalty", type=float, default=1.0)
+    drawn.add_argument("--stop", action="append", default=[], help="a text that ends a completion; may be given several times")
+    drawn.add_argument("--bad-word", action="append", default=[], help="a text that is never drawn; may be given several times")
+    drawn.add_argument("--n", type=int, default=1, help="completions of each prompt")
+    drawn.add_argument("--seed", type=int, default=0)
+    drawn.add_argument("--logprobs", type=int, metavar="N", help="the N most likely tokens at each position, with --json")
+    drawn.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the prompt's tokens")
+    form = parser.add_argument_group("what completions must match").add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="a JSON schema")
+    form.add_argument("--regex", help="a regular expression")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; given several times")
+    form.add_argument("--grammar", metavar="FILE", help="a grammar in Lark's syntax or GBNF")
+    machine = parser.add_argument_group("engine and weight cache")
+    machine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and completion together; the model's own")
+    machine.add_argument("--dtype", default="float32", help="float32, float64, bfloat16 or float16")
+    machine.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
+    machine.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that hold a part of the model each")
+    machine.add_argument("--download-dir", metavar="DIR", help="the weight cache; ~/.cache/tandem/weights")
+    machine.add_argument("--weight-cache-gib", type=float, default=0.0, help="its size at most; 0 is no limit")
 
 
 def run(options: argparse.Namespace) -> int:
-    prompts = options.prompt
-    if prompts is None:
+    if options.system is not None and not options.chat:
+        raise UserError("--system needs --chat; it is the system message of the chat template")
+    if not 0 <= options.weight_cache_gib < float("inf"):
+        raise UserError(f"--weight-cache-gib is {options.weight_cache_gib}; it must be 0 (no limit) or more")
+    asked = _prompts(options)
+    params = _params(options)
+    from tandem.engine.llm import LLM
+
+    adapter, rank = _adapter(options.lora)
+    with LLM(
+        options.model, seed=options.seed, dtype=options.dtype, max_model_len=options.max_model_len,
+        download_dir=options.download_dir, weight_cache_bytes=int(options.weight_cache_gib * GIB),
+        tensor_parallel_size=options.tensor_parallel, enable_lora=adapter is not None, max_lora_rank=rank,
+    ) as llm, _writer(options) as out:  # fmt: skip
+        inputs = [_input(llm, entry, options) for entry in asked]
+        with _progress() as on_progress:
+            outputs = llm.generate(inputs, params, use_tqdm=False, on_progress=on_progress, lora_request=adapter)
+        for entry, output in zip(asked, outputs, strict=True):
+            for line in _lines(entry, output, options, is_single=len(asked) == options.n == 1):
+                print(line, file=out)
+    return 0
+
+
+def _adapter(folder: str | None) -> "tuple[LoRARequest | None, int]":
+    """The adapter in ``folder``, if there is one, and its rank."""
+    if folder is None:
+        return None, 1
+    from tandem.engine.lora_request import LoRARequest
+    from tandem.model.lora import rank_of
+
+    return LoRARequest(folder, 1, folder), rank_of(folder)
+
+
+def _params(options: argparse.Namespace) -> "SamplingParams":
+    from tandem.engine.sampling_params import SamplingParams
+    from tandem.engine.structured_outputs import StructuredOutputsParams
+
+    wanted = {
+        "json": None if options.json_schema is None else _read(options.json_schema),
+        "regex": options.regex,
+        "choice": options.choice,
+        "grammar": None if options.grammar is None else _read(options.grammar),
+    }
+    names = (
+        "n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "stop", "seed", "logprobs", "prompt_logprobs",
+        "presence_penalty", "frequency_penalty", "repetition_penalty",
+    )  # fmt: skip
+    return SamplingParams(
+        **{name: getattr(options, name) for name in names},
+        bad_words=options.bad_word,
+        structured_outputs=StructuredOutputsParams(**wanted) if any(v is not None for v in wanted.values()) else None,
+    )
+
+
+def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every prompt as an object with ``prompt``, ``prompt_token_ids`` or ``messages``."""
+    if options.prompt is not None:
+        if options.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other; give one of them")
+        return [{"prompt": prompt} for prompt in options.prompt]
+    if options.prompts is None or options.prompts == "-":
         if sys.stdin.isatty():
             raise UserError("no prompt; give --prompt TEXT or pipe lines into standard input")
-        prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
-        if not prompts:
-            raise UserError("standard input held no prompt; give --prompt TEXT or pipe lines into it")
-    from tandem.engine.llm import LLM
-    from tandem.engine.sampling_params import SamplingParams
+        name, lines = "standard input", list(sys.stdin)
+    else:
+        name, lines = f"'{options.prompts}'", _read(options.prompts).splitlines()
+    numbered = [(number, line.rstrip("\n")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"{name} held no prompt; give --prompt TEXT or write one a line")
+    if options.prompts is None or not options.prompts.endswith(".jsonl"):
+        return [{"prompt": line} for _, line in numbered]
+    return [_parse(line, f"{options.prompts}:{number}") for number, line in numbered]
 
-    params = SamplingParams(
-        n=options.n, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p,
-        max_tokens=options.max_tokens, stop=options.stop, seed=options.seed,
-    )
-    llm = LLM(options.model, seed=options.seed)
-    texts = prompts
-    if options.chat:
-        from tandem.text.chat import apply_chat_template
 
-        texts = [apply_chat_template(options.model, [{"role": "user", "content": prompt}]) for prompt in prompts]
-    for prompt, output in zip(prompts, llm.generate(texts, params, use_tqdm=False), strict=True):
-        for completion in output.outputs:
-            if options.json:
-                print(json.dumps({"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False))
-            else:
-                print(completion.text if len(prompts) == options.n == 1 else f"{prompt}{completion.text}")
-    return 0
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from None
+    kinds = {"prompt": str, "prompt_token_ids": list, "messages": list}
+    if not isinstance(entry, dict) or sum(isinstance(entry.get(name), kind) for name, kind in kinds.items()) != 1:
+        raise UserError(f"{where}: a line is an object with one of prompt (a text), prompt_token_ids and messages (lists)")
+    tokens = entry.get("prompt_token_ids", [])
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise UserError(f"{where}: prompt_token_ids holds what is no token id")
+    if not all(isinstance(message, dict) for message in entry.get("messages", [])):
+        raise UserError(f"{where}: messages holds what is no object with role and content")
+    return entry
+
+
+def _input(llm: "LLM", entry: dict[str, Any], options: argparse.Namespace) -> "PromptInput":
+    """What the engine is asked: a prompt as it stands, or through the chat template."""
+    messages = entry.get("messages")
+    if messages is None and options.chat and "prompt" in entry:
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        messages = [*system, {"role": "user", "content": entry["prompt"]}]
+    if messages is not None:
+        return llm.chat_prompt(messages)
+    return {name: entry[name] for name in ("prompt", "prompt_token_ids") if name in entry}
+
+
+def _lines(entry: dict[str, Any], output: "RequestOutput", options: argparse.Namespace, is_single: bool) -> Iterator[str]:
+    """One line of output for each completion."""
+    asked: dict[str, Any] = {name: entry[name] for name in ("prompt", "prompt_token_ids", "messages", "id") if name in entry}
+    for completion in output.outputs:
+        if options.json or options.output is not None:
+            scores: dict[str, Any] = {} if output.prompt_logprobs is None else {"prompt_logprobs": output.prompt_logprobs}
+            row = {**asked, **dataclasses.asdict(completion), **scores}
+            yield json.dumps(row, ensure_ascii=False, default=dataclasses.asdict)
+        else:
+            yield completion.text if is_single else f"{entry.get('prompt', '')}{completion.text}"
+
+
+@contextlib.contextmanager
+def _writer(options: argparse.Namespace) -> Iterator[TextIO]:
+    """Where answers go. A file has them all or is not touched."""
+    if options.output is None:
+        yield sys.stdout
+        return
+    final = Path(options.output)
+    fresh = final.with_name(f".{final.name}.tmp")
+    with fresh.open("w", encoding="utf-8") as out:
+        try:
+            yield out
+        except BaseException:
+            fresh.unlink()
+            raise
+    fresh.replace(final)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on the terminal, ``None`` anywhere else."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("generating", total=None)
+        yield lambda done, asked: bar.update(task, completed=done, total=asked)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"'{path}' does not exist; name a file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}") from None

@@ -13,7 +13,10 @@ from tandem.types import UserError
 COMMANDS = {
     "train": "train a model from a recipe: warm-up, GRPO in a pod, evaluation, report",
     "resume": "go on with a run that was interrupted",
+    "replay": "run one recorded step again and compare",
     "generate": "complete prompts with a model",
+    "serve": "answer OpenAI's API over HTTP with a model",
+    "tokenize": "text to shards of token ids",
     "evaluate": "measure a model on a task's held-out prompts",
     "report": "write a run's report.html again",
     "doctor": "say what this machine has and what Tandem will use of it",

@@ -10,14 +10,16 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewModelConfig:
-    """A model with random weights and a character tokenizer, made from the recipe: nothing is downloaded.
+    """A model with random weights, made from the recipe: nothing is downloaded.
 
-    ``characters``: the vocabulary besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the
-    line break. ``initial_deviation``: standard deviation of the random weights; narrow models learn faster from about
-    0.7 / sqrt(hidden_size).
+    ``tokenizer``: a folder whose tokenizer it takes; empty makes one with a token a character. ``characters``: the
+    vocabulary of that besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the line break.
+    ``initial_deviation``: standard deviation of the random weights; narrow models learn faster from about
+    0.7 / sqrt(hidden_size). ``num_experts``, ``experts_per_token`` and ``expert_intermediate_size`` (0: as
+    ``intermediate_size``): the mixture of experts in every layer of qwen3_moe and mixtral.
     """
 
-    architecture: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = "qwen3"
     hidden_size: int = 128
     num_layers: int = 5
     num_heads: int = 4
@@ -27,8 +29,12 @@ class NewModelConfig:
     max_positions: int = 256
     tie_embeddings: bool = True
     rope_theta: float = 10000.0
+    tokenizer: str = ""
     characters: str = "ascii"
     initial_deviation: float = 0.02
+    num_experts: int = 8
+    experts_per_token: int = 2
+    expert_intermediate_size: int = 0
 
     def check(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
@@ -37,6 +43,17 @@ class NewModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"'model.create.num_heads' is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise UserError(
+                f"'model.create.experts_per_token' is {self.experts_per_token}; it must be from 1 to num_experts ({self.num_experts})"
+            )
+        if self.expert_intermediate_size < 0:
+            raise UserError(f"'model.create.expert_intermediate_size' is {self.expert_intermediate_size}; it must be 0 or more")
+        if self.architecture == "mixtral" and self.expert_intermediate_size not in (0, self.intermediate_size):
+            raise UserError(
+                f"'model.create.expert_intermediate_size' is {self.expert_intermediate_size}; mixtral's experts have "
+                f"intermediate_size ({self.intermediate_size}): leave it out"
             )
         if self.num_layers > MOST_LAYERS:
             raise UserError(f"'model.create.num_layers' is {self.num_layers}; it must be at most {MOST_LAYERS}")

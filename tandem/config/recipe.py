@@ -1,6 +1,6 @@
 """A recipe: every section of a run in one frozen value, and the combinations that cannot work."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.rewards import RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
@@ -54,6 +55,12 @@ class Recipe:
                 "rollout.top_p, top_k and min_p draw from another distribution than the trainer's; set "
                 "algorithm.truncated_importance_cap (2.0 is usual) or turn them off"
             )
+        if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout":
+            # At another temperature the rollout reports pi_old by what it drew from, which a filter has renormalised.
+            raise UserError(
+                f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
+                "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
+            )
         if self.algorithm.group_size > self.rollout.max_sequences:
             raise UserError(
                 f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "
@@ -65,6 +72,13 @@ class Recipe:
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; a pod on CPU trains in float32")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in the file ``path`` with ``--key.sub=value`` overrides. Raises ``UserError``."""
-    return build(Recipe, apply_overrides(read_yaml(path), overrides))
+AnyRecipe = Recipe | PretrainRecipe
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """The recipe in the file ``path`` with ``--key.sub=value`` overrides: ``algorithm.name`` says of which kind. Raises
+    ``UserError``."""
+    data = apply_overrides(read_yaml(path), overrides)
+    algorithm = data.get("algorithm")
+    is_pretraining = isinstance(algorithm, Mapping) and algorithm.get("name") == "pretrain"
+    return build(PretrainRecipe, data) if is_pretraining else build(Recipe, data)

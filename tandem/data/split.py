@@ -8,6 +8,7 @@ import hashlib
 from typing import Literal
 
 Split = Literal["train", "held_out", "final"]
+Side = Literal["all", "train", "held_out"]
 
 
 def split_position(text: str) -> float:
@@ -23,3 +24,8 @@ def split_of(text: str, held_out_share: float) -> Split:
     if position < held_out_share:
         return "held_out"
     return "final" if position < 2 * held_out_share else "train"
+
+
+def is_of_side(text: str, side: Side, held_out_share: float) -> bool:
+    """Whether a document is of ``side``: ``held_out_share`` of all texts are held out, the others are trained on."""
+    return side == "all" or (split_position(text) < held_out_share) == (side == "held_out")

@@ -1,9 +1,10 @@
 """From a sequence that ended to the answer that its caller gets."""
 
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
+from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.request import Request, Sequence
 from tandem.engine.text_watch import text_of
 from tandem.text.tokenizer import Tokenizer
@@ -16,21 +17,26 @@ class Answer:
 
     request: Request
     completions: list[CompletionOutput | None]
-    open: set[Sequence] = field(default_factory=set)
+    open: set[Sequence]
+    times: RequestTimes
     cached_tokens: int = 0
+    prompt_scores: PromptScores | None = None
+    prompt_was_shown: bool = False
+    """Whether a stream of deltas has handed out the prompt's log-probabilities."""
 
 
-def output_of(answer: Answer) -> RequestOutput:
-    """The answer to a request, all of whose completions are there."""
+def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
+    """The answer to a request, with the completions that are there."""
     completions = [completion for completion in answer.completions if completion is not None]
-    assert len(completions) == len(answer.completions)
-    request = answer.request
+    request, scores = answer.request, answer.prompt_scores if with_prompt_logprobs else None
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
         num_cached_tokens=answer.cached_tokens,
+        times=answer.times,
+        prompt_logprobs=None if scores is None else [None if e is None else logprobs_of(e, tokenizer) for e in scores.entries],
     )
 
 
@@ -42,7 +48,10 @@ def is_hidden_stop(request: Request, token: int) -> bool:
 def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
     """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence
     token."""
-    last, request = sequence.token_ids[-1], sequence.request
+    request = sequence.request
+    if not sequence.token_ids:
+        return FinishReason.LENGTH, None
+    last = sequence.token_ids[-1]
     if sequence.text_watch is not None and sequence.text_watch.stopped is not None:
         return FinishReason.STOP, sequence.text_watch.stopped
     if last in request.stop_token_ids:
@@ -56,7 +65,7 @@ def completion_of(
     """What a sequence has become; all its tokens were read back."""
     logprobs = None
     if sequence.request.params.logprobs is not None:
-        logprobs = [_logprobs(entries, tokenizer) for entries in sequence.top_logprobs]
+        logprobs = [logprobs_of(entries, tokenizer) for entries in sequence.top_logprobs]
     return CompletionOutput(
         index=sequence.index,
         text=_text(sequence, tokenizer),
@@ -83,7 +92,9 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     return text_of(tokenizer, tokens, params.skip_special_tokens)
 
 
-def _logprobs(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+def logprobs_of(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One position's entries (token id, log-probability, rank) as they are answered."""
+
     def decoded(token: int) -> str | None:
         return None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False)
 

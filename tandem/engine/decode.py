@@ -37,7 +37,8 @@ def leave(state: SchedulerState, sequences: Iterable[Sequence], keep_cache: bool
     for sequence in sequences:
         computed = len(sequence.request.prompt_token_ids) + len(sequence.token_ids) - 1
         if keep_cache and state.prefix_cache.enabled and computed // BLOCK_TOKENS > len(sequence.keys):
-            root = root_key(state.version, salt=sequence.request.cache_salt)
+            request = sequence.request
+            root = root_key(state.version, state.adapter_key(request.adapter), request.cache_salt)
             keys = chain(root, sequence.known_tokens[:computed], sequence.keys)
             state.prefix_cache.register(keys, sequence.blocks, computed)
         state.allocator.release_all(sequence.blocks)

@@ -1,5 +1,6 @@
 """The inference engine: requests in, answers out, one step at a time."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
@@ -8,10 +9,16 @@ import torch
 from torch import Tensor
 
 from tandem.engine import decode, preemption, prefill
+from tandem.engine.adapters import Adapters
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
-from tandem.engine.outputs import RequestOutput
+from tandem.engine.grammars import Grammars
+from tandem.engine.logit_rules import LogitRules, rules_of
+from tandem.engine.lora_request import LoRARequest
+from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
+from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.ranks import Ranks
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
 from tandem.engine.runner import Runner
@@ -19,10 +26,14 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
 from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.stats import EngineStats
+from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
 from tandem.kernels import empty_cache, stored_dtype
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
+from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason, RunError, UserError, WeightVersion
 
@@ -32,49 +43,67 @@ FIRST_VERSION = WeightVersion(0, 0)
 class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
-    ``decoder`` is packed here and belongs to the engine from now on. Without a ``tokenizer`` answers have no text, and
-    nothing but lengths and ``stop_token_ids`` ends a completion.
+    ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers
+    have no text, and nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
+    first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
     """
 
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
-        version: WeightVersion = FIRST_VERSION,
+        version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
-        decoder.pack()
+        self._digest_weights = digest_weights and ranks is None
+        self.weight_digests = weight_digests(decoder) if self._digest_weights else {}
+        if not decoder.is_packed:
+            decoder.pack()
         allocator = BlockAllocator(settings.num_blocks)
         limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.enable_chunked_prefill)
         cache = PrefixCache(allocator, settings.enable_prefix_caching)
-        self._state = SchedulerState(limits, allocator, cache, version, self._read_back)
+        self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
+        self._state = SchedulerState(limits, allocator, cache, version, self._read_back, self._adapters.key)
         embedding = decoder.embed_tokens
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
-        sizes = (settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
-        caches = empty_cache(sizes, shapes.num_layers, stored_dtype(settings.kv_cache_dtype, embedding.dtype), embedding.device)
-        self._runner = Runner(decoder, caches, self._table)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.run("allocate", {"num_blocks": settings.num_blocks, "kv_cache_dtype": settings.kv_cache_dtype}, lambda: None)
+        sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
+        kv_dtype = stored_dtype(settings.kv_cache_dtype, embedding.dtype)
+        self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, kv_dtype, embedding.device)
+        self._runner = Runner(decoder, self._empty_cache(), self._table, self._adapters, ranks)
+        self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
+        self._streams = Streams(tokenizer)
         self._arrivals = 0
+        self._preemptions = 0
+        self._step_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(
         self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None,
         key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
+        ``lora_request``: its adapter, loaded here where it is not, or where its folder has changed.
 
         Raises ``UserError``, and queues nothing, where the request cannot be served.
         """
-        self.check_request(prompt_token_ids, params)
+        prompt_token_ids = self._truncated(prompt_token_ids, params)
+        rules = self._check(prompt_token_ids, params)
         if request_id in self._answers:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
+        if lora_request is not None and not self._adapters.is_current(lora_request):
+            self.add_lora(lora_request)
         length = len(prompt_token_ids)
-        own_end = frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
+        own_end = self._end_tokens()
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else own_end)
         end = self.settings.max_model_len if params.max_tokens is None else length + params.max_tokens
         request = Request(
@@ -90,23 +119,36 @@ class Engine:
             priority=priority,
             first_index=first_index,
             cache_salt=cache_salt,
+            adapter=lora_request.lora_name if lora_request is not None else "",
             max_length=min(end, self.settings.max_model_len),
+            rules=rules,
         )
         self._arrivals += 1
         keys = [random_key(request.seed, request.key, first_index + i) for i in range(params.n)]
-        sequences = [Sequence(request, i, key, text_watch=self._text_watch(params)) for i, key in enumerate(keys)]
-        self._answers[request_id] = Answer(request, [None] * params.n, set(sequences))
+        sequences = [
+            Sequence(request, i, key, text_watch=self._text_watch(params), cursor=rules.cursor() if rules is not None else None)
+            for i, key in enumerate(keys)
+        ]
+        self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
+        if params.prompt_logprobs is not None:
+            answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
+            self._runner.prompt_scores[request_id] = answer.prompt_scores
         # A group takes its rows at once; what no step could hold goes in parts, each of which shares the prompt.
         for first in range(0, params.n, self.settings.max_num_seqs):
             part = sequences[first : first + self.settings.max_num_seqs]
-            prefill.queue(self._state, Prefill(part, request.prompt_token_ids))
+            is_scored = answer.prompt_scores is not None and first == 0
+            prefill.queue(self._state, Prefill(part, request.prompt_token_ids, is_scored=is_scored))
 
     def check_request(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
         """Raise ``UserError`` for a request that this engine cannot serve."""
+        self._check(self._truncated(prompt_token_ids, params), params)
+
+    def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitRules | None:
+        """As ``check_request`` for a prompt that is truncated already; returns its rules."""
         length, vocab = len(prompt_token_ids), self._decoder.shapes.vocab_size
         if not length:
             raise UserError("the prompt is empty; give it at least one token")
-        if length >= self.settings.max_model_len:
+        if length + (params.max_tokens != 0) > self.settings.max_model_len:
             raise UserError(
                 f"the prompt has {length} tokens, which leaves no room for a completion in max_model_len "
                 f"({self.settings.max_model_len}); shorten the prompt or raise max_model_len"
@@ -117,6 +159,19 @@ class Engine:
         params.check_vocabulary(vocab)
         if params.stop_texts and self.tokenizer is None:
             raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
+        end_tokens = self._end_tokens().union(params.stop_token_ids or ())
+        return rules_of(params, prompt_token_ids, end_tokens, vocab, self.tokenizer, self._grammars)
+
+    def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
+        """The end of the prompt that ``truncate_prompt_tokens`` asks for."""
+        limit = params.truncate_prompt_tokens
+        if limit is not None and limit < 0:
+            room = 1 if params.max_tokens is None else params.max_tokens
+            limit = max(1, self.settings.max_model_len - room)
+        return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
+
+    def _end_tokens(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such
@@ -137,15 +192,37 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` still has something to do or to hand out."""
-        return bool(self._answers or self._ready)
+        return bool(self._answers) or self.has_outputs
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that are not answered yet."""
+        return list(self._answers)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether ``take_outputs`` has something to hand out."""
+        return bool(self._ready or self._streams.has_news)
+
+    @property
+    def shapes(self) -> ModelShapes:
+        return self._decoder.shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._decoder.embed_tokens.dtype
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the requests that are answered."""
+        """Compute one step; returns the requests that are answered, and what is new of those that are streamed."""
         if not self._decoder.is_packed:
             raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
+        if self.is_sleeping:
+            raise RunError("the engine is asleep; wake it up before its next step")
         decision = schedule(self._state)
+        self._note_scheduled(decision)
+        self._step_tokens = len(decision.decode) + sum(len(chunk.tokens) for chunk in decision.prefill)
         if decision.has_work:
             try:
                 self._fill_rows(decision)
@@ -153,9 +230,29 @@ class Engine:
             except BaseException:
                 self._forget_cache()
                 raise
+            self._note_first_tokens(decision)
             self._end(ended + self._stopped_by_text())
+            self._streams.running(self._answers, self._table, self._state.version)
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What the next ``step`` would hand out without computing anything: the answers of aborted requests."""
         ready, self._ready = self._ready, []
-        return ready
+        return ready + self._streams.take()
+
+    def _note_scheduled(self, decision: Decision) -> None:
+        self._preemptions += len(decision.preempted)
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            times.scheduled_s = times.scheduled_s or now
+
+    def _note_first_tokens(self, decision: Decision) -> None:
+        now = time.monotonic() if decision.prefill else 0.0
+        for chunk in decision.prefill:
+            times = self._answers[chunk.request_id].times
+            if chunk.rows:
+                times.first_token_s = times.first_token_s or now
 
     def _fill_rows(self, decision: Decision) -> None:
         """Fill the table's rows for sequences whose last chunk stands in this step."""
@@ -165,7 +262,7 @@ class Engine:
 
     def _stopped_by_text(self) -> list[int]:
         """The rows whose stop text is complete with the token just drawn. Every row draws in every step."""
-        watched = self._table.with_stop_texts
+        watched = self._table.with_text_watch
         if not watched:
             return []
         tokens = self._table.last_token[list(watched)].tolist()
@@ -182,21 +279,30 @@ class Engine:
         self._read_back(ended)
         decode.leave(self._state, ended)
         for sequence in ended:
+            if sequence.request.params.max_tokens == 0:
+                sequence.forget_drawn()
             self._answer(sequence, *finish_of(sequence))
 
     def _answer(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Note one completion; with its last one the request is answered."""
         sequence.is_done = True
         answer = self._answers[sequence.request.id]
-        answer.completions[sequence.index] = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        completion = completion_of(sequence, reason, stop_reason, self.tokenizer)
+        answer.completions[sequence.index] = completion
         answer.open.remove(sequence)
         answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        is_streamed = sequence.request.params.is_streamed
+        if is_streamed:
+            self._streams.ended(answer, completion, sequence)
         if not answer.open:
             del self._answers[sequence.request.id]
-            self._ready.append(output_of(answer))
+            self._runner.prompt_scores.pop(sequence.request.id, None)
+            if not is_streamed:
+                self._ready.append(output_of(answer, self.tokenizer))
 
     def _text_watch(self, params: SamplingParams) -> TextWatch | None:
-        return TextWatch(self.tokenizer, params) if params.stop_texts and self.tokenizer is not None else None
+        watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
+        return TextWatch(self.tokenizer, params) if watched and self.tokenizer is not None else None
 
     def _read_back(self, sequences: list[Sequence]) -> None:
         self._table.read_back(sequences, self._state.version)
@@ -214,18 +320,94 @@ class Engine:
         set does not fit the model ``UserError`` is raised and the old weights stay.
         """
         preemption.preempt_all(self._state)
-        load_tensors(self._decoder, tensors)
-        self._decoder.pack()
+        if self._ranks is not None:
+            self._ranks.update_weights(tensors)
+        else:
+            # Digests are those of plain weights, all of which must be there then.
+            load_tensors(self._decoder, tensors, pack=not self._digest_weights)
+            if self._digest_weights:
+                self.weight_digests = weight_digests(self._decoder)
+                self._decoder.pack()
         self._state.version = WeightVersion(*version)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()
+
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel engine. It computes nothing any more then."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def add_lora(self, request: LoRARequest) -> str:
+        """Read an adapter from its folder, between two steps; returns the digest of its content.
+
+        It takes the place of the one with its name. Requests under way with that one keep their tokens and go on with
+        the new one; their keys and values are computed again. Raises ``UserError`` where the adapter cannot be used or
+        has no place, and changes nothing then.
+        """
+        adapter = self._adapters.read(request)
+        in_use = self._adapters_in_use()
+        if request.lora_name in in_use:
+            preemption.preempt_all(self._state)
+        self._adapters.put(request, adapter, in_use)
+        return adapter.digest
+
+    def remove_lora(self, name: str) -> None:
+        """Forget the adapter ``name``. Raises ``UserError`` where it is not loaded or a request under way has it."""
+        if name in self._adapters_in_use():
+            raise UserError(f"adapter '{name}' is used by requests under way; abort them or wait for their answers")
+        self._adapters.remove(name)
+
+    def list_loras(self) -> dict[str, str]:
+        """The digest of each loaded adapter's content by its name."""
+        return self._adapters.digests()
+
+    def _adapters_in_use(self) -> set[str]:
+        return {answer.request.adapter for answer in self._answers.values()} - {""}
 
     def _forget_cache(self) -> None:
         """After a step that failed: what it wrote of keys and values is unknown, so all of it is computed again."""
         preemption.preempt_all(self._state)
         self._state.allocator.forget_all()
 
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what cached blocks hold. Requests under way keep theirs."""
+        self._state.allocator.forget_all()
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``. Raises
+        ``UserError`` for an engine with ranks."""
+        if self._ranks is not None:
+            raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
+        preemption.preempt_all(self._state)
+        self._state.allocator.forget_all()
+        self._runner.caches = []
+
+    def wake_up(self) -> None:
+        if self.is_sleeping:
+            self._runner.caches = self._empty_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return not self._runner.caches
+
     # -- checks --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        state = self._state
+        prefilling = len(state.prefilling.sequences) if state.prefilling is not None else 0
+        running = len(state.decoding) + prefilling
+        return EngineStats(
+            num_requests_running=running,
+            num_requests_waiting=sum(len(answer.open) for answer in self._answers.values()) - running,
+            kv_cache_usage=1 - state.allocator.free_count / state.allocator.count,
+            num_preemptions=self._preemptions,
+            step_tokens=self._step_tokens,
+            num_requests=len(self._answers),
+        )
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless blocks, rows and tables agree. Idle, all blocks are free or cached."""

@@ -8,16 +8,18 @@ from torch import Tensor
 from tandem.engine.row_table import RowTable
 from tandem.engine.scheduler import Chunk
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
+from tandem.model.lora import LoraBatch
 
 
 class FlatBatch(NamedTuple):
     """``tokens[T]`` and ``positions[T]`` int64. ``logit_rows``: the rows of the hidden state whose logits are wanted,
-    one for each row that draws; ``None``: all, in order."""
+    one for each row that draws; ``None``: all, in order. ``lora``: the tokens with an adapter."""
 
     tokens: Tensor
     positions: Tensor
     paged: PagedBatch
     logit_rows: Tensor | None
+    lora: LoraBatch | None = None
 
 
 def decode_batch(table: RowTable, index: Tensor) -> FlatBatch:
@@ -81,7 +83,7 @@ def to_device(batch: FlatBatch, device: torch.device) -> FlatBatch:
         paged.query_start.to(device), paged.context_lens.to(device), paged.block_tables.to(device), paged.slots.to(device)
     )
     rows = None if batch.logit_rows is None else batch.logit_rows.to(device)
-    return FlatBatch(batch.tokens.to(device), batch.positions.to(device), moved, rows)
+    return FlatBatch(batch.tokens.to(device), batch.positions.to(device), moved, rows, batch.lora)
 
 
 def _stack_tables(tables: Tensor, more: list[tuple[int, ...]]) -> Tensor:

@@ -21,7 +21,7 @@ class CompletionOutput:
     token; the end token, where one was drawn, is among them.
 
     ``raw_logprobs``: temperature 1, nothing filtered or biased. ``sampling_logprobs``: in the distribution that the
-    token was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``. ``stop_reason``: the
+    token was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``; ``None`` while it goes on. ``stop_reason``: the
     stop text or the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each
     position the asked number of most likely tokens and the drawn one, or ``None`` where none were asked for. """
 
@@ -31,7 +31,7 @@ class CompletionOutput:
     raw_logprobs: list[float]
     sampling_logprobs: list[float]
     weight_versions: list[WeightVersion]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
 
@@ -40,10 +40,25 @@ class CompletionOutput:
         return sum(self.raw_logprobs)
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request was added, when its first chunk was in a step and when its first token was drawn: seconds of the
+    system's monotonic clock, 0 where that is still to come."""
+
+    arrival_s: float
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids
-    were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read."""
+    were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read.
+    ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
+    the prompt's own, under the weights that first read it; ``None`` where none were asked for.
+
+    A request that is streamed (``SamplingParams.output_kind``) has several outputs, the last of which is ``finished``.
+    Each lists the completions that have news; with deltas the first alone has ``prompt_logprobs``. """
 
     request_id: str
     prompt: str | None
@@ -51,3 +66,5 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    times: RequestTimes | None = field(default=None, compare=False)

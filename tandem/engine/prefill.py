@@ -31,11 +31,12 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
     if prefill is None or len(prefill.sequences) > len(state.free_rows):
         return None
     allocator, forks, length = state.allocator, len(prefill.sequences), len(prefill.tokens)
-    root = root_key(state.version, salt=prefill.sequences[0].request.cache_salt)
+    request = prefill.sequences[0].request
+    root = root_key(state.version, state.adapter_key(request.adapter), request.cache_salt)
     if prefill.root != root:
         # Once, however often admission is tried.
         prefill.root, prefill.keys = root, state.prefix_cache.keys(root, prefill.tokens)
-    found = state.prefix_cache.match(prefill.keys, length)
+    found = [] if prefill.is_scored else state.prefix_cache.match(prefill.keys, length)
     computed = len(found) * BLOCK_TOKENS
     missing = blocks_for(length) - len(found)
     margin = len(state.decoding) + forks if state.decoding else 0

@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.engine.grammars import GrammarCursor
+from tandem.engine.logit_rules import LogitRules
 from tandem.engine.sampling_params import SamplingParams
 from tandem.types import WeightVersion
 
@@ -13,7 +15,7 @@ class Request:
     """What was asked for. ``key`` and ``params.seed`` (or the engine's ``seed``) fix every random number of the
     request; completion i draws as index ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival``
     breaks ties. ``stop_token_ids``: all tokens that end a completion; ``end_token_ids``: those of them that the
-    tokenizer declares. """
+    tokenizer declares. ``adapter``: the name of its LoRA adapter, empty for none."""
 
     id: str
     prompt: str | None
@@ -27,8 +29,11 @@ class Request:
     priority: int = 0
     first_index: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     max_length: int = 0
     """Tokens, prompt and completion together, at which a completion ends."""
+    rules: LogitRules | None = None
+    """What is done to the logits, ``None`` where they stay as they are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +63,22 @@ class Sequence:
     weight_versions: list[WeightVersion] = field(default_factory=list)
     top_logprobs: list[Any] = field(default_factory=list)
     text_watch: Any = None
-    """The incremental detokenizer and stop search of a request with stop texts (``tandem.engine.text_watch``)."""
+    """The incremental detokenizer and stop search of a request with stop texts or a stream (``tandem.engine.text_watch``)."""
+    streamed_tokens: int = 0
+    streamed_characters: int = 0
+    """How much of a stream was handed out."""
+    cursor: GrammarCursor | None = None
+    """The place in the grammar of a request with structured output."""
 
     @property
     def order(self) -> tuple[int, int, int]:
         """Lower goes first; the highest is preempted first."""
         return self.request.priority, self.request.arrival, self.index
+
+    def forget_drawn(self) -> None:
+        """Drop all tokens: of a request that only scores its prompt, for which a step draws one all the same."""
+        for drawn in (self.token_ids, self.raw_logprobs, self.sampling_logprobs, self.weight_versions, self.top_logprobs):
+            drawn.clear()
 
     @property
     def known_tokens(self) -> list[int]:
@@ -74,7 +89,8 @@ class Sequence:
 class Prefill:
     """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known
     tokens of one sequence that lost its cache. ``computed`` tokens are in ``blocks`` already, ``cached`` of them from
-    the prefix cache. ``rows`` are taken at admission. ``keys``: of its full blocks, in the chain that starts from ``root``.
+    the prefix cache, which is not asked where ``is_scored``: the log-probabilities of all tokens are wanted. ``rows`` are
+    taken at admission. ``keys``: of its full blocks, in the chain that starts from ``root``.
     """
 
     sequences: list[Sequence]
@@ -85,6 +101,7 @@ class Prefill:
     root: bytes = b""
     rows: list[int] = field(default_factory=list)
     cached: int = 0
+    is_scored: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -1,18 +1,25 @@
 """From a decision to flat tensors, through the model, to one token for every row that draws."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tandem.engine.adapters import Adapters
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
+from tandem.engine.forward import Computed, forward
+from tandem.engine.logit_rules import Position, apply_rules
+from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.ranks import Ranks
 from tandem.engine.row_table import RowTable, Selection
-from tandem.engine.sampling import Adjustment, adjust, top_logprobs, uniforms
+from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
-from tandem.kernels.api import KVLayer, SampledRows
-from tandem.model.attention import PagedContext
+from tandem.engine.step_message import encode_step
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
 from tandem.model.decoder import Decoder
+from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
 
@@ -20,28 +27,35 @@ class Runner:
     """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
     last step are kept and moved on by one token."""
 
-    def __init__(self, decoder: Decoder, caches: list[KVLayer], table: RowTable) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None
+    ) -> None:
         self.decoder = decoder
+        self.adapters = adapters
+        self.ranks = ranks
         self.caches = caches
         self.table = table
         self.device = decoder.embed_tokens.device
+        self.prompt_scores: dict[str, PromptScores] = {}
+        """By request: where the log-probabilities of its prompt go, until they are complete."""
         self._selection: Selection | None = None
         self._last: tuple[Selection, FlatBatch] | None = None
+        self._numbers: tuple[Selection | None, list[Tensor]] = (None, [])
 
     @torch.inference_mode()
     def run(self, decision: Decision) -> list[int]:
         """Compute one step and draw its tokens into the table; returns the rows that ended by length or stop token."""
-        if decision.copies:
-            self._copy_blocks(decision.copies)
         if decision.changes:
             self.table.change_blocks(decision.changes)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
         batch = self._flat_batch(decision, selection)
-        hidden = self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
-        if not selection.rows:
+        scores = any(chunk.request_id in self.prompt_scores for chunk in decision.prefill)
+        hidden, logits = self._forward(decision.copies, batch, bool(selection.rows), scores)
+        if scores:
+            self._score_prompts(decision, hidden)
+        if logits is None:
             return []
-        logits = self._logits(hidden, batch.logit_rows)
         drawn = self._draw(logits, selection)
         tokens, raw, sampling = (values.to("cpu") for values in drawn)
         if not math.isfinite(float(raw.sum())):
@@ -63,51 +77,78 @@ class Runner:
         if decision.prefill:
             batch = add_chunks(batch, decision.prefill)
         batch = to_device(batch, self.device)
+        if self.table.with_adapter or any(chunk.adapter for chunk in decision.prefill):
+            batch = batch._replace(lora=self._lora(decision))
         self._last = None if decision.prefill else (selection, batch)
         return batch
 
-    def _logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """[R, V]. The sequences of a group draw from one row, which is computed once."""
-        if rows is None:
-            return self.decoder.logits(hidden)
-        distinct, inverse = torch.unique(rows, return_inverse=True)
-        logits = self.decoder.logits(hidden.index_select(0, distinct))
-        return logits if len(distinct) == len(rows) else logits.index_select(0, inverse)
+    def _lora(self, decision: Decision) -> LoraBatch | None:
+        adapted, slot = self.table.with_adapter, self.adapters.slot
+        slots = [slot(adapted[row].request.adapter) if row in adapted else -1 for row in decision.decode]
+        for chunk in decision.prefill:
+            slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
+        return self.adapters.batch(slots)
+
+    def _forward(self, copies: tuple[BlockCopy, ...], batch: FlatBatch, draws: bool, scores: bool) -> Computed:
+        own = partial(forward, self.decoder, self.caches, copies, batch, draws, scores)
+        if self.ranks is None:
+            return own()
+        return self.ranks.run("step", {}, own, {"step": encode_step(copies, batch, draws, scores)})
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
-        if selection.is_greedy:
-            uniform = torch.zeros(len(selection.rows), dtype=torch.float64)
-        else:
-            uniform = uniforms(selection.random_key, table.length.index_select(0, selection.index))
-        adjustments = self._adjustments(selection) if table.adjusted else []
+        uniform = self._uniforms(selection)
+        positions = self._positions(selection) if table.adjusted else []
         drawn = self.decoder.kernels.sample_rows(
-            adjust(logits, adjustments) if adjustments else logits,
+            apply_rules(logits, positions) if positions else logits,
             selection.temperature.to(to),
             selection.top_k.to(to),
             selection.top_p.to(to),
             selection.min_p.to(to),
             uniform.to(to),
         )
-        if adjustments:
+        if positions:
             drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
         if table.with_top_logprobs:
             self._note_top_logprobs(logits, drawn, selection)
         return drawn
 
-    def _adjustments(self, selection: Selection) -> list[Adjustment]:
-        found = []
-        for i, row in enumerate(selection.rows):
-            sequence = self.table.adjusted.get(row)
-            if sequence is None:
-                continue
-            request = sequence.request
-            values = dict(request.params.logit_bias or {})
-            if int(self.table.length[row]) - len(request.prompt_token_ids) < request.params.min_tokens:
-                values |= dict.fromkeys(request.end_token_ids.union(request.stop_token_ids), -math.inf)
-            if values:
-                found.append(Adjustment(i, list(values), list(values.values())))
-        return found
+    def _uniforms(self, selection: Selection) -> Tensor:
+        """The number of each row at its position. A kept selection takes them from a block of positions at a time."""
+        if selection.is_greedy:
+            return torch.zeros(len(selection.rows), dtype=torch.float64)
+        kept, ahead = self._numbers
+        if kept is not selection or not ahead:
+            positions = self.table.length.index_select(0, selection.index) + torch.arange(BLOCK_TOKENS).unsqueeze(1)
+            ahead = list(uniforms(selection.random_key, positions))
+            self._numbers = (selection, ahead)
+        return ahead.pop(0)
+
+    def _positions(self, selection: Selection) -> list[Position]:
+        """Where the selected rows with rules stand."""
+        adjusted = self.table.adjusted
+        found = [(i, adjusted[row]) for i, row in enumerate(selection.rows) if row in adjusted]
+        outputs = self.table.outputs_of([sequence for _, sequence in found]) if found else []
+        return [
+            Position(i, sequence.request.rules, sequence.cursor, output)
+            for (i, sequence), output in zip(found, outputs, strict=True)
+            if sequence.request.rules is not None
+        ]
+
+    def _logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
+        """Logits of rows ``first .. last - 1`` of the step."""
+        own = partial(self.decoder.logits, hidden[first:last])
+        return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
+
+    def _score_prompts(self, decision: Decision, hidden: Tensor) -> None:
+        start = len(decision.decode)
+        for chunk in decision.prefill:
+            scores = self.prompt_scores.get(chunk.request_id)
+            if scores is not None:
+                scores.note(partial(self._logits, hidden), self.decoder, start, len(chunk.tokens), chunk.start)
+                if scores.is_complete:
+                    del self.prompt_scores[chunk.request_id]
+            start += len(chunk.tokens)
 
     def _note_top_logprobs(self, logits: Tensor, drawn: SampledRows, selection: Selection) -> None:
         wanted = self.table.with_top_logprobs
@@ -118,9 +159,3 @@ class Runner:
             found = top_logprobs(logits[index], drawn.tokens[index], drawn.raw[index], counts)
             for (_, sequence), entries in zip(asking, found, strict=True):
                 sequence.top_logprobs.append(entries)
-
-    def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
-        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
-        for layer in self.caches:
-            for tensor in layer.tensors():
-                tensor[targets] = tensor[sources]

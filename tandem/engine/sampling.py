@@ -1,6 +1,6 @@
-"""Random numbers that depend on nothing but their key, and what is done to logits before a token is drawn."""
+"""Random numbers that depend on nothing but their key, and the most likely tokens of a row."""
 
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
@@ -26,37 +26,39 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-class Adjustment(NamedTuple):
-    """What is done to row ``row`` of the logits: ``values`` are added at ``token_ids``."""
-
-    row: int
-    token_ids: list[int]
-    values: list[float]
-
-
-def adjust(logits: Tensor, adjustments: list[Adjustment]) -> Tensor:
-    """A copy of ``logits[R, V]`` with every adjustment made. A row's bits depend on its own adjustment alone."""
-    logits = logits.clone()
-    for row, token_ids, values in adjustments:
-        logits[row, token_ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-    return logits
-
-
 def top_logprobs(
     logits: Tensor, tokens: Tensor, raw: Tensor, counts: list[int]
 ) -> list[list[tuple[int, float, int]]]:
-    """For row r of ``logits[R, V]`` the ``counts[r]`` most likely tokens, and the drawn one of ``tokens[R]``, whose raw
-    log-probability is ``raw[R]``, where it is not among them: as (token id, raw log-probability, rank from 1)."""
+    """For row r of ``logits[R, V]`` the ``counts[r]`` most likely tokens (-1: all), and the given one of ``tokens[R]``,
+    whose raw log-probability is ``raw[R]``, where it is not among them: as (token id, raw log-probability, rank from 1).
+    Equals rank by id, however many are asked for in the rows beside."""
     logprobs = logits.contiguous().log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
-    ranks = ((logprobs > logprobs.gather(1, tokens.unsqueeze(1))).sum(1) + 1).tolist()
+    width = logits.shape[1]
+    wanted = [width if count < 0 else min(count, width) for count in counts]
+    own = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = ((logprobs > own).sum(1) + 1).tolist()
+    likely = _most_likely(logprobs, wanted)
     found = []
-    for row, count in enumerate(counts):
-        top = zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True)
-        token, own = int(tokens[row]), float(raw[row])
-        # The kernels' own bits for the drawn token: torch's differ in the last place.
-        entries = [(t, own if t == token else value, rank) for rank, (t, value) in enumerate(top, start=1)]
+    # The kernels' own bits for the given token: torch's differ in the last place.
+    for top, token, value, rank in zip(likely, tokens.tolist(), raw.tolist(), ranks, strict=True):
+        entries = [(t, value if t == token else other, place) for place, (t, other) in enumerate(top, start=1)]
         if all(t != token for t, _, _ in entries):
-            entries.append((token, own, ranks[row]))
+            entries.append((token, value, rank))
         found.append(entries)
     return found
+
+
+def _most_likely(logprobs: Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+    """The ``counts[r]`` largest entries of each row, the largest first and equals by id, as (id, value)."""
+    largest = max(counts, default=0)
+    if not largest:
+        return [[] for _ in counts]
+    # topk leaves open which of equal values it names, so only its values are used.
+    values = logprobs.topk(largest).values
+    place = torch.tensor(counts, device=logprobs.device).unsqueeze(1)
+    least = values.gather(1, (place - 1).clamp_min(0)).masked_fill(place == 0, math.inf)
+    rows, ids = (logprobs >= least).nonzero(as_tuple=True)
+    found: list[list[tuple[int, float]]] = [[] for _ in counts]
+    for row, token, value in zip(rows.tolist(), ids.tolist(), logprobs[rows, ids].tolist(), strict=True):
+        found[row].append((token, value))
+    return [sorted(entries, key=lambda e: (-e[1], e[0]))[:count] for entries, count in zip(found, counts, strict=True)]

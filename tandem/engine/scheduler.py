@@ -9,13 +9,15 @@ from tandem.engine.state import SchedulerState
 
 class Chunk(NamedTuple):
     """Tokens ``start .. start + len(tokens) - 1`` of a prefill. With its last chunk ``rows`` draw their next token
-    from it (one row for each sequence of the group); before that ``rows`` is empty."""
+    from it (one row for each sequence of the group); before that ``rows`` is empty. ``adapter``: the name of the request's
+    LoRA adapter, empty for none."""
 
     request_id: str
     start: int
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     rows: tuple[int, ...]
+    adapter: str = ""
 
 
 class Decision(NamedTuple):
@@ -58,6 +60,7 @@ def schedule(state: SchedulerState) -> Decision:
                 tokens=tuple(tokens),
                 blocks=tuple(current.blocks),
                 rows=tuple(current.rows) if is_last else (),
+                adapter=current.sequences[0].request.adapter,
             )
         )
         if is_last:

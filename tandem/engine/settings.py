@@ -11,7 +11,8 @@ from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 class EngineSettings:
     """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
     cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
-    at most. ``seed``: of requests that bring none. ``kv_cache_dtype``: what keys and values are kept in."""
+    at most. ``seed``: of requests that bring none. ``max_loras``: adapters held at once (0: none are taken), each of a rank
+    up to ``max_lora_rank``. ``kv_cache_dtype``: what keys and values are kept in."""
 
     max_model_len: int
     num_blocks: int
@@ -20,11 +21,15 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     seed: int = 0
+    max_loras: int = 0
+    max_lora_rank: int = 16
     kv_cache_dtype: KVCacheDtype = "auto"
 
     def check(self, max_positions: int) -> None:
         """Raise ``UserError`` for a value that cannot work with a model of ``max_positions`` positions."""
-        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+        for name, low in (
+            ("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_loras", 0), ("max_lora_rank", 1),
+        ):  # fmt: skip
             if getattr(self, name) < low:
                 raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
         check_kv_cache_dtype(self.kv_cache_dtype)

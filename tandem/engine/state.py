@@ -23,9 +23,10 @@ class Limits:
 class SchedulerState:
     """Everything a decision depends on.
 
-    ``read_back`` moves the new tokens of sequences from their rows' buffers to their lists. ``waiting`` is a heap by
-    ``Prefill.order``. ``decode_rows`` is the tuple of the last decision while nobody joined or left. ``due[t]``: the
-    sequences that need a block, or one of their own, before step t: a calendar, so that a step looks at nobody else.
+    ``adapter_key`` says what the prefix cache knows a request's adapter by. ``read_back`` moves the new tokens of
+    sequences from their rows' buffers to their lists. ``waiting`` is a heap by ``Prefill.order``. ``decode_rows`` is the
+    tuple of the last decision while nobody joined or left. ``due[t]``: the sequences that need a block, or one of their
+    own, before step t: a calendar, so that a step looks at nobody else.
     """
 
     limits: Limits
@@ -33,6 +34,7 @@ class SchedulerState:
     prefix_cache: PrefixCache
     version: WeightVersion
     read_back: Callable[[list[Sequence]], None]
+    adapter_key: Callable[[str], str] = str
     waiting: list[tuple[tuple[int, int, int], Prefill]] = field(default_factory=list)
     prefilling: Prefill | None = None
     decoding: dict[int, Sequence] = field(default_factory=dict)

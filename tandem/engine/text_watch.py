@@ -1,4 +1,4 @@
-"""Stop texts: the text of a completion as its tokens come, and where it ends."""
+"""The text of a completion as its tokens come, for stop texts and for streams."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tandem.text.tokenizer import Tokenizer
 class TextWatch:
     """Follows one completion. ``stopped``: the stop text that ended it, ``None`` while it goes on.
 
-    Texts count from ``min_tokens`` on, as in vLLM: what was written before is shown and never searched.
+    A stop text counts where it ends after ``min_tokens``, as in vLLM: it may begin before.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -29,13 +29,18 @@ class TextWatch:
         """Take one more token; returns ``stopped``."""
         piece = self._detokenizer.push(token) if token < self._tokenizer.vocab_size else ""
         self._unwatched -= 1
-        self._pieces.append(piece if self._unwatched >= 0 else self._matcher.push(piece))
+        self._pieces.append(self._matcher.push(piece, may_stop=self._unwatched < 0))
         return self.stopped
+
+    def shown(self) -> str:
+        """The text that stands whatever follows: no half a character, no beginning of a stop text."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
 
     def text(self) -> str:
         """The whole text, cut at the stop text where one was found. Ends the watch."""
         if self.stopped is None:
-            self._pieces += [self._matcher.push(self._detokenizer.finish())]
+            self._pieces += [self._matcher.push(self._detokenizer.finish(), may_stop=False)]
             self._pieces += [self._matcher.finish()]
         return "".join(self._pieces)
 

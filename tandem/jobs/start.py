@@ -11,10 +11,13 @@ from pathlib import Path
 import yaml
 
 from tandem.checkpoint_engine.manifest import segment_bytes
-from tandem.config.load import build, read_yaml, to_mapping
-from tandem.config.recipe import Recipe
+from tandem.config.load import to_mapping
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.data.prompts import PromptSource
 from tandem.jobs.inputs import check_inputs
+from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.rl import reinforce
 from tandem.jobs.run import Run
 from tandem.model.huggingface_config import read_shapes
@@ -69,11 +72,11 @@ class RunResult:
 
 
 def train(
-    recipe: Recipe, *, recipe_path: str | Path = "", inline: bool = False, listener: Listener | None = None,
+    recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, listener: Listener | None = None,
     faults: FaultPlan | None = None,
-) -> RunResult:
+) -> RunResult | PretrainResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
-    check_inputs(recipe)
+    _check(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
     fresh = directory / "config.yaml.tmp"
@@ -82,18 +85,27 @@ def train(
     return _execute(recipe, directory, inline, listener or Listener(), faults)
 
 
+def _check(recipe: AnyRecipe) -> list[str]:
+    """Refuse what cannot work; what the run will need, a line a figure."""
+    return check_pretraining(recipe) if isinstance(recipe, PretrainRecipe) else check_inputs(recipe).lines()
+
+
 def resume(
     run_directory: str | Path, *, inline: bool = False, listener: Listener | None = None, faults: FaultPlan | None = None
-) -> RunResult:
+) -> RunResult | PretrainResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint."""
     directory = Path(run_directory)
+    return _execute(read_recipe(directory), directory, inline, listener or Listener(), faults, resumed=True)
+
+
+def read_recipe(directory: Path) -> AnyRecipe:
+    """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
-    recipe = build(Recipe, read_yaml(directory / "config.yaml"))
-    return _execute(recipe, directory, inline, listener or Listener(), faults, resumed=True)
+    return load_config(directory / "config.yaml")
 
 
-def _new_directory(recipe: Recipe, stem: str) -> Path:
+def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
     """The run's folder, made now: the one named, or the first free one of STEM, STEM-2, STEM-3, ..."""
     parent, name = Path(recipe.run.directory), recipe.run.name
     try:
@@ -115,7 +127,18 @@ def _new_directory(recipe: Recipe, stem: str) -> Path:
 
 
 def _execute(
-    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
+    recipe: AnyRecipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
+) -> RunResult | PretrainResult:
+    if isinstance(recipe, PretrainRecipe):
+        # It trains in this process; a pod's controller needs no torch.
+        from tandem.jobs.start_pretraining import execute_pretraining
+
+        return execute_pretraining(recipe, directory, listener, resumed)
+    return _reinforce(recipe, directory, inline, listener, faults, resumed)
+
+
+def _reinforce(
+    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
@@ -169,20 +192,28 @@ def _start_model(recipe: Recipe, directory: Path, trainer: TrainerSidecar, journ
                 listener.message(f"{death}; replacing it")
                 trainer.channel.discard()
 
-    folder = Path(recipe.model.path).resolve() if recipe.model.path is not None else directory / "models" / "initial"
+    folder, start = _untrained(recipe, directory), start_folder(recipe, directory)
     if recipe.model.create is not None:
         listener.phase("create_model", 0)
         attempt(lambda: trainer.create_model(folder))
     if recipe.warm_up is None:
-        return folder
-    warm = directory / "models" / "warm"
+        return start
     listener.phase("warm_up", 0)
 
     def report(row: dict[str, float]) -> None:
         listener.progress("warm_up", row["done"], row["total"], f"loss {row['loss']:.3f}")
 
-    attempt(lambda: trainer.warm_up(folder, warm, report))
-    return warm
+    attempt(lambda: trainer.warm_up(folder, start, report))
+    return start
+
+
+def start_folder(recipe: Recipe, directory: Path) -> Path:
+    """Where the model stands, or will stand, that the reinforcement learning of the run in ``directory`` starts from."""
+    return _untrained(recipe, directory) if recipe.warm_up is None else directory / "models" / "warm"
+
+
+def _untrained(recipe: Recipe, directory: Path) -> Path:
+    return Path(recipe.model.path).resolve() if recipe.model.path is not None else directory / "models" / "initial"
 
 
 def _bring_up(pod: Pod, journal: Journal) -> int:
@@ -248,6 +279,6 @@ def _commands(recipe: Recipe, model: Path, run: Run) -> tuple[str, ...]:
     )
 
 
-def dry_run(recipe: Recipe, recipe_path: str | Path) -> str:
+def dry_run(recipe: AnyRecipe, recipe_path: str | Path) -> str:
     """What ``train`` would do, after every check that needs no work."""
-    return "\n".join([f"recipe {recipe_path} is in order", *check_inputs(recipe).lines()])
+    return "\n".join([f"recipe {recipe_path} is in order", *_check(recipe)])

@@ -8,6 +8,9 @@ before it in its own sequence, never on how many rows stand beside it, on chunki
 count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
 """
 
+import math
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,6 +30,27 @@ class PackedWeight(NamedTuple):
     data: Tensor
     rows: int
     columns: int
+
+
+class PackedGroups(NamedTuple):
+    """The weights of G groups in the layout that ``grouped_linear_packed`` wants; each plain one is ``rows`` x
+    ``columns``, and ``data[g]`` is group g's."""
+
+    data: Tensor
+    rows: int
+    columns: int
+
+
+class Routing(NamedTuple):
+    """Where T tokens go in a mixture of E experts. ``gates[T, k]``, the largest first, and ``experts[T, k]`` int64. Sorted
+    by expert, the rows ``bounds[e]:bounds[e + 1]`` (int64 [E + 1]) are expert e's; row i there is place ``order[i]`` of the
+    flat [T k], and place j stands in row ``inverse[j]``. Only the gates carry gradient."""
+
+    gates: Tensor
+    experts: Tensor
+    bounds: Tensor
+    order: Tensor
+    inverse: Tensor
 
 
 class KVLayer(NamedTuple):
@@ -78,8 +102,9 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``rope_to_cache``,
-    ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are differentiable in their floating tensors."""
+    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``gated_mlp_packed``, ``pack_groups``,
+    ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
+    differentiable in their floating tensors."""
 
     name: str
 
@@ -93,6 +118,32 @@ class Kernels(Protocol):
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """As ``linear``, for weights that are used many times between changes. No gradient."""
+        ...
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        """``linear_packed`` by gate_up [2 F, H], ``silu_mul`` and ``linear_packed`` by down [H, F], with their bits:
+        [T, H] -> [T, H]. No gradient."""
+        ...
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        """``linear`` with a weight for each of G groups: rows ``bounds[g]:bounds[g + 1]`` of ``x[R, K]`` times
+        ``weight[G, N, K][g]`` -> [R, N]. ``bounds[G + 1]`` int64 starts at 0 and ends at R. A row has the bits of
+        ``linear`` with its group's weight."""
+        ...
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        """The experts with the largest probabilities under ``softmax(logits[T, E])``, in fp32 at least, of equals those of
+        the lowest ids; ``normalised`` gates are divided by their sum, which is taken in their order."""
+        ...
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        """``weight[G, N, K]`` copied into the kernel's own layout."""
+        ...
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        """As ``grouped_linear``, for weights that are used many times between changes. No gradient."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -167,12 +218,29 @@ class Kernels(Protocol):
         ...
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory, and the time to touch it, only where they are used: the system hands out fresh
+    pages as zeros. A pool that is never full never costs what it could hold."""
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The first plus the second, plus the third: torch's own sums may take another order for another shape."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
     """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales where ``dtype`` needs them."""
     blocks, heads, size = shapes
 
     def zeros(*shape: int, of: torch.dtype) -> Tensor:
-        return torch.zeros(blocks, heads, *shape, dtype=of, device=device)
+        return untouched_zeros((blocks, heads, *shape), of, device)
 
     def scales() -> Tensor | None:
         return zeros(BLOCK_TOKENS, of=torch.float32) if is_scaled(dtype) else None

@@ -16,7 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.api import (
+    BLOCK_TOKENS,
+    KVLayer,
+    PackedGroups,
+    PackedWeight,
+    PagedBatch,
+    Routing,
+    SampledRows,
+    TokenLogprobs,
+    sum_in_order,
+)
 from tandem.kernels.kv_dtype import RoundKV, decode, encode
 
 TILE_ROWS = 64
@@ -51,6 +61,38 @@ class ReferenceKernels:
         with torch.no_grad():
             return self.linear(x, weight.data, bias)
 
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        rows = itertools.pairwise(bounds.tolist())
+        parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]
+        return torch.cat(parts) if parts else x.new_empty(0, weight.shape[1])
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        probabilities = logits.to(_compute_dtype(logits.dtype)).softmax(-1)
+        gates, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+        gates, experts = gates[:, :experts_per_token], experts[:, :experts_per_token]
+        if normalised:
+            gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
+        flat = experts.reshape(-1)
+        order = flat.argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        bounds = flat.new_zeros(logits.shape[1] + 1)
+        torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
+        return Routing(gates, experts, bounds, order, inverse)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.grouped_linear(x, weight.data, bounds)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.contiguous().to(_compute_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -80,9 +122,10 @@ class ReferenceKernels:
             blocks, offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
             cache.keys[blocks, :, :, offsets], key_scales = encode(k, cache.keys.dtype)
             cache.values[blocks, :, offsets], value_scales = encode(v, cache.values.dtype)
-            for scales, own in ((cache.key_scales, key_scales), (cache.value_scales, value_scales)):
-                if scales is not None and own is not None:
-                    scales[blocks, :, offsets] = own
+            if cache.key_scales is not None and cache.value_scales is not None:
+                assert key_scales is not None and value_scales is not None
+                cache.key_scales[blocks, :, offsets] = key_scales
+                cache.value_scales[blocks, :, offsets] = value_scales
             return q
 
     def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,8 +251,8 @@ def _gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torc
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
     """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
-    A row that sees a value that is not finite is NaN; to one that does not, it is 0. Tile t holds the positions
-    ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
+    A row that sees a value that is not finite is NaN; one that does not see it is as if it were 0. Tile t holds the
+    positions ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
     """
     count, query_heads, size = q.shape
     kv_heads, group = k.shape[1], query_heads // k.shape[1]

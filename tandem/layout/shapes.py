@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
+Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShapes:
+    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``experts_per_token``.
+
+    ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a
+    plain MLP instead, ascending.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShapes:
     """A decoder-only transformer. All counts in elements; ``sliding_window`` in tokens (``None``: full attention).
 
-    ``layer_windows[i]`` is layer i's window (``None``: full), derived from the checkpoint's own rules.
+    ``layer_windows[i]`` is layer i's window (``None``: full), derived from the checkpoint's own rules. ``experts``: the
+    mixture of experts where the architecture has one.
     """
 
     architecture: Architecture
@@ -59,6 +75,7 @@ class ModelShapes:
     mlp_bias: bool = False
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
+    experts: ExpertShapes | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
@@ -70,6 +87,23 @@ class ModelShapes:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even one")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
+        if (self.experts is not None) != (self.architecture in EXPERT_NAMES):
+            raise ValueError(f"model experts is {self.experts}; {self.architecture} models have {'some' if self.experts is None else 'none'}")
+        if self.experts is not None:
+            self._check_experts(self.experts)
+
+    def _check_experts(self, experts: ExpertShapes) -> None:
+        for name in ("num_experts", "experts_per_token", "intermediate_size"):
+            if getattr(experts, name) < 1:
+                raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
+        if experts.experts_per_token > experts.num_experts:
+            raise ValueError(f"model experts_per_token {experts.experts_per_token} is more than its num_experts {experts.num_experts}")
+        if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_layers))):
+            raise ValueError(f"model experts' dense_layers are {list(experts.dense_layers)}; they must be layers from 0 to {self.num_layers - 1}, ascending")
+
+    def experts_of(self, layer: int) -> ExpertShapes | None:
+        """The mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def window(self, layer: int) -> int | None:
         """The sliding window of ``layer`` in tokens, ``None`` for full attention."""
@@ -86,6 +120,25 @@ class ModelShapes:
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.key_value_size
+
+
+class ExpertNames(NamedTuple):
+    """What a layer's matrices are called in the Hugging Face form; expert e's have e in place of ``{}``."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES: dict[Architecture, ExpertNames] = {
+    "qwen3_moe": ExpertNames(
+        "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
+    ),
+    "mixtral": ExpertNames(
+        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"
+    ),
+}
 
 
 class Parameter(NamedTuple):
@@ -122,15 +175,27 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if shapes.qk_norm:
             yield Parameter(f"{at}self_attn.q_norm.weight", (shapes.head_dim,))
             yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
-        for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-            yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
-            if shapes.mlp_bias:
-                yield Parameter(f"{at}mlp.{name}.bias", (rows,))
+        experts = shapes.experts_of(layer)
+        if experts is not None:
+            yield from _expert_parameters(experts, EXPERT_NAMES[shapes.architecture], at, hidden)
+        else:
+            for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+                yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
+                if shapes.mlp_bias:
+                    yield Parameter(f"{at}mlp.{name}.bias", (rows,))
         yield Parameter(f"{at}input_layernorm.weight", (hidden,))
         yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
     if not shapes.tie_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
+
+
+def _expert_parameters(experts: ExpertShapes, names: ExpertNames, at: str, hidden: int) -> Iterator[Parameter]:
+    inner = experts.intermediate_size
+    yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
+    for expert in range(experts.num_experts):
+        for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
+            yield Parameter(f"{at}{name.format(expert)}.weight", shape)
 
 
 def parameter_count(shapes: ModelShapes) -> int:

@@ -5,8 +5,11 @@ the memory count. Nothing else in the house knows how a weight is cut.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from tandem.layout.shapes import ModelShapes, Parameter, parameters
 
 Placement = Literal["replicated", "column", "row", "vocabulary", "expert"]
 
@@ -28,6 +31,9 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(mlp\.experts\.\d+\.(gate|up)_proj|block_sparse_moe\.experts\.\d+\.w[13])\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.(mlp\.experts\.\d+\.down_proj|block_sparse_moe\.experts\.\d+\.w2)\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn\.[qk]_norm|input_layernorm|post_attention_layernorm)\.weight", "replicated", None),
     Rule(r"model\.norm\.weight", "replicated", None),
 )
@@ -50,20 +56,85 @@ def stage_of(name: str, num_layers: int, stages: int) -> int:
     return 0 if name.startswith("model.embed_tokens") else stages - 1
 
 
-def shard_slices(name: str, shape: tuple[int, ...], rank: int, size: int) -> tuple[slice, ...]:
-    """Which part of ``name`` (full ``shape``) tensor-parallel ``rank`` of ``size`` holds, one slice an axis.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of tensor-parallel ``rank`` of ``size``.
 
-    Rows are dealt evenly; a vocabulary that does not divide leaves the last rank the shorter part. Raises ``ValueError``
-    where a column or row placement does not divide.
+    ``deterministic``: a ``row`` placement is cut by its output (axis 0, its bias too) instead of its sum: every product
+    keeps its whole sum, and so the bits that one rank alone computes, for one more gather of its input.
     """
+
+    rank: int = 0
+    size: int = 1
+    deterministic: bool = True
+
+    def check(self, shapes: ModelShapes) -> None:
+        """Raise ``ValueError`` for a model that cannot be cut so."""
+        size, where = self.size, f"{self.size} tensor-parallel ranks"
+        if size < 1 or not 0 <= self.rank < size:
+            raise ValueError(f"rank {self.rank} of {size} does not exist")
+        counts = {"num_heads": shapes.num_heads, "intermediate_size": shapes.intermediate_size}
+        if self.deterministic:
+            counts["hidden_size"] = shapes.hidden_size
+        if shapes.experts is not None:
+            counts["the experts' intermediate_size"] = shapes.experts.intermediate_size
+        for name, count in counts.items():
+            if count % size:
+                raise ValueError(f"the model's {name} {count} does not divide by {where}")
+        if shapes.num_kv_heads % size and size % shapes.num_kv_heads:
+            raise ValueError(f"the model's num_kv_heads {shapes.num_kv_heads} neither divides by {where} nor divides them")
+        if shapes.vocab_size <= vocabulary_part(shapes, self) * (size - 1):
+            raise ValueError(f"the model's vocabulary of {shapes.vocab_size} is too small for {where}")
+
+
+WHOLE = Cut()
+
+
+def vocabulary_part(shapes: ModelShapes, cut: Cut) -> int:
+    """Rows of the embedding on every rank but the last, which has the rest."""
+    return -(-shapes.vocab_size // cut.size)
+
+
+def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
+    """``shapes`` with the heads, the inner sizes and the vocabulary of one rank. Key-value heads that are fewer than ranks
+    stand on several. Raises ``ValueError`` for a model that cannot be cut so."""
+    if cut.size == 1:
+        return shapes
+    cut.check(shapes)
+    part, experts = vocabulary_part(shapes, cut), shapes.experts
+    return replace(
+        shapes,
+        vocab_size=min(part, shapes.vocab_size - cut.rank * part),
+        num_heads=shapes.num_heads // cut.size,
+        num_kv_heads=max(1, shapes.num_kv_heads // cut.size),
+        intermediate_size=shapes.intermediate_size // cut.size,
+        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // cut.size),
+    )
+
+
+def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[slice, ...]:
+    """Which part of parameter ``name`` (whole ``shape``) a rank holds, one slice an axis. Raises ``KeyError`` for a name
+    that the plan does not know."""
     rule = rule_for(name)
-    whole = tuple(slice(0, n) for n in shape)
-    if rule.axis is None or size == 1:
-        return whole
-    length = shape[rule.axis]
-    if rule.placement != "vocabulary" and length % size:
-        raise ValueError(f"'{name}' has {length} on axis {rule.axis}, which does not divide by {size} tensor-parallel ranks")
-    part = -(-length // size)
-    start = min(rank * part, length)
-    cut = slice(start, min(start + part, length))
-    return tuple(cut if axis == rule.axis else s for axis, s in enumerate(whole))
+    axis = rule.axis
+    if cut.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
+        axis = 0
+    if axis is None or cut.size == 1:
+        return tuple(slice(0, n) for n in shape)
+    length = shape[axis]
+    if rule.placement == "vocabulary":
+        part = vocabulary_part(shapes, cut)
+        start = cut.rank * part
+    elif re.search(r"\.[kv]_proj\.", name):
+        part = max(1, shapes.num_kv_heads // cut.size) * shapes.head_dim
+        start = cut.rank * shapes.num_kv_heads // cut.size * shapes.head_dim
+    else:
+        part = length // cut.size
+        start = cut.rank * part
+    return tuple(slice(start, min(start + part, length)) if i == axis else slice(0, n) for i, n in enumerate(shape))
+
+
+def local_parameters(shapes: ModelShapes, cut: Cut) -> Iterator[Parameter]:
+    """``layout.shapes.parameters`` with the shapes that a rank holds."""
+    for name, shape in parameters(shapes):
+        yield Parameter(name, tuple(s.stop - s.start for s in cut_slices(shapes, name, shape, cut)))

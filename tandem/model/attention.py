@@ -19,10 +19,13 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """An engine's flat batch over its cache, one ``KVLayer`` a layer. Keys and values of the new tokens are written."""
+    """An engine's flat batch over its cache, one ``KVLayer`` a layer. Keys and values of the new tokens are written.
+    ``wanted[W]`` int64: the rows whose hidden state is asked for (``None``: all). The last layer computes no more of
+    the others than their keys and values."""
 
     batch: PagedBatch
     caches: list[KVLayer]
+    wanted: Tensor | None = None
 
 
 AttentionContext = PackedContext | PagedContext

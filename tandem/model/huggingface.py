@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels
-from tandem.layout.shapes import parameters
+from tandem.layout.shapes import EXPERT_NAMES, ExpertNames, parameters
+from tandem.layout.sharding import Cut, cut_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
+from tandem.model.moe import Experts
 from tandem.model.safetensors_file import read_file, write_file
+from tandem.model.tensor_parallel import RankGroup
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import RunError, UserError
 
@@ -59,7 +62,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     """A view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
     if decoder.is_packed:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
-    shapes = decoder.shapes
+    shapes = decoder.local
     found: dict[str, Tensor] = {
         "model.embed_tokens.weight": decoder.embed_tokens,
         "model.norm.weight": decoder.norm.weight,
@@ -71,17 +74,29 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
         found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
-        found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (shapes.hidden_size,))
-        found |= _unfused(
-            layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
-        )
-        found |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (shapes.hidden_size,))
+        found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
+        if layer.experts is not None:
+            found |= _experts_of(layer.experts, EXPERT_NAMES[shapes.architecture], at)
+        elif layer.gate_up_proj is not None and layer.down_proj is not None:
+            found |= _unfused(
+                layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
+            )
+            found |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (layer.down_proj.rows,))
         if layer.q_norm is not None and layer.k_norm is not None:
             found[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
             found[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
         found[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
         found[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
-    return {name: found[name] for name, _ in parameters(shapes)}
+    return {name: found[name] for name, _ in parameters(decoder.shapes)}
+
+
+def _experts_of(experts: Experts, names: ExpertNames, at: str) -> dict[str, Tensor]:
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    found: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
+    gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
+    for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
+        found |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked)}
+    return found
 
 
 def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[str, Tensor]:
@@ -99,13 +114,53 @@ def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype.
+def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pack: bool = False) -> None:
+    """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one
+    rank's part takes whole tensors too, and of each its own part.
 
     Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
-    then. A packed decoder is unpacked; call ``pack`` again before inference. ``inv_freq`` buffers of old checkpoints
-    are skipped, and a tied head that is listed too must equal the embedding.
+    then. A packed decoder is unpacked; call ``pack`` again before inference, or ask for it here with ``pack``, which
+    needs the plain matrices of one layer at a time. ``inv_freq`` buffers of old checkpoints are skipped, and a tied
+    head that is listed too must equal the embedding.
     """
+    given = checked_tensors(decoder, tensors)
+    load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in given.items()}, pack=pack)
+
+
+def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
+    """``load_tensors`` for what ``part_of`` gave, unchecked."""
+    decoder.unpack(in_one_layer=pack)
+    by_layer: dict[int | None, dict[str, Tensor]] = {}
+    for name, parameter in _parameters_of(decoder).items():
+        by_layer.setdefault(_layer_of(name), {})[name] = parameter
+
+    @torch.no_grad()
+    def fill(layer: int | None) -> None:
+        for name, parameter in by_layer[layer].items():
+            parameter.copy_(parts[name])
+
+    fill(None)
+    if pack:
+        decoder.pack(fill)
+    else:
+        for index in range(decoder.shapes.num_layers):
+            fill(index)
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a parameter belongs to, ``None`` for those outside of all."""
+    _, _, rest = name.partition(".layers.")
+    return int(rest.partition(".")[0]) if rest else None
+
+
+def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: Cut | None = None) -> Tensor:
+    """What the rank of ``cut`` (``None``: the decoder's own) holds of a whole tensor."""
+    cut = cut or decoder.cut
+    return tensor if cut.size == 1 else tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut)]
+
+
+def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """``tensors`` by name where they are what ``load_tensors`` takes. Raises ``UserError``."""
     shapes = dict(parameters(decoder.shapes))
     given: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -135,19 +190,18 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Non
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
             "tie_word_embeddings true; set it to false"
         )
-    decoder.unpack()
-    with torch.no_grad():
-        for name, parameter in _parameters_of(decoder).items():
-            parameter.copy_(given[name])
+    return given
 
 
 def load_model(
-    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    group: RankGroup | None = None, pack: bool = False,
 ) -> Decoder:
-    """The model of a Hugging Face folder. Raises ``UserError`` where it is none, is broken or is not supported."""
-    decoder = Decoder(read_shapes(folder), kernels, dtype=dtype, device=device)
+    """The model of a Hugging Face folder, or one rank's part of it; with ``pack`` packed for inference. Raises ``UserError``
+    where it is none, is broken or is not supported."""
+    decoder = Decoder(read_shapes(folder), kernels, dtype=dtype, device=device, group=group)
     try:
-        load_tensors(decoder, read_tensors(folder))
+        load_tensors(decoder, read_tensors(folder), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder

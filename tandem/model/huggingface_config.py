@@ -9,11 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.layout.shapes import ARCHITECTURES, ModelShapes, RopeScaling
+from tandem.layout.shapes import ARCHITECTURES, EXPERT_NAMES, ExpertShapes, ModelShapes, RopeScaling
 from tandem.types import UserError
 
 TokenIds = int | Sequence[int] | None
-CLASS_NAMES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASS_NAMES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+_KEY_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}
+_POSITIONS = {"llama": 2048, "mixtral": 131072}
+_THETA, _EPS = {"mixtral": 1e6}, {"mixtral": 1e-5}
+_EXPERT_COUNTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2)}
 _ROPE_KEYS = {
     "rope_type",
     "type",
@@ -63,32 +73,35 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     read.only("partial_rotary_factor", 1.0)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer(
-        "num_key_value_heads", heads if architecture == "llama" or "num_key_value_heads" in config else 32
+        "num_key_value_heads", heads if "num_key_value_heads" in config else _KEY_HEADS.get(architecture, heads)
     )
-    max_positions = read.integer("max_position_embeddings", 2048 if architecture == "llama" else 32768)
+    max_positions = read.integer("max_position_embeddings", _POSITIONS.get(architecture, 32768))
     default_head_dim = 128 if architecture == "qwen3" and "head_dim" not in config else hidden // heads
     bias = True if architecture == "qwen2" else read.boolean("attention_bias", False)
-    theta, scaling = _rope(read, max_positions)
+    theta, scaling = _rope(read, max_positions, _THETA.get(architecture, 10000.0))
+    layers = read.integer("num_hidden_layers")
+    experts = _experts(read, architecture, layers) if architecture in EXPERT_NAMES else None
     try:
         return ModelShapes(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
-            num_layers=read.integer("num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=read.integer("head_dim", default_head_dim),
             intermediate_size=read.integer("intermediate_size"),
             max_positions=max_positions,
             tie_embeddings=read.boolean("tie_word_embeddings", False),
-            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=read.number("rms_norm_eps", _EPS.get(architecture, 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             attention_bias=bias,
             output_bias=bias and architecture != "qwen2",
             mlp_bias=architecture == "llama" and read.boolean("mlp_bias", False),
-            qk_norm=architecture == "qwen3",
-            layer_windows=() if architecture == "llama" else _windows(read),
+            qk_norm=architecture in ("qwen3", "qwen3_moe"),
+            layer_windows=_windows(read, architecture, layers),
+            experts=experts,
         )
     except ValueError as error:
         raise UserError(f"'{where}': {error}") from None
@@ -138,7 +151,23 @@ class _Reader:
             )
 
 
-def _rope(read: _Reader, max_positions: int) -> tuple[float, RopeScaling]:
+def _experts(read: _Reader, architecture: str, layers: int) -> ExpertShapes:
+    """The mixture of experts. Qwen3-MoE's layers without one: those of ``mlp_only_layers``, and all but every
+    ``decoder_sparse_step``-th."""
+    count, each = _EXPERT_COUNTS[architecture]
+    key = "num_experts" if read.config.get("num_experts") is not None else "num_local_experts"
+    count, each = read.integer(key, count), read.integer("num_experts_per_tok", each)
+    if architecture == "mixtral":
+        return ExpertShapes(count, each, read.integer("intermediate_size"))
+    step, listed = read.integer("decoder_sparse_step", 1), read.config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise read.fail("mlp_only_layers", listed, "it must be a list of layers")
+    dense = tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    normalised = read.boolean("norm_topk_prob", False)
+    return ExpertShapes(count, each, read.integer("moe_intermediate_size", 768), normalised, dense)
+
+
+def _rope(read: _Reader, max_positions: int, default_theta: float) -> tuple[float, RopeScaling]:
     """Theta and scaling, from either key style; ``rope_scaling`` goes before ``rope_parameters`` as in transformers."""
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     given = read.config.get(key) or {}
@@ -154,7 +183,7 @@ def _rope(read: _Reader, max_positions: int) -> tuple[float, RopeScaling]:
     for name in given.keys() - _ROPE_KEYS:
         raise rope.fail(name, given[name], "it is not supported")
     rope.only("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", read.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":
@@ -186,13 +215,19 @@ def _rope(read: _Reader, max_positions: int) -> tuple[float, RopeScaling]:
     )
 
 
-def _windows(read: _Reader) -> tuple[int | None, ...]:
-    """Each layer's window: by ``layer_types`` where given, else sliding from layer ``max_window_layers`` on."""
-    layers = read.integer("num_hidden_layers")
+def _windows(read: _Reader, architecture: str, layers: int) -> tuple[int | None, ...]:
+    """Each layer's window. Mixtures of experts: all layers alike; Mixtral has no ``use_sliding_window``. Qwen2 and Qwen3:
+    by ``layer_types`` where given, else sliding from layer ``max_window_layers`` on."""
+    if architecture == "llama":
+        return ()
+    if architecture == "mixtral":
+        return () if read.config.get("sliding_window") is None else (read.integer("sliding_window"),) * layers
     window = read.integer("sliding_window", 4096) if read.boolean("use_sliding_window", False) else None
     # A sliding_window of null turns windows off even where use_sliding_window is true.
     if "sliding_window" in read.config and read.config["sliding_window"] is None:
         window = None
+    if architecture == "qwen3_moe":
+        return () if window is None else (window,) * layers
     kinds = read.config.get("layer_types")
     if kinds is None:
         first = read.config.get("max_window_layers", 28)
@@ -246,20 +281,47 @@ def config_json(
         "bos_token_id": bos_token_id,
         "pad_token_id": pad_token_id,
     }
-    if shapes.architecture in ("llama", "qwen3"):
+    if shapes.architecture in ("llama", "qwen3", "qwen3_moe"):
         content["attention_bias"] = shapes.attention_bias
     if shapes.architecture == "llama":
         content["mlp_bias"] = shapes.mlp_bias
     else:
-        windows = shapes.layer_windows or (None,) * shapes.num_layers
-        used = [window for window in windows if window is not None]
+        content |= _windows_json(shapes)
+    if shapes.experts is not None:
+        content |= _experts_json(shapes.experts, shapes.architecture)
+    return content
+
+
+def _windows_json(shapes: ModelShapes) -> dict[str, Any]:
+    windows = shapes.layer_windows or (None,) * shapes.num_layers
+    used = [window for window in windows if window is not None]
+    content: dict[str, Any] = {"sliding_window": used[0] if used else None}
+    if shapes.architecture != "mixtral":
         content["use_sliding_window"] = bool(used)
-        content["sliding_window"] = used[0] if used else None
+    if shapes.architecture in ("qwen2", "qwen3"):
         content["max_window_layers"] = next(
             (i for i, window in enumerate(windows) if window is not None), shapes.num_layers
         )
         content["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return content
+
+
+def _experts_json(experts: ExpertShapes, architecture: str) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "output_router_logits": False,
+    }
+    if architecture == "mixtral":
+        return content
+    # transformers 4 knows the count by Qwen's own name, transformers 5 by Mixtral's.
+    return content | {
+        "num_experts": experts.num_experts,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(experts.dense_layers),
+    }
 
 
 def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
@@ -280,17 +342,23 @@ def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _check_expressible(shapes: ModelShapes) -> None:
-    windows = {window for window in shapes.layer_windows if window is not None}
-    expected = {
+    windows = set(shapes.layer_windows)
+    expected: dict[str, object] = {
         "output_bias": False if shapes.architecture == "qwen2" else shapes.attention_bias,
-        "attention_bias": True if shapes.architecture == "qwen2" else shapes.attention_bias,
+        "attention_bias": {"qwen2": True, "mixtral": False}.get(shapes.architecture, shapes.attention_bias),
         "mlp_bias": shapes.mlp_bias if shapes.architecture == "llama" else False,
-        "qk_norm": shapes.architecture == "qwen3",
+        "qk_norm": shapes.architecture in ("qwen3", "qwen3_moe"),
     }
+    if shapes.experts is not None and shapes.architecture == "mixtral":
+        inner = shapes.intermediate_size
+        expected["experts"] = ExpertShapes(shapes.experts.num_experts, shapes.experts.experts_per_token, inner)
     for name, value in expected.items():
         if getattr(shapes, name) != value:
             raise ValueError(
                 f"a {shapes.architecture} config.json cannot say {name} {getattr(shapes, name)}; it must be {value}"
             )
-    if len(windows) > 1 or (windows and shapes.architecture == "llama"):
-        raise ValueError(f"a {shapes.architecture} config.json cannot say sliding windows {sorted(windows)}")
+    most_windows = {"llama": 0, "qwen2": 1, "qwen3": 1, "qwen3_moe": 1, "mixtral": 1}[shapes.architecture]
+    sliding = sorted(window for window in windows if window is not None)
+    is_mixed = shapes.experts is not None and len(windows) > 1
+    if len(sliding) > most_windows or is_mixed:
+        raise ValueError(f"a {shapes.architecture} config.json cannot say sliding windows {list(shapes.layer_windows)}")

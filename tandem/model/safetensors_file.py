@@ -57,7 +57,8 @@ def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[tuple[
     short, and for a name that it lacks."""
     try:
         with safe_open(path, framework="pt") as file:
-            held = list(file.keys())
+            # An ordered set: a mixture of experts has tens of thousands of tensors.
+            held = dict.fromkeys(file.keys())
             for name in held if names is None else names:
                 if name not in held:
                     raise UserError(

@@ -8,8 +8,7 @@ from tandem.kernels.reference import ReferenceKernels
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model
 from tandem.model.initialise import initialise
-from tandem.pod.new_model import shapes_of
-from tandem.text.characters import make_character_tokenizer
+from tandem.pod.new_model import shapes_of, write_tokenizer
 from tandem.text.tokenizer import Tokenizer
 
 
@@ -19,7 +18,7 @@ def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as tokenizer_folder:
-        make_character_tokenizer(config.characters, Path(tokenizer_folder))
+        write_tokenizer(config, Path(tokenizer_folder))
         tokenizer = Tokenizer.from_folder(Path(tokenizer_folder))
         model = Decoder(shapes_of(config, tokenizer.vocab_size), ReferenceKernels())
         initialise(model, seed, config.initial_deviation)

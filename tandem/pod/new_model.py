@@ -1,20 +1,24 @@
 """What a model made from the recipe will be, said before it is made: its shapes and its tokenizer. Imports no torch."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.config.model import NewModelConfig
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import EXPERT_NAMES, ExpertShapes, ModelShapes
 from tandem.model.huggingface_config import config_json
 from tandem.text.characters import make_character_tokenizer
-from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
-    """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases)."""
+    """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases;
+    mixtures of experts: in every layer, with normalised gates)."""
+    inner = config.expert_intermediate_size or config.intermediate_size
+    experts = ExpertShapes(config.num_experts, config.experts_per_token, inner) if config.architecture in EXPERT_NAMES else None
     return ModelShapes(
         architecture=config.architecture,
         vocab_size=vocab_size,
@@ -28,8 +32,21 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         tie_embeddings=config.tie_embeddings,
         rope_theta=config.rope_theta,
         attention_bias=config.architecture == "qwen2",
-        qk_norm=config.architecture == "qwen3",
+        qk_norm=config.architecture in ("qwen3", "qwen3_moe"),
+        experts=experts,
     )
+
+
+def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
+    """The tokenizer that ``config`` names or describes, to ``folder``. Raises ``UserError`` where there is none."""
+    if not config.tokenizer:
+        make_character_tokenizer(config.characters, folder)
+        return
+    source = Path(config.tokenizer)
+    Tokenizer.from_folder(source)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 @contextmanager
@@ -38,7 +55,7 @@ def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
     work."""
     with TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
-        make_character_tokenizer(config.characters, folder)
+        write_tokenizer(config, folder)
         shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
         (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
         yield folder

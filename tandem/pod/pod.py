@@ -111,7 +111,7 @@ class Pod:
         """Samples of ``prompts`` under the weights after ``step`` steps."""
         self.serve_weights(step)
         with self._rollout_does(state, step):
-            report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "sequences")
+            report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
         return samples

@@ -63,7 +63,8 @@ class RolloutWorker:
         prompts = decode_prompts(blobs["prompts"])
         keys = [request_key(step, prompt.id, settings["purpose"]) for prompt in prompts]
         outputs = llm.generate(
-            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling_params(settings), use_tqdm=False, request_keys=keys
+            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling_params(settings), use_tqdm=False,
+            request_keys=keys, on_progress=lambda done, total: progress({"done": done, "total": total}),
         )
         return {}, {"samples": encode_samples(samples_of(step, prompts, outputs))}
 

@@ -5,7 +5,7 @@ Every call may be made again for the same step: after a fault the pod simply ask
 """
 
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -37,10 +37,18 @@ COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """What makes a checkpoint a Hugging Face folder, besides the weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The samples of ``step``, which are drawn once, and the reference's log-probabilities of them by sample id."""
+
+    step: int
+    samples: list[Sample]
+    reference_logprobs: dict[str, tuple[float, ...]]
+
 
 class TrainerWorker:
     """The state of the worker between calls. ``steps``: optimizer steps that the actor has taken since the start model
-    ``start``; ``inferred``: the reference's log-probabilities of a step's samples."""
+    ``start``."""
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.recipe, self.directory = recipe, directory
@@ -52,7 +60,7 @@ class TrainerWorker:
         self.optimizer: AdamW | None = None
         self.reference: Decoder | None = None
         self.steps = 0
-        self.inferred: tuple[int, dict[str, tuple[float, ...]]] | None = None
+        self.inferred: Inferred | None = None
         self.converted: list[tuple[str, Tensor]] | None = None
 
     def methods(self) -> dict[str, Method]:
@@ -166,23 +174,23 @@ class TrainerWorker:
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The reference model's log-probabilities of the samples, kept for ``train``."""
-        samples = decode_samples(blobs["samples"])
-        self.inferred = (int(meta["step"]), self._reference_logprobs(samples))
+        self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]))
         return {}, {}
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
         step = int(meta["step"])
         self._expect(step)
-        samples, scores = decode_samples(blobs["samples"]), decode_scores(blobs["scores"])
-        reference = None
-        if self.recipe.algorithm.kl_coefficient > 0:
-            kept = self.inferred is not None and self.inferred[0] == step
-            reference = self.inferred[1] if kept and self.inferred else self._reference_logprobs(samples)
-        batch = make_batch(step, samples, scores, self.recipe.algorithm, self.recipe.rollout.max_tokens, reference)
+        inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
+        samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
+        if inferred is None and self.recipe.algorithm.kl_coefficient > 0:
+            inferred = self._infer(step, samples)
+        reference = inferred.reference_logprobs if inferred is not None else None
+        scores, rollout = decode_scores(blobs["scores"]), self.recipe.rollout
+        batch = make_batch(step, samples, scores, self.recipe.algorithm, rollout.max_tokens, reference)
         model, optimizer = self._actor()
         result = update_policy(
-            model, optimizer, batch, self.recipe.algorithm, self.recipe.trainer, self.recipe.rollout.temperature,
+            model, optimizer, batch, self.recipe.algorithm, self.recipe.trainer, rollout.temperature,
             lambda done, total: progress({"done": done, "total": total}),
         )
         self.steps += 1
@@ -191,10 +199,10 @@ class TrainerWorker:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _reference_logprobs(self, samples: Sequence[Sample]) -> dict[str, tuple[float, ...]]:
+    def _infer(self, step: int, samples: list[Sample]) -> Inferred:
         assert self.reference is not None
         sequences = [train_sequence(sample) for sample in samples]
-        return sequence_logprobs(self.reference, sequences, self.recipe.trainer.micro_batch_tokens)
+        return Inferred(step, samples, sequence_logprobs(self.reference, sequences, self.recipe.trainer.micro_batch_tokens))
 
     def _actor(self) -> tuple[Decoder, AdamW]:
         if self.model is None or self.optimizer is None:

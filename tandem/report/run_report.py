@@ -74,6 +74,10 @@ def read_facts(directory: Path) -> RunFacts:
 
 
 def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    held_out = [e for e in evaluations if e["kind"] == "held_out"]
+    if held_out:
+        first, last = held_out[0], held_out[-1]
+        return f"held-out loss {first['loss']:.4f} before, {last['loss']:.4f} (perplexity {last['perplexity']:.2f}) after {last['step']} steps"
     by_kind = {kind: [e for e in evaluations if e["kind"] == kind] for kind in ("sampled", "greedy", "final", "final_greedy")}
     said = []
     if by_kind["sampled"]:
@@ -93,13 +97,15 @@ def write_report(facts: RunFacts, path: Path) -> None:
 
 
 def page(facts: RunFacts) -> str:
+    is_pretraining = any("train/loss" in row for row in facts.rows)
+    curve = "<h2>Loss</h2>" + _loss_curve(facts) if is_pretraining else "<h2>Accuracy and reward</h2>" + _learning_curve(facts)
     sections = [
         f"<h1>{html.escape(facts.name)}</h1><p>{html.escape(facts.headline)}</p>",
-        "<h2>Accuracy and reward</h2>" + _learning_curve(facts),
+        curve,
         "<h2>Where a step's seconds go</h2>" + _time_plot(facts.rows) + _time_table(facts.rows),
         "<h2>Memory of each phase</h2>" + _memory_table(facts),
-        "<h2>Rollout and trainer agree</h2>" + _agreement(facts.rows),
-        "<h2>Completions before and after</h2>" + _examples(facts),
+        "" if is_pretraining else "<h2>Rollout and trainer agree</h2>" + _agreement(facts.rows),
+        "" if is_pretraining else "<h2>Completions before and after</h2>" + _examples(facts),
         "<h2>Recoveries and faults</h2>" + _events(facts.events),
         "<h2>Try the model</h2><pre>" + html.escape("\n".join(facts.commands)) + "</pre>",
     ]
@@ -137,6 +143,16 @@ def _learning_curve(facts: RunFacts) -> str:
     if not traces:
         return "<p class='quiet'>No step was completed.</p>"
     return _figure(traces, xaxis_title="optimizer step", yaxis_range=[0, 1.05], legend={"orientation": "h", "y": 1.12})
+
+
+def _loss_curve(facts: RunFacts) -> str:
+    steps, values = _column(facts.rows, "train/loss")
+    traces = [graph.Scatter(x=steps, y=values, name="training", line={"color": "#9ec5fe"})]
+    held_out = [(e["step"], e["loss"]) for e in facts.evaluations if e["kind"] == "held_out"]
+    if held_out:
+        x, y = zip(*held_out, strict=True)
+        traces.append(graph.Scatter(x=x, y=y, name="held out", mode="lines+markers", line={"color": "#0b5ed7"}))
+    return _figure(traces, xaxis_title="optimizer step", yaxis_title="nats a token", legend={"orientation": "h", "y": 1.12})
 
 
 def _timings(rows: Sequence[Row]) -> dict[str, list[float]]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 class Listener:
     """Hears of a run and does nothing; override what is wanted. Every method is called from the job's own thread."""
 
-    def started(self, run_directory: str, max_steps: int, target: float) -> None:
-        """The run has its directory and is about to work. ``target``: held-out accuracy it trains to."""
+    def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
+        """The run has its directory and is about to work. ``target``: held-out accuracy it trains to, if it does."""
 
     def phase(self, name: str, step: int) -> None:
         """The pod entered ``name`` (a state of the figure, or a stage such as ``warm_up``) in ``step``."""

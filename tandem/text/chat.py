@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,52 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of ``messages`` (each with ``role`` and ``content``) by the template of the tokenizer in ``folder``.
+    """The text of ``messages`` by the template of the tokenizer in ``folder``, or by ``template``, as ``ChatTemplate`` gives
+    it."""
+    compiled = ChatTemplate.from_folder(folder, with_tools=bool(tools), source=template)
+    return compiled.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
 
-    ``variables`` reach the template (``enable_thinking=False``). The result is encoded without adding special tokens:
-    the template writes them. Raises ``UserError`` without jinja2, without a template, or where the template refuses.
-    """
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A compiled template. ``tokens``: the special tokens that it may write, by their names."""
+
+    template: Any
+    tokens: Mapping[str, Any]
+    folder: Path
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, with_tools: bool = False, source: str | None = None) -> "ChatTemplate":
+        """The template of the tokenizer in ``folder``, or ``source`` with its tokens. Raises ``UserError`` without jinja2, or
+        without a template."""
+        return _compile(Path(folder), with_tools, source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of ``messages``, each with ``role`` and ``content``. ``variables`` reach the template
+        (``enable_thinking=False``). The result is encoded without adding special tokens: the template writes them.
+        Raises ``UserError`` where the template refuses."""
+        known = {"tools": tools, "documents": None, **self.tokens, **variables}
+        known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            text: str = self.template.render(known)
+        except Exception as error:  # A template can fail in every way that Python can.
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"the chat template of '{self.folder}' refuses these messages: {first}") from None
+        return text
+
+
+def _compile(folder: Path, with_tools: bool, source: str | None) -> ChatTemplate:
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,8 +72,9 @@ def apply_chat_template(
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    settings = _settings(Path(folder))
-    source = _source(Path(folder), settings, with_tools=bool(tools))
+    settings = _settings(folder)
+    if source is None:
+        source = _source(folder, settings, with_tools)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -42,13 +82,10 @@ def apply_chat_template(
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     tokens = {name: _content(settings[name]) for name in TOKEN_NAMES if settings.get(name) is not None}
-    known = {"tools": tools, "documents": None, **tokens, **variables}
     try:
-        return environment.from_string(source).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **known
-        )
+        return ChatTemplate(environment.from_string(source), tokens, folder)
     except jinja2.TemplateError as error:
-        raise UserError(f"the chat template of '{folder}' refuses these messages: {error}") from None
+        raise UserError(f"the chat template of '{folder}' is broken: {error}") from None
 
 
 def _settings(folder: Path) -> dict[str, Any]:

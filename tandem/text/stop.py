@@ -16,23 +16,33 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""
+        self._passed = 0
         self.stopped: str | None = None
 
-    def push(self, text: str) -> str:
-        """What can be shown now: text that is no part of a stop string, whatever follows. Empty once stopped."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """What can be shown now: text that is no part of a stop string, whatever follows. Empty once stopped.
+
+        A stop string that ends in ``text`` does not count without ``may_stop``; one that only begins there does."""
         if self.stopped is not None:
             return ""
         if not self._stops:
             return text
         held = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if not may_stop:
+            self._passed = len(held)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(held, stop)) >= 0]
         if found:
             end, start, self.stopped = min(found)
             self._held = ""
             return held[: end if self._include_stop else start]
         keep = max(_overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - keep :]
+        self._passed = max(0, self._passed - (len(held) - keep))
         return held[: len(held) - keep]
+
+    def _find(self, text: str, stop: str) -> int:
+        """Where ``stop`` stands in ``text``, ending after what has passed; -1: nowhere."""
+        return text.find(stop, max(0, self._passed - len(stop) + 1))
 
     def finish(self) -> str:
         """The text that was held back and turned out to be no stop string."""

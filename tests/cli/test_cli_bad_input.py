@@ -214,6 +214,8 @@ def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, t
         (("--prompt", "1", "--top-p", "2"), "top_p"),
         (("--prompt", "1", "--chat"), "chat template"),
         (("--prompt", "1", "--stop", ""), "stop"),
+        (("--prompt", "1", "--lora", "nowhere"), "adapter_config.json"),
+        (("--prompt", "1", "--tensor-parallel", "3"), "does not divide by 3"),
     ],
 )
 def test_generate_refuses_what_the_model_cannot_do(command, model, arguments, says) -> None:

@@ -68,6 +68,11 @@ def test_json_holds_token_ids_and_why_a_completion_ended(command, model) -> None
     assert found["finish_reason"] == "length" and len(found["token_ids"]) == 3
 
 
+def test_two_processes_with_a_part_of_the_model_each_give_the_same_text(command, model) -> None:
+    given = ("generate", model, "--prompt", "7=", "--prompt", "12+3=", "--max-tokens", "6")
+    assert command(*given, "--tensor-parallel", "2").out == command(*given).out
+
+
 def questions(path: Path, answers: dict[str, str]) -> Path:
     path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in answers.items()), encoding="utf-8")
     return path

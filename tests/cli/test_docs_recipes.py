@@ -1,4 +1,4 @@
-"""docs/recipes.md names every setting there is, with its default, and its commands work."""
+"""docs/recipes.md and docs/pretraining.md name every setting there is, with its default, and their commands work."""
 
 import dataclasses
 import re
@@ -11,17 +11,19 @@ from helpers_cli import ROOT
 import tandem
 from tandem.cli.main import parser
 from tandem.config.load import build
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.config.rewards import RewardsConfig
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+PRETRAINING = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8")
 
 
-def documented() -> dict[str, dict[str, str]]:
+def documented(text: str) -> dict[str, dict[str, str]]:
     """The keys and defaults in the tables, by the section that their headline names."""
     found: dict[str, dict[str, str]] = {}
     section = None
-    for line in TEXT.splitlines():
+    for line in text.splitlines():
         if line.startswith("#"):
             headline = re.match(r"#+ `([\w.]+)`", line)
             section = headline[1] if headline else None
@@ -60,10 +62,30 @@ def shown(field: "dataclasses.Field[object]") -> str:
     return str(default) if isinstance(default, int | str) and default != "" else "empty"
 
 
+def keys(found: dict[str, type]) -> dict[str, dict[str, str]]:
+    return {name: {field.name: shown(field) for field in dataclasses.fields(section)} for name, section in found.items()}
+
+
 def test_every_key_of_every_section_stands_there_with_its_default_and_no_other() -> None:
-    expected = {name: {field.name: shown(field) for field in dataclasses.fields(section)} for name, section in sections(Recipe).items()}
-    assert documented() == expected
+    expected = keys(sections(Recipe))
+    assert documented(TEXT) == expected
     assert sum(map(len, expected.values())) > 100
+
+
+def test_keys_of_pretraining_that_other_recipes_lack_stand_in_its_own_document() -> None:
+    shared = set(sections(Recipe).values())
+    own = {name: section for name, section in sections(PretrainRecipe).items() if section not in shared}
+    assert documented(PRETRAINING) == keys(own) and "data.train" in own
+
+
+def test_commands_of_pretraining_are_in_order() -> None:
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", PRETRAINING, re.S) for line in block.splitlines()]
+    commands = []
+    for line in lines:
+        program, *words = shlex.split(line, comments=True)
+        assert program == "tandem"
+        commands.append(parser().parse_args(words).command)
+    assert commands == ["tokenize", "tokenize", "train", "resume"]
 
 
 def test_its_commands_and_its_yaml_are_in_order() -> None:

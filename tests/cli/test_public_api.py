@@ -19,7 +19,7 @@ def test_the_public_names_are_those_of_their_modules() -> None:
     from tandem.jobs.start import train
 
     assert (tandem.LLM, tandem.SamplingParams, tandem.load_config, tandem.train) == (LLM, SamplingParams, load_config, train)
-    assert set(tandem.__all__) == {"LLM", "SamplingParams", "__version__", "load_config", "train"}
+    assert set(tandem.__all__) == {"LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__", "load_config", "train"}
 
 
 def test_importing_tandem_and_reading_a_recipe_loads_no_torch() -> None:

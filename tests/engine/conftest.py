@@ -9,7 +9,7 @@ import torch
 
 from tandem.engine.llm import LLM
 from tandem.kernels import select
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model, to_huggingface
 from tandem.model.initialise import initialise
@@ -23,6 +23,8 @@ TRAITS: dict[str, dict[str, Any]] = {
     "llama": {"tie_embeddings": False},
     "qwen2": {"tie_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_embeddings": True, "qk_norm": True},
+    "qwen3_moe": {"tie_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
+    "mixtral": {"tie_embeddings": False, "experts": ExpertShapes(4, 2, 48)},
 }
 
 

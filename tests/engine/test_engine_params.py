@@ -1,5 +1,7 @@
 """Sampling parameters: vLLM's defaults, and one clear line for every value that cannot be."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -35,16 +37,24 @@ def test_equal_meanings_become_equal_values() -> None:
         ({"top_k": -2}, "top_k is -2"),
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens is -1"),
+        ({"best_of": 2}, "best_of is 2; it is not supported"),
         ({"min_tokens": 17}, "min_tokens is 17"),
-        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": -2}, "logprobs is -2"),
         ({"stop": [""]}, "stop is"),
         ({"stop": "a", "detokenize": False}, "stop needs detokenize"),
         ({"stop_token_ids": [-1]}, "stop_token_ids holds -1"),
         ({"seed": 0.5}, "seed is 0.5"),
-        ({"presence_penalty": 0.5}, "presence_penalty is 0.5; it is not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5; it is not supported"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1; it is not supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is 1; it is not supported"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
+        ({"bad_words": ["a", ""]}, "bad_words is"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": [1, -1]}, "allowed_token_ids holds -1"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
+        ({"structured_outputs": {"regex": "a"}}, "give a StructuredOutputsParams"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
     ],
 )
@@ -52,3 +62,8 @@ def test_a_wrong_value_is_named_in_one_line(given: dict[str, Any], words: str) -
     with pytest.raises(UserError, match=words) as caught:
         SamplingParams(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_parameters_are_read_without_torch() -> None:
+    program = "import sys; from tandem import SamplingParams, StructuredOutputsParams; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -62,6 +62,9 @@ def test_a_stop_text_over_several_tokens_cuts_the_text(make_llm: Callable[..., L
     assert one(llm, ignore_eos=True, stop=["never this"]).text == free.text
     late = one(llm, ignore_eos=True, stop=[wanted], min_tokens=first + 3)
     assert len(late.token_ids) >= first + 3
+    slow = one(llm, ignore_eos=True, min_tokens=12).text
+    across = one(llm, ignore_eos=True, min_tokens=12, stop=[slow[5:8], slow[10:14]])
+    assert (across.text, across.stop_reason) == (slow[:10], slow[10:14])
 
 
 def test_stop_texts_survive_preemption(make_llm: Callable[..., LLM]) -> None:

@@ -25,6 +25,15 @@ def test_the_main_job_reaches_nine_in_ten_and_its_rollout_and_trainer_never_diff
 
 
 @pytest.mark.full
+def test_a_mixture_of_experts_learns_and_is_routed_alike_in_rollout_and_trainer(tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "sort_moe.yaml", [f"run.directory={tmp_path}"])
+    result = train(recipe, recipe_path="sort_moe.yaml")
+    assert result.before is not None and result.before <= 0.55
+    assert result.reached and result.accuracy >= 0.90 - 0.019
+    assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in read_rows(result.directory / "metrics.jsonl"))
+
+
+@pytest.mark.full
 def test_addition_gains_in_what_the_model_can_do_greedily(tmp_path: Path) -> None:
     recipe = load_config(RECIPES / "arithmetic.yaml", [f"run.directory={tmp_path}"])
     result = train(recipe, recipe_path="arithmetic.yaml")

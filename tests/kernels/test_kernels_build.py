@@ -120,6 +120,18 @@ def test_torch_and_the_kernels_share_one_thread_pool() -> None:
     assert len(pools) == 1
 
 
+def test_what_is_called_often_is_a_builtin_and_refuses_wrong_arguments() -> None:
+    library = Library(build.built_library("g++", build.default_directory()))
+    out, weight, x = torch.empty(1, 3), torch.randn(3, 5), torch.randn(1, 5)
+    arguments = (x.data_ptr(), weight.data_ptr(), 0, 0, 1, 3, 5, out.data_ptr())
+    assert type(library.linear) is type(len)
+    assert library.linear(*arguments) == 0
+    assert torch.allclose(out, x @ weight.t(), atol=1e-6)
+    for wrong in (arguments[1:], (*arguments, 0), ("x", *arguments[1:]), (1.5, *arguments[1:])):
+        with pytest.raises(TypeError):
+            library.linear(*wrong)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["-march=haswell", "-march=x86-64-v2 -mtune=generic"])
 def test_every_instruction_set_gives_the_same_bits(
@@ -137,12 +149,13 @@ def test_every_instruction_set_gives_the_same_bits(
     def results(kernels: CpuKernels) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias, q, kv)]
         logits = kernels.linear(*leaves[:3])
+        wide = kernels.linear_packed(x[:1], kernels.pack(weight.repeat(4, 1)), None)
         mixed = kernels.packed_attention(leaves[3], leaves[4], leaves[4] * 2, bounds, 60, 0.2, 33)
         normed = kernels.rms_norm(kernels.silu_mul(leaves[0]), bias.repeat(2)[:150], 1e-6)
         logprobs = kernels.token_logprobs(leaves[0], leaves[1], targets, 0.8)
         total = logits.square().sum() + mixed.square().sum() + normed.sum() + (logprobs.raw * logprobs.scaled).sum()
         drawn = kernels.sample_rows(logits.detach(), *settings, torch.linspace(0, 0.99, 75).double())
-        return [logits, mixed, normed, *logprobs, *drawn, *torch.autograd.grad(total, leaves)]
+        return [logits, wide, mixed, normed, *logprobs, *drawn, *torch.autograd.grad(total, leaves)]
 
     for ours, theirs in zip(results(here), results(other), strict=True):
         assert torch.equal(ours, theirs)

@@ -46,6 +46,34 @@ def test_linear(kernels: Kernels, rows: int, width: int, columns: int) -> None:
     check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)
 
 
+def test_grouped_linear(kernels: Kernels) -> None:
+    bounds = torch.tensor([0, 30, 30, 31, 100])
+    x, weight = torch.randn(100, 70), torch.randn(4, 33, 70)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([x[i:j] @ own.t() for own, (i, j) in zip(weight, itertools.pairwise(bounds.tolist()), strict=True)])
+
+    check(lambda x, w: kernels.grouped_linear(x, w, bounds), exact, x, weight)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("experts", "each"), [(3, 1), (8, 2), (128, 8), (16, 16)])
+def test_route(kernels: Kernels, experts: int, each: int, normalised: bool) -> None:
+    def exact(logits: Tensor) -> Tensor:
+        gates = logits.softmax(-1).topk(each).values
+        return gates / gates.sum(-1, keepdim=True) if normalised else gates
+
+    logits = torch.randn(40, experts)
+    if each == 1 and normalised:
+        # Its only gate is 1, whatever the logits are.
+        gates = kernels.route(logits.requires_grad_(), each, True).gates
+        assert torch.equal(gates, torch.ones_like(gates))
+        assert torch.autograd.grad(gates.sum(), logits)[0].abs().max() < 1e-6
+    else:
+        check(lambda x: kernels.route(x, each, normalised).gates, exact, logits)
+    assert torch.equal(kernels.route(logits.detach(), each, normalised).experts, logits.topk(each).indices)
+
+
 def test_linear_over_several_slabs_of_the_sum(kernels: Kernels) -> None:
     x, weight = torch.randn(3, 8500), torch.randn(9, 8500)
     check(lambda x, w: kernels.linear(x, w, None), F.linear, x, weight)

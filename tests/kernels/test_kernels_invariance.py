@@ -1,5 +1,6 @@
 """The law of the room: the bits of a row do not depend on the rows beside it, on chunks or on threads."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from tandem.kernels import Kernels
 
 BIG = 333
 COUNTS = [*range(1, 71), 127, 128, 129, 192, 193, 256, 300]
-SHAPES = [(512, 128), (99, 128), (128, 513), (33, 30), (1, 64), (80, 1100)]
+SHAPES = [(512, 128), (99, 128), (320, 513), (33, 30), (1, 64), (80, 1100)]
 
 
 def counts_that_differ(op: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
@@ -40,6 +41,22 @@ def test_packed_linear_has_the_bits_of_linear(kernels: Kernels, columns: int, wi
         assert torch.equal(kernels.linear_packed(x[:count], packed, bias), expected)
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 512), (30, 33), (72, 300)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gated_mlp_has_the_bits_of_its_parts(kernels: Kernels, hidden: int, inner: int, with_bias: bool) -> None:
+    x, gate_up, down = torch.randn(BIG, hidden), torch.randn(2 * inner, hidden), torch.randn(hidden, inner)
+    gate_up_bias, down_bias = (torch.randn(2 * inner), torch.randn(hidden)) if with_bias else (None, None)
+    parts = kernels.linear(kernels.silu_mul(kernels.linear(x, gate_up, gate_up_bias)), down, down_bias)
+    packed = kernels.pack(gate_up), kernels.pack(down)
+
+    def whole(rows: Tensor) -> Tensor:
+        return kernels.gated_mlp_packed(rows, packed[0], gate_up_bias, packed[1], down_bias)
+
+    assert torch.equal(whole(x), parts)
+    assert counts_that_differ(whole, x) == []
+    assert whole(x[:0]).shape == (0, hidden)
+
+
 @pytest.mark.parametrize(("columns", "width"), SHAPES)
 def test_linear_does_not_depend_on_the_order_of_rows_or_where_memory_starts(
     kernels: Kernels, columns: int, width: int
@@ -51,6 +68,19 @@ def test_linear_does_not_depend_on_the_order_of_rows_or_where_memory_starts(
     shifted_x = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     shifted_weight = torch.empty(weight.numel() + 3)[3:].view_as(weight).copy_(weight)
     assert torch.equal(kernels.linear(shifted_x, shifted_weight, None), expected)
+
+
+@pytest.mark.parametrize(("columns", "width"), SHAPES)
+def test_grouped_linear_has_the_bits_of_each_groups_own_linear(kernels: Kernels, columns: int, width: int) -> None:
+    bounds = torch.tensor([0, 0, 1, 18, 18, 120, BIG])
+    x, weight = torch.randn(BIG, width), torch.randn(len(bounds) - 1, columns, width)
+    rows = list(itertools.pairwise(bounds))
+    expected = torch.cat([kernels.linear(x[i:j], own, None) for own, (i, j) in zip(weight, rows, strict=True)])
+    packed = kernels.pack_groups(weight)
+    assert torch.equal(kernels.grouped_linear(x, weight, bounds), expected)
+    assert torch.equal(kernels.grouped_linear_packed(x, packed, bounds), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(kernels.grouped_linear_packed(x, packed, bounds), expected) or kernels.name == "reference"
 
 
 def test_a_sum_in_another_order_is_caught() -> None:

@@ -59,6 +59,33 @@ def test_tokens_are_drawn_from_the_filtered_distribution_in_id_order(
     assert torch.allclose(drawn.raw.double(), row.double().log_softmax(0)[drawn.tokens], atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.9, 0), (0, 0.35, 0), (500, 1, 0), (500, 0.8, 0), (90, 0.8, 0), (0, 0.99, 0.02)]
+)
+def test_filters_of_a_large_vocabulary_with_many_equal_logits_are_exact(
+    kernels: Kernels, top_k: int, top_p: float, min_p: float
+) -> None:
+    row = torch.randn(1200).mul(4).round() / 4
+    count = 2501
+    uniform = (torch.arange(count).double() + 0.5) / count
+    drawn = draw(kernels, row.expand(count, -1), uniform, 0.9, top_k, top_p, min_p)
+    expected = filtered(row, 0.9, top_k, top_p, min_p)
+    frequency = torch.bincount(drawn.tokens, minlength=len(row)) / count
+    assert (frequency - expected.exp()).abs().max() < 1.01 / count
+    assert torch.allclose(drawn.sampling.double(), expected[drawn.tokens], atol=3e-6)
+
+
+def test_a_nucleus_of_equal_logits_is_the_lowest_ids(kernels: Kernels) -> None:
+    uniform = torch.arange(5000) / 5000
+    tokens = draw(kernels, torch.zeros(5000, 1000), uniform, top_p=0.2505).tokens
+    assert tokens.unique().tolist() == list(range(251))
+
+
+def test_a_nucleus_of_nothing_is_the_most_likely_token(kernels: Kernels) -> None:
+    logits = torch.randn(20, 1000)
+    assert torch.equal(draw(kernels, logits, torch.rand(20), top_p=1e-9).tokens, logits.argmax(1))
+
+
 def test_greedy_takes_the_lowest_id_among_equals(kernels: Kernels) -> None:
     logits = torch.zeros(3, 40)
     logits[1, 17] = logits[1, 30] = 5

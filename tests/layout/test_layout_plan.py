@@ -5,7 +5,7 @@ import transformers
 
 from tandem.layout.bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count, parameters
-from tandem.layout.sharding import rule_for, shard_slices, stage_of
+from tandem.layout.sharding import Cut, cut_slices, local_parameters, local_shapes, rule_for, stage_of
 
 
 def shapes(**changes: object) -> ModelShapes:
@@ -44,11 +44,13 @@ def test_names_and_shapes_of_all_parameters_are_those_of_transformers(model_shap
     assert parameter_count(model_shapes) == sum(p.numel() for p in hugging_face(model_shapes).parameters())
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_shards_of_every_parameter_cover_it_exactly_once(size: int) -> None:
+def test_the_shards_of_every_parameter_cover_it_exactly_once(size: int, deterministic: bool) -> None:
     for name, shape in parameters(shapes()):
-        pieces = [shard_slices(name, shape, rank, size) for rank in range(size)]
-        axis = rule_for(name).axis
+        pieces = [cut_slices(shapes(), name, shape, Cut(rank, size, deterministic)) for rank in range(size)]
+        rule = rule_for(name)
+        axis = 0 if deterministic and rule.placement == "row" else rule.axis
         if axis is None or size == 1:
             assert all(piece == pieces[0] for piece in pieces)
             continue
@@ -57,10 +59,24 @@ def test_the_shards_of_every_parameter_cover_it_exactly_once(size: int) -> None:
 
 
 def test_a_size_that_does_not_divide_is_refused_and_a_vocabulary_leaves_the_last_rank_less() -> None:
-    with pytest.raises(ValueError, match="does not divide by 3"):
-        shard_slices("model.layers.0.self_attn.o_proj.weight", (32, 64), 0, 3)
-    parts = [shard_slices("lm_head.weight", (99, 32), rank, 2)[0] for rank in range(2)]
+    few = {"vocab_size": 2, "num_heads": 9, "num_kv_heads": 3, "intermediate_size": 9, "hidden_size": 9}
+    for changes, message in (({"num_heads": 6}, "intermediate_size 64"), ({}, "num_heads 4"), (few, "vocabulary of 2")):
+        with pytest.raises(ValueError, match=message):
+            local_shapes(shapes(**changes), Cut(0, 3))
+    parts = [cut_slices(shapes(), "lm_head.weight", (99, 32), Cut(rank, 2))[0] for rank in range(2)]
     assert [p.stop - p.start for p in parts] == [50, 49]
+
+
+def test_key_value_heads_that_are_fewer_than_ranks_stand_on_several() -> None:
+    four = [cut_slices(shapes(), "model.layers.0.self_attn.k_proj.weight", (32, 32), Cut(rank, 4))[0] for rank in range(4)]
+    assert four == [slice(0, 16), slice(0, 16), slice(16, 32), slice(16, 32)]
+    assert local_shapes(shapes(), Cut(1, 4)).num_kv_heads == 1
+
+
+def test_a_rank_has_the_shapes_of_its_slices() -> None:
+    for cut in (Cut(0, 2), Cut(1, 2, False)):
+        for (name, local), (_, shape) in zip(local_parameters(shapes(), cut), parameters(shapes()), strict=True):
+            assert local == tuple(len(range(n)[s]) for n, s in zip(shape, cut_slices(shapes(), name, shape, cut), strict=True))
 
 
 def test_an_unknown_parameter_has_no_rule() -> None:

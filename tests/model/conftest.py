@@ -72,9 +72,12 @@ def packed_logits() -> Callable[..., list[Tensor]]:
 
 @pytest.fixture(scope="session")
 def paged_logits() -> Callable[..., list[Tensor]]:
-    """The engine's path: each step takes ``(sequence, how many of its next tokens)``; blocks are dealt at random."""
+    """The engine's path: each step takes ``(sequence, how many of its next tokens)``; blocks are dealt at random.
+    ``wanted``: of every step only a random part of the rows, sometimes none, is asked for; the others are NaN."""
 
-    def run(decoder: Decoder, sequences: Sequence[Tensor], steps: Sequence[Step], seed: int = 0) -> list[Tensor]:
+    def run(
+        decoder: Decoder, sequences: Sequence[Tensor], steps: Sequence[Step], seed: int = 0, wanted: bool = False
+    ) -> list[Tensor]:
         shapes, generator = decoder.shapes, torch.Generator().manual_seed(seed)
         blocks_each = max(-(-len(s) // BLOCK_TOKENS) for s in sequences)
         count = blocks_each * len(sequences) + 3
@@ -102,7 +105,13 @@ def paged_logits() -> Callable[..., list[Tensor]]:
                 slots,
             )
             tokens = torch.cat([sequences[s][start:end] for s, start, end in spans])
-            logits = decoder.logits(decoder(tokens, positions, PagedContext(batch, caches)))
+            rows = None
+            if wanted:
+                rows = (torch.rand(len(tokens), generator=generator) < 0.4 * (len(tokens) % 3)).nonzero().squeeze(1)
+            logits = decoder.logits(decoder(tokens, positions, PagedContext(batch, caches, rows)))
+            if rows is not None:
+                every = logits.new_full((len(tokens), shapes.vocab_size), torch.nan)
+                logits = every.index_copy(0, rows, logits)
             for (s, _, end), part in zip(spans, logits.split(lengths), strict=True):
                 parts[s].append(part)
                 done[s] = end

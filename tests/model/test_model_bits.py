@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.kernels import Kernels, PackedWeight
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
@@ -28,6 +28,10 @@ SHAPES = {
         "llama", 70, 48, 2, 3, 1, 24, 56, 160, False, attention_bias=True, output_bias=True, mlp_bias=True,
         rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=40),
     ),
+    "qwen3_moe, one dense layer": ModelShapes(
+        "qwen3_moe", 99, 64, 3, 4, 2, 32, 96, 160, True, qk_norm=True, experts=ExpertShapes(13, 3, 40, False, (1,))
+    ),
+    "mixtral": ModelShapes("mixtral", 83, 56, 2, 4, 2, 16, 72, 160, False, experts=ExpertShapes(4, 2, 72)),
 }  # fmt: skip
 LENGTHS = (1, 17, 64, 65, 130, 33)
 Steps = list[list[tuple[int, int]]]
@@ -145,6 +149,19 @@ def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
         assert 1e-4 < relative < 5 * {"bfloat16": 2**-9, "int8": 2**-8, "fp8_e4m3": 2**-5}[kv_cache_dtype]
 
 
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_a_row_has_its_bits_whichever_other_rows_are_wanted(architecture: str, kernels: Kernels, paged_logits: Run) -> None:
+    sequences = sequences_for(SHAPES[architecture])
+    engine = decoder_for(SHAPES[architecture], kernels)
+    engine.pack()
+    whole = torch.cat(paged_logits(engine, sequences, schedules()["full prefill"]))
+    for name in ("mixed", "chunked prefill", "decode alone"):
+        part = torch.cat(paged_logits(engine, sequences, schedules()[name], 7, wanted=True))
+        asked = ~part.isnan().any(1)
+        assert 0 < asked.sum() < len(part), "some rows, and not all, must be asked for"
+        assert torch.equal(part[asked], whole[asked]), name
+
+
 class ReorderedSum:
     """The same kernels, but a lone row's products are summed from the last to the first."""
 
@@ -165,6 +182,11 @@ class ReorderedSum:
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         return self.linear(x, weight.data, bias)
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import Kernels
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
 
@@ -16,9 +16,11 @@ Run = Callable[..., list[Tensor]]
 
 
 def random_shapes(draw: random.Random) -> ModelShapes:
-    architecture = draw.choice(("llama", "qwen2", "qwen3"))
+    architecture = draw.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"))
     kv_heads, layers = draw.choice((1, 2, 3)), draw.randint(1, 3)
     biased = architecture == "qwen2" or draw.random() < 0.4
+    inner, experts = draw.randint(1, 300), draw.randint(1, 70)
+    mixture = ExpertShapes(experts, draw.randint(1, min(8, experts)), inner)
     windows = tuple(draw.choice((None, 1, 5, 16, 33, 100)) for _ in range(layers))
     return ModelShapes(
         architecture=architecture,
@@ -28,15 +30,16 @@ def random_shapes(draw: random.Random) -> ModelShapes:
         num_heads=kv_heads * draw.choice((1, 2, 3, 4)),
         num_kv_heads=kv_heads,
         head_dim=2 * draw.randint(1, 64),
-        intermediate_size=draw.randint(1, 300),
+        intermediate_size=inner,
         max_positions=256,
         tie_embeddings=draw.random() < 0.5,
         rope_scaling=draw.choice((RopeScaling(), RopeScaling("yarn", 4.0, original_max_position_embeddings=64))),
         attention_bias=biased,
         output_bias=biased and architecture != "qwen2",
         mlp_bias=architecture == "llama" and biased,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         layer_windows=() if architecture == "llama" else windows,
+        experts=mixture if architecture in ("qwen3_moe", "mixtral") else None,
     )
 
 

@@ -13,6 +13,8 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 WINDOW = {"use_sliding_window": True, "sliding_window": 24}
 
+QWEN_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 CASES = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -42,6 +44,21 @@ CASES = {
         "qwen3",
         {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
+}  # fmt: skip
+CASES |= {
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 16, **QWEN_EXPERTS}),
+    "qwen3_moe tied, normalised gates": (
+        "qwen3_moe", {**QWEN_EXPERTS, "tie_word_embeddings": True, "norm_topk_prob": True, "num_experts_per_tok": 5}
+    ),
+    "qwen3_moe dense layers": (
+        "qwen3_moe", {**QWEN_EXPERTS, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    ),
+    "qwen3_moe windows, biases": ("qwen3_moe", {**QWEN_EXPERTS, **WINDOW, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 8}),
+    "mixtral with one expert a token, tied": (
+        "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}
+    ),
+    "mixtral window, head size of its own": ("mixtral", {"num_local_experts": 4, "sliding_window": 24, "head_dim": 24}),
 }  # fmt: skip
 LENGTHS = (100, 1, 37)
 
@@ -84,7 +101,7 @@ def test_windows_change_the_logits_that_the_grid_compares(peer_model) -> None:
     assert difference[:20].max() < 1e-4 < difference[30:].max()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mixtral"])
 def test_half_precision_weights_keep_their_values(model_type, peer_model, tmp_path) -> None:
     peer = peer_model(model_type, head_dim=16).to(torch.bfloat16)
     peer.save_pretrained(tmp_path / "theirs")

@@ -25,13 +25,22 @@ DELICATE = (
     "trainer_shim:after:train:3,pod:before:record_event:3",  # the pod dies over the recovery
     "rollout_worker:before:rollout:2,rollout_shim:after:start_engine:2,trainer_worker:after:onload:2",
 )
+TERMINATED = (
+    "rollout_shim:after:stop_worker:1",
+    "rollout_shim:before:start_engine:2",
+    "rollout_worker:after:rollout:3",
+    "trainer_worker:before:onload:4",
+    "trainer_shim:before:register:5",
+    "pod:before:terminate_engine:2",
+    "pod:after:start_engine:3",
+)
 RANDOM_SIXTY = random.Random(20).sample(list(every_fault_point()), 60)
 
 
-def survive(run: PodRun, *faults: str) -> None:
+def survive(run: PodRun, *faults: str, settings: tuple[str, ...] = ()) -> None:
     """Train with ``faults``, resume as often as the pod was killed, and see each of them strike."""
     killed = sum(fault.startswith("pod:") for fault in faults)
-    done = run.train("--fault", ",".join(faults))
+    done = run.train("--fault", ",".join(faults), *settings)
     for _ in range(killed):
         assert done.returncode == -9, done.stdout + done.stderr
         done = run.resume()
@@ -74,6 +83,17 @@ def test_kill_at_a_delicate_point_and_the_run_is_the_same(faults: str, undisturb
 def test_kill_at_a_random_point_and_the_run_is_the_same(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     survive(run, fault)
+    assert_recovered(run, fault)
+    assert_lost_nothing(run, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", TERMINATED)
+def test_kill_where_the_engine_is_terminated_between_steps_and_the_run_is_the_same(
+    fault: str, undisturbed: PodRun, tmp_path: Path
+) -> None:
+    run = PodRun(tmp_path)
+    survive(run, fault, settings=("--rollout.between_steps=terminate",))
     assert_recovered(run, fault)
     assert_lost_nothing(run, undisturbed)
 

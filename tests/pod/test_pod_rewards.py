@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pod_runs import PodRun, recipe_with
+from pod_runs import PodRun, difference, recipe_with
 
 from tandem.runtime.journal import Journal
 from tandem.types import Sample
@@ -75,3 +75,31 @@ def test_run_stops_with_one_line_past_the_share_of_faults_and_goes_on_when_the_f
     resumed = run.resume()
     assert resumed.returncode == 0, resumed.stderr
     assert [row["reward/fault_share"] for row in run.rows()] == [0.0]
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from rewards import digits as judge_digits
+
+def digits(completions, **columns):
+    struck = Path(__file__).with_name("struck")
+    times = len(struck.read_text()) if struck.exists() else 0
+    if times in (1, 3):  # the second call and, of its replacement, the next but one
+        struck.write_text("x" * (times + 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    struck.write_text("x" * (times + 1))
+    return judge_digits(completions, **columns)
+"""
+
+
+def test_reward_worker_that_is_killed_is_replaced_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    run = PodRun(tmp_path, recipe_with(tmp_path, rewards={"functions": [{"function": "killed.py:digits"}], "workers": 1}))
+    done = run.train()
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "struck").read_text()) > 4, "it was killed twice and asked again"
+    log = (run.directory / "logs" / "controller.log").read_text()
+    assert log.count("a reward worker was lost: killed by SIGKILL") == 2
+    assert difference(run, undisturbed) == []
+    assert run.left_behind() == []

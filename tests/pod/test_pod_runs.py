@@ -7,8 +7,10 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from pod_runs import PodRun, difference, finish
 
+from tandem.model.huggingface import read_tensors
 from tandem.pod.states import RolloutState
 
 
@@ -46,6 +48,18 @@ def test_inline_gives_the_bits_of_the_pod(undisturbed: PodRun, tmp_path: Path) -
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []
     assert not (run.directory / "logs" / "trainer_worker.log").exists()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_a_mixture_of_experts_is_trained_and_rolled_out_with_the_same_bits(architecture: str, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(f"--model.create.architecture={architecture}", "--model.create.num_experts=4", "--run.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in run.rows()] == [(0.0, 0.0)] * 2
+    assert all(row["actor/grad_norm"] > 0 for row in run.rows())
+    assert run.left_behind() == []
+    names = dict(read_tensors(run.directory / "model")).keys()
+    assert sum(".experts." in name for name in names) == 2 * 4 * 3
 
 
 def test_interrupted_run_says_so_leaves_nothing_behind_and_is_resumed(undisturbed: PodRun, tmp_path: Path) -> None:

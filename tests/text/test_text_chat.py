@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tandem.text.chat import apply_chat_template
+from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.types import UserError
 
 TEMPLATE = """{%- if tools %}
@@ -60,6 +61,25 @@ def test_text_is_that_of_transformers(options, folder) -> None:
     peer = PreTrainedTokenizerFast.from_pretrained(folder)
     expected = peer.apply_chat_template(MESSAGES, tokenize=False, **options)
     assert apply_chat_template(folder, MESSAGES, **options) == expected
+
+
+@pytest.mark.parametrize("content", ["The answer is", " spaces around  ", "twice twice", "line\n"])
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_message_that_is_continued_ends_where_transformers_ends_it(folder, content, trim) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    template = TEMPLATE if trim else TEMPLATE.replace(" | trim", "")
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    peer = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = peer.apply_chat_template(messages, tokenize=False, continue_final_message=True, chat_template=template)
+    marked = apply_chat_template(folder, mark_end(messages), add_generation_prompt=False, template=template)
+    assert cut_at_mark(marked) == expected
+
+
+def test_what_cannot_be_continued_is_refused(folder) -> None:
+    for messages, words in (([], "needs a last message"), ([{"role": "skip", "content": "x"}], "does not show the last message")):
+        with pytest.raises(UserError, match=words):
+            cut_at_mark(apply_chat_template(folder, mark_end(messages), add_generation_prompt=False))
 
 
 def test_faults_are_named_in_one_line(folder, byte_level, tmp_path, monkeypatch) -> None:

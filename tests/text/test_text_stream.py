@@ -97,3 +97,24 @@ def test_text_that_may_become_a_stop_string_is_held_back_and_no_more() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+@pytest.mark.parametrize(
+    ("stops", "before", "after", "expected", "stopped"),
+    [
+        (["ab"], "xab", "yab", "xaby", "ab"),
+        (["ab"], "xa", "bc", "x", "ab"),
+        (["ab", "xabc"], "xab", "d", "xabd", None),
+        (["ab", "xabc"], "xab", "c", "", "xabc"),
+        (["aa"], "aa", "a", "a", "aa"),
+        (["b"], "bbb", "ab", "bbba", "b"),
+        (["ab"], "ab", "", "ab", None),
+    ],
+)
+def test_a_stop_string_counts_where_it_ends_and_not_where_it_begins(stops, before, after, expected, stopped) -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        matcher, cut = StopMatcher(stops), draw.randint(0, len(before))
+        shown = [matcher.push(piece, may_stop=False) for piece in (before[:cut], before[cut:])]
+        shown += [matcher.push(piece) for piece in after]
+        assert ("".join(shown) + matcher.finish(), matcher.stopped) == (expected, stopped)

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "direct.h"
 #include "parallel.h"
 
 namespace {
@@ -371,3 +372,5 @@ int tandem_packed_attention(const float* q, const float* k, const float* v, cons
 }
 
 }  // extern "C"
+
+DIRECT(paged_attention);

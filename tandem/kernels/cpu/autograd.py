@@ -1,5 +1,6 @@
 """Gradients of the C++ kernels. A backward pass sums in a fixed order too, so gradients do not depend on threads."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -37,6 +38,51 @@ class Linear(torch.autograd.Function):
             calls.linear_grad_bias(grad) if ctx.needs_input_grad[2] else None,
             None,
         )
+
+
+class GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bounds: Tensor, calls: Calls) -> Tensor:
+        x, weight = dense(x), dense(weight)
+        ctx.save_for_backward(x, weight)
+        ctx.calls, ctx.bounds = calls, bounds.tolist()
+        return calls.grouped_linear(x, weight, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        calls: Calls = ctx.calls
+        grad = dense(grad)
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for group, (start, end) in enumerate(itertools.pairwise(ctx.bounds)):
+            if end > start and grad_x is not None:
+                calls.linear_grad_x(grad[start:end], weight[group], out=grad_x[start:end])
+            if end > start and grad_weight is not None:
+                calls.linear_grad_weight(grad[start:end], x[start:end], onto=grad_weight[group])
+        return grad_x, grad_weight, None, None
+
+
+class Route(torch.autograd.Function):
+    """Softmax over all experts, of which the chosen ones' probabilities are the gates."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, each: int, normalised: bool, calls: Calls) -> tuple[Tensor, ...]:
+        routing = calls.route(dense(logits), each, normalised)
+        ctx.save_for_backward(logits, routing.gates, routing.experts)
+        ctx.normalised = normalised
+        ctx.mark_non_differentiable(*routing[1:])
+        return tuple(routing)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, gates, experts = ctx.saved_tensors
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.gather(1, experts)
+        if ctx.normalised:
+            grad = (grad - (grad * gates).sum(1, keepdim=True)) / chosen.sum(1, keepdim=True)
+        along = (grad * chosen).sum(1, keepdim=True)
+        return (-along * probabilities).scatter_add_(1, experts, grad * chosen), None, None, None
 
 
 class RmsNorm(torch.autograd.Function):

@@ -6,7 +6,7 @@ Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brough
 
 from torch import Tensor, bfloat16, dtype, empty, empty_like, float8_e4m3fn, float32, float64, int8, int32, int64
 
-from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedWeight, PagedBatch, SampledRows
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
 
 _MAX_HEAD = 512
@@ -60,6 +60,9 @@ class Calls:
         return out
 
     def linear_with(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        # What ``dense`` asks, written out: for one token the check costs as much as the arithmetic.
+        if x.dtype is not float32 or not x.is_cpu or not x.is_contiguous():
+            x = dense(x)
         data, columns, width = weight
         rows, x_width = x.shape
         if x_width != width:
@@ -67,6 +70,58 @@ class Calls:
         out = x.new_empty(rows, columns)
         at_bias = 0 if bias is None else dense(bias).data_ptr()
         self._linear(x.data_ptr(), data.data_ptr(), 1, at_bias, rows, columns, width, out.data_ptr())
+        return out
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        groups, rows, columns = weight.shape
+        data = empty(groups, self._c.packed_floats(rows, columns), dtype=float32)
+        for plain, packed in zip(weight, data, strict=True):
+            self._c.pack(plain.data_ptr(), rows, columns, packed.data_ptr())
+        return PackedGroups(data, rows, columns)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor | PackedGroups, bounds: Tensor) -> Tensor:
+        is_packed = isinstance(weight, PackedGroups)
+        data, columns, width = weight if isinstance(weight, PackedGroups) else (weight, *weight.shape[1:])
+        groups, bounds = data.shape[0], _indices(bounds, int64)
+        if x.dim() != 2 or x.shape[1] != width:
+            raise shape_error("grouped_linear x", x, f"[R, {width}]")
+        if bounds.shape[0] != groups + 1:
+            raise shape_error("grouped_linear bounds", bounds, f"[{groups + 1}]")
+        if int(bounds[-1]) != x.shape[0]:
+            raise ValueError(f"grouped_linear bounds end at {int(bounds[-1])}; x has {x.shape[0]} rows")
+        out = x.new_empty(x.shape[0], columns)
+        self._c.grouped_linear(
+            x.data_ptr(), data.data_ptr(), is_packed, data[0].numel(), bounds.data_ptr(), groups, columns, width,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def route(self, logits: Tensor, each: int, normalised: bool) -> Routing:
+        rows, experts = logits.shape
+        if not 1 <= each <= experts:
+            raise ValueError(f"route: {each} experts for a token of {experts}")
+        gates, chosen = logits.new_empty(rows, each), empty(rows, each, dtype=int64)
+        bounds, places = empty(experts + 1, dtype=int64), empty(2, rows * each, dtype=int64)
+        order, inverse = places
+        self._c.route(
+            logits.data_ptr(), rows, experts, each, normalised, gates.data_ptr(), chosen.data_ptr(), bounds.data_ptr(),
+            order.data_ptr(), inverse.data_ptr(),
+        )  # fmt: skip
+        return Routing(gates, chosen, bounds, order, inverse)
+
+    def gated_mlp(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        (rows, hidden), inner = x.shape, down.columns
+        if (gate_up.rows, gate_up.columns) != (2 * inner, hidden):
+            raise ValueError(f"gated_mlp gate_up has shape {[*gate_up[1:]]}; expected [{2 * inner}, {hidden}]")
+        if down.rows != hidden:
+            raise ValueError(f"gated_mlp down has shape {[*down[1:]]}; expected [{hidden}, {inner}]")
+        out = x.new_empty(rows, hidden)
+        self._c.gated_mlp(
+            x.data_ptr(), gate_up.data.data_ptr(), _address(gate_up_bias), down.data.data_ptr(), _address(down_bias),
+            rows, hidden, inner, out.data_ptr(),
+        )  # fmt: skip
         return out
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -19,9 +19,9 @@ constexpr int MAX_VECTORS = 1;
 constexpr int MAX_ROWS[MAX_VECTORS + 1] = {0, 4};
 #endif
 constexpr int MOST_ROWS = 12;
+constexpr int STREAMS = MAX_VECTORS == 4 ? 4 : 1;  // panels that a single row reads at once: their sums fill the registers
 
-constexpr int64_t ROW_CHUNK = 192;             // rows whose K_BLOCK stays in the second-level cache; a multiple of every tile
-constexpr int64_t SLAB_FLOATS = 8 << 20;       // of the right matrix packed at a time
+constexpr int64_t SLAB_FLOATS = 8 << 20;  // of the right matrix packed at a time
 constexpr int64_t SLAB_K = 32 * K_BLOCK;
 
 struct Tile {
@@ -161,6 +161,8 @@ class Block {
   Block(const Product& product, const float* packed) : p_(product), packed_(packed) {}
 
   void run(int64_t m0, int64_t m1, int64_t p0, int64_t p1) const {
+    if (m1 - m0 == 1 && p_.left.k_stride == 1 && !p_.accumulate)
+      for (; p0 + STREAMS <= p1 && (p0 + STREAMS) * PANEL <= p_.n; p0 += STREAMS) row_of_panels(m0, p0);
     thread_local Scratch memory;
     const bool repack = p_.left.k_stride != 1;
     if (!repack && m1 - m0 <= ROW_CHUNK && (m1 - m0) * p_.k <= ROW_CHUNK * 4 * K_BLOCK) {
@@ -201,6 +203,37 @@ class Block {
 
   Left left_at(int64_t m, int64_t k) const {
     return {p_.left.data + m * p_.left.row_stride + k * p_.left.k_stride, p_.left.row_stride, p_.left.k_stride};
+  }
+
+  // One row of STREAMS whole panels at once: a single row waits for memory, and memory gives most to several streams.
+  void row_of_panels(int64_t m, int64_t panel) const {
+    constexpr int VECTORS = PANEL / LANES;
+    const float *left = p_.left.data + m * p_.left.row_stride, *right = packed_at(panel, 0);
+    float* out = p_.out + m * p_.out_stride + panel * PANEL;
+    for (int64_t k0 = 0; k0 < p_.k; k0 += K_BLOCK) {
+      V acc[STREAMS][VECTORS];
+#pragma GCC unroll 4
+      for (int s = 0; s < STREAMS; ++s)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) acc[s][v] = zero();
+      const int64_t end = std::min(p_.k, k0 + K_BLOCK);
+      for (int64_t k = k0; k < end; ++k, right += PANEL) {
+        const V a = set1(left[k]);
+#pragma GCC unroll 4
+        for (int s = 0; s < STREAMS; ++s)
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; ++v) acc[s][v] = fma(a, load(right + s * PANEL * p_.k + v * LANES), acc[s][v]);
+      }
+#pragma GCC unroll 4
+      for (int s = 0; s < STREAMS; ++s)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+          float* to = out + s * PANEL + v * LANES;
+          V value = k0 > 0 ? add(load(to), acc[s][v]) : acc[s][v];
+          if (p_.bias && end == p_.k) value = add(value, load(p_.bias + (panel + s) * PANEL + v * LANES));
+          store(to, value);
+        }
+    }
   }
 
   const float* packed_at(int64_t panel, int64_t k0) const { return packed_ + panel * PANEL * p_.k + k0 * panel_width(p_.n, panel); }

@@ -9,6 +9,7 @@
 
 constexpr int64_t K_BLOCK = 256;
 constexpr int64_t PANEL = 64;
+constexpr int64_t ROW_CHUNK = 192;  // rows whose K_BLOCK stays in the second-level cache; a multiple of every tile
 
 // An [M, K] matrix by strides in elements, so that a transpose is a view.
 struct Left {

@@ -7,7 +7,7 @@ wrong call would turn into a stray read. A gradient's bookkeeping is set up only
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PackedWeight, PagedBatch, SampledRows, TokenLogprobs
+from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
@@ -30,7 +30,28 @@ class CpuKernels:
         return self._calls.pack(dense(weight.detach()))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        return self._calls.linear_with(dense(x), weight, bias)
+        return self._calls.linear_with(x, weight, bias)
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self._calls.gated_mlp(dense(x), gate_up, gate_up_bias, down, down_bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        if _wants_grad(x, weight, None):
+            return autograd.GroupedLinear.apply(x, weight, bounds, self._calls)  # type: ignore[no-any-return]
+        return self._calls.grouped_linear(dense(x), dense(weight), bounds)
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        if logits.requires_grad and torch.is_grad_enabled():
+            return Routing(*autograd.Route.apply(logits, experts_per_token, normalised, self._calls))
+        return self._calls.route(dense(logits), experts_per_token, normalised)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return self._calls.pack_groups(dense(weight.detach()))
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        return self._calls.grouped_linear(dense(x), weight, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if _wants_grad(x, weight, None):
@@ -83,14 +104,15 @@ class CpuKernels:
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        raw = torch.empty(logits.shape[0], dtype=torch.float32)
-        self._calls.logprobs(dense(logits.detach()), targets, 1.0, raw, None, None)
+        logits = dense(logits)
+        raw = torch.empty(logits.shape[0])
+        self._calls.logprobs(logits, targets, 1.0, raw, None, None)
         return raw
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
-        return self._calls.sample_rows(dense(logits.detach()), temperature, top_k, top_p, min_p, uniform)
+        return self._calls.sample_rows(dense(logits), temperature, top_k, top_p, min_p, uniform)
 
 
 def _wants_grad(first: Tensor, second: Tensor | None, third: Tensor | None) -> bool:

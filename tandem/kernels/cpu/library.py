@@ -13,6 +13,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_floats": (_N, (_N, _N)),
     "pack": (None, (_P, _N, _N, _P)),
     "linear": (_I, (_P, _P, _I, _P, _N, _N, _N, _P)),
+    "grouped_linear": (_I, (_P, _P, _I, _N, _P, _N, _N, _N, _P)),
+    "route": (_I, (_P, _N, _N, _N, _I, _P, _P, _P, _P, _P)),
+    "gated_mlp": (_I, (_P, _P, _P, _P, _P, _N, _N, _N, _P)),
     "linear_grad_x": (_I, (_P, _P, _N, _N, _N, _P)),
     "linear_grad_weight": (_I, (_P, _P, _N, _N, _N, _I, _P)),
     "linear_grad_bias": (None, (_P, _N, _N, _P)),
@@ -36,26 +39,37 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _OUT_OF_MEMORY = -1
 
 
+_NO_MEMORY = (
+    "a kernel found no memory for what it works with; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
+    "rollout.max_batched_tokens)"
+)
+
+
 def _check(code: int, function: Any, arguments: Any) -> int:
     if code == _OUT_OF_MEMORY:
-        raise RunError(
-            f"the kernel {function.__name__.removeprefix('tandem_')} found no memory for what it works with; free memory, or make the "
-            "batch smaller (trainer.micro_batch_tokens, rollout.max_batched_tokens)"
-        )
+        raise RunError(_NO_MEMORY)
     return code
 
 
 class Library:
     """Each C function ``tandem_x`` as the attribute ``x``. A call lets other Python threads run, and raises ``RunError``
-    where the function could not allocate what it works with; its outputs are undefined then."""
+    where the function could not allocate what it works with; its outputs are undefined then. What is called often is a
+    builtin of the library itself (``direct.h``); the rest goes through ctypes."""
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))
+        builtins = ctypes.PyDLL(str(path))
+        direct = builtins.tandem_direct
+        direct.restype, direct.argtypes = ctypes.py_object, (ctypes.c_char_p,)
+        builtins.tandem_raise_as.argtypes = (ctypes.py_object, ctypes.c_char_p)
+        builtins.tandem_raise_as(RunError, _NO_MEMORY.encode())
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, f"tandem_{name}")
-            function.restype, function.argtypes = result, arguments
-            if result is _I:
-                function.errcheck = _check
+            function = direct(name.encode())
+            if not function:
+                function = getattr(loaded, f"tandem_{name}")
+                function.restype, function.argtypes = result, arguments
+                if result is _I:
+                    function.errcheck = _check
             setattr(self, name, function)
 
     if TYPE_CHECKING:

@@ -1,4 +1,5 @@
 // Log-probabilities of given tokens, their entropy, and the gradient by the logits.
+#include "direct.h"
 #include "parallel.h"
 #include "softmax.h"
 
@@ -75,3 +76,5 @@ void tandem_logprobs_backward(const float* logits, const int64_t* targets, int64
 }
 
 }  // extern "C"
+
+DIRECT(logprobs);

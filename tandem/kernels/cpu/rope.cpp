@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "direct.h"
 #include "parallel.h"
 
 namespace {
@@ -144,3 +145,5 @@ int tandem_rope_backward(const float* qkv, const int64_t* positions, const float
 }
 
 }  // extern "C"
+
+DIRECT(rope_to_cache);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "direct.h"
 #include "parallel.h"
 
 namespace {
@@ -39,6 +40,19 @@ void sum_partials(const float* partials, int64_t count, int64_t width, float* ou
   });
 }
 
+void silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) {
+  const int threads = threads_for(rows * width * 16);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *gate = gate_up + r * 2 * width, *up = gate + width;
+    float* to = out + r * width;
+    each_vector(width, [&](int64_t i, int n) {
+      const V g = get(gate + i, n);
+      put(to + i, mul(div(g, add(set1(1.0f), exp(sub(zero(), g)))), get(up + i, n)), n);
+    });
+  }
+}
+
 extern "C" {
 
 // out = norm(x [+ residual]), total = x + residual (where there is one), rstd[rows].
@@ -69,18 +83,7 @@ int tandem_rms_norm_backward(const float* x, const float* weight, const float* g
   });
 }
 
-void tandem_silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) {
-  const int threads = threads_for(rows * width * 16);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; ++r) {
-    const float *gate = gate_up + r * 2 * width, *up = gate + width;
-    float* to = out + r * width;
-    each_vector(width, [&](int64_t i, int n) {
-      const V g = get(gate + i, n);
-      put(to + i, mul(div(g, add(set1(1.0f), exp(sub(zero(), g)))), get(up + i, n)), n);
-    });
-  }
-}
+void tandem_silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) { silu_mul(gate_up, rows, width, out); }
 
 void tandem_silu_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, float* grad_gate_up) {
   const int threads = threads_for(rows * width * 16);
@@ -99,3 +102,6 @@ void tandem_silu_mul_backward(const float* gate_up, const float* grad, int64_t r
 }
 
 }  // extern "C"
+
+DIRECT(rms_norm);
+DIRECT(silu_mul);

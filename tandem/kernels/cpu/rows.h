@@ -61,3 +61,6 @@ INLINE void norm_row_grad(const float* x, const float* weight, const float* grad
 
 // out[width] = the partials[count][width] added in order.
 void sum_partials(const float* partials, int64_t count, int64_t width, float* out);
+
+// out[rows, width] = silu(gate_up[:, :width]) gate_up[:, width:].
+void silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out);

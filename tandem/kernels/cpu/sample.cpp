@@ -1,60 +1,19 @@
-// Drawing tokens: temperature, min-p, top-k, top-p and the inverse of the cumulative distribution, row by row.
+// Drawing tokens: temperature, filters and the inverse of the cumulative distribution, row by row.
 #include <algorithm>
 #include <vector>
 
+#include "direct.h"
+#include "filter.h"
 #include "parallel.h"
 #include "softmax.h"
 
 namespace {
 
-struct Candidate {
-  float logit, weight;
-  int64_t token;
-};
-
-struct Filters {
-  int64_t top_k;
-  float top_p, min_p;
-
-  bool any(int64_t width) const { return (top_k > 0 && top_k < width) || top_p < 1.0f || min_p > 0.0f; }
-};
-
 struct RowMemory {
   Scratch weights;
   std::vector<double> cumulative;
-  std::vector<Candidate> candidates;
+  FilterMemory filtering;
 };
-
-bool comes_first(const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.token < b.token; }
-
-// Sets the weights of the tokens that the filters drop to 0.
-void filter(const float* logits, float* weights, int64_t width, const Filters& filters, std::vector<Candidate>& candidates) {
-  candidates.clear();
-  for (int64_t i = 0; i < width; ++i)
-    if (weights[i] > 0.0f && weights[i] >= filters.min_p) candidates.push_back({logits[i], weights[i], i});
-  if (filters.top_k > 0 && filters.top_k < static_cast<int64_t>(candidates.size())) {
-    std::nth_element(candidates.begin(), candidates.begin() + filters.top_k, candidates.end(), comes_first);
-    candidates.resize(static_cast<size_t>(filters.top_k));
-  }
-  if (filters.top_p < 1.0f && !candidates.empty()) {
-    double total = 0.0;
-    for (const Candidate& c : candidates) total += c.weight;
-    const double wanted = total * static_cast<double>(filters.top_p);
-    // Sort no more of the head than the wanted mass needs.
-    size_t sorted = 0, kept = 0;
-    double before = 0.0;
-    do {
-      const size_t upto = std::min(candidates.size(), std::max<size_t>(256, sorted * 4));
-      std::partial_sort(candidates.begin() + static_cast<int64_t>(sorted), candidates.begin() + static_cast<int64_t>(upto),
-                        candidates.end(), comes_first);
-      sorted = upto;
-      for (; kept < sorted && (kept == 0 || before < wanted); ++kept) before += candidates[kept].weight;
-    } while (kept == sorted && sorted < candidates.size() && before < wanted);
-    candidates.resize(kept);
-  }
-  std::fill_n(weights, width, 0.0f);
-  for (const Candidate& c : candidates) weights[c.token] = c.weight;
-}
 
 // The first token, in order, whose cumulative weight exceeds uniform times the total.
 int64_t draw(const float* weights, int64_t width, double uniform, std::vector<double>& cumulative) {
@@ -109,7 +68,7 @@ Drawn sample_row(const float* logits, int64_t width, float temperature, const Fi
   };
   each_vector(width, weigh);
   if (filters.any(width)) {
-    filter(logits, weights, width, filters, memory.candidates);
+    filter(logits, weights, width, filters, memory.filtering);
     total = zero();
     each_vector(width, [&](int64_t i, int n) { total = add(total, get(weights + i, n)); });
   }
@@ -139,3 +98,5 @@ extern "C" int tandem_sample(const float* logits, int64_t rows, int64_t width, c
     failure.raise();
   });
 }
+
+DIRECT(sample);

@@ -6,13 +6,14 @@ from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
 
 
-def make_cross_entropy_loss(counts: GlobalCounts) -> Loss:
-    """The mean of -log pi over the counted tokens of the global batch, as shares of micro-batches."""
+def make_cross_entropy_loss(counts: GlobalCounts, room: str = "sft") -> Loss:
+    """The mean of -log pi over the counted tokens of the global batch, as shares of micro-batches. ``room``: what the names of
+    its metrics begin with."""
 
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         weights = row_weights("token-mean", rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
         total = weighted_sum(-logprobs.raw, weights)
         entropy = weighted_sum(logprobs.entropy.detach(), weights)
-        return LossShare(total, {"sft/loss": total.detach(), "sft/entropy": entropy}, {})
+        return LossShare(total, {f"{room}/loss": total.detach(), f"{room}/entropy": entropy}, {})
 
     return loss

@@ -31,7 +31,7 @@ def samples_of(step: int, prompts: Sequence[Prompt], outputs: Sequence[RequestOu
                     logprobs=tuple(completion.raw_logprobs),
                     sampling_logprobs=tuple(completion.sampling_logprobs),
                     weight_versions=tuple(completion.weight_versions),
-                    finish_reason=FinishReason(completion.finish_reason),
+                    finish_reason=FinishReason(str(completion.finish_reason)),
                     text=completion.text,
                 )
             )

@@ -1,0 +1,42 @@
+"""Run one recorded step again and compare every number with what the run wrote down.
+
+A pod of its own loads the newest checkpoint at or before the step, repeats the steps between from the journal, then draws the
+step's samples, judges them and trains on them again. The run's files are only read. Exits 0 where everything is equal bit for
+bit, and 1 where something is not, naming it.
+
+examples:
+  tandem replay runs/sort --step 12
+  tandem replay runs/sort --step 12 --only rewards      does a reward function give the same scores twice?
+  tandem replay runs/sort --step 12 --inline            one process, for a debugger
+"""
+
+import argparse
+
+from tandem.types import UserError
+
+MOST_SHOWN = 10
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("--step", type=int, required=True, help="which step; a run's first is 0")
+    parser.add_argument("--only", action="append", choices=("rollout", "rewards", "train"), help="a part of the step; may be given several times")
+    parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.jobs.replay import PARTS, replay
+
+    if options.step < 0:
+        raise UserError(f"--step is {options.step}; a run's first step is 0")
+    found = replay(
+        options.run_directory, options.step, options.only or PARTS, inline=options.inline, say=lambda line: print(line, flush=True)
+    )
+    for comparison in found:
+        unequal = len(comparison.differences)
+        print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} equal bit for bit")
+        for line in comparison.differences[:MOST_SHOWN]:
+            print(f"  {line}")
+        if unequal > MOST_SHOWN:
+            print(f"  and {unequal - MOST_SHOWN} more")
+    return int(any(comparison.differences for comparison in found))

@@ -1,0 +1,68 @@
+"""Tokenize text into WebDataset shards, by as many processes as there are cores.
+
+SOURCE holds JSON lines (.jsonl, .ndjson, also with .gz) or files that are one document each; it and DESTINATION are folders or
+URLs such as s3://bucket/prefix (pip install 'tandem-rl[s3]'). What was begun is gone on with by the same command; the shards
+are the same bytes whatever the number of processes. --new-vocabulary first learns a tokenizer from the source and writes it to
+the folder that --tokenizer names. --side writes the documents that are trained on, or those held out.
+
+examples:
+  tandem tokenize corpus/ tokens/ --tokenizer models/qwen3
+  tandem tokenize corpus/ tokens/train --tokenizer tokens/tokenizer --new-vocabulary 8192 --side train
+  tandem tokenize corpus/ tokens/held-out --tokenizer tokens/tokenizer --side held_out
+  tandem tokenize s3://bucket/text s3://bucket/tokens --tokenizer models/qwen3 --workers 32
+  tandem tokenize /usr/lib/python3.11 tokens/ --tokenizer models/small --suffix .py
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandem.data.documents import DocumentFormat
+from tandem.data.storage import open_storage
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a folder or URL with text")
+    parser.add_argument("destination", help="a folder or URL for the shards")
+    parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder")
+    parser.add_argument("--text-key", default="text", help="the key of a JSON line that holds its text")
+    parser.add_argument("--suffix", action="append", help="of files that are one document each; .txt and .md unless given")
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave out files by name, such as '*/tests/*'")
+    parser.add_argument("--skip-broken", action="store_true", help="count and leave out documents that cannot be read")
+    parser.add_argument("--shard-mib", type=float, default=64.0, help="MiB of the source in one shard")
+    parser.add_argument("--no-end", action="store_true", help="append no end-of-sequence token to a document")
+    parser.add_argument("--new-vocabulary", type=int, metavar="TOKENS", help="learn a tokenizer of so many tokens first")
+    parser.add_argument("--side", choices=("all", "train", "held_out"), default="all", help="which documents; all unless given")
+    parser.add_argument("--held-out-share", type=float, default=0.01, help="the share of documents that are held out")
+    parser.add_argument("--workers", type=int, default=0, help="processes; one for each core unless given")
+
+
+def run(options: argparse.Namespace) -> int:
+    settings = TokenizeSettings(
+        options.source, options.destination, options.tokenizer,
+        DocumentFormat(options.text_key, tuple(options.suffix or (".txt", ".md")), tuple(options.exclude), options.skip_broken),
+        unit_bytes=int(options.shard_mib * 2**20), append_end=not options.no_end, side=options.side,
+        held_out_share=options.held_out_share, workers=options.workers,
+    )
+    settings.check()
+    if options.new_vocabulary is not None:
+        print(f"learning a tokenizer of {options.new_vocabulary:,} tokens", flush=True)
+        train_tokenizer(open_storage(options.source), settings.form, options.new_vocabulary, Path(options.tokenizer))
+    columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.percentage:.0f}%  {task.fields[note]}"), TimeRemainingColumn())
+    began = time.monotonic()
+    with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("", total=None, note="")
+
+        def show(done: int, total: int, tokens: int) -> None:
+            rate = tokens / max(time.monotonic() - began, 1e-3)
+            bar.update(task, completed=done, total=total, note=f"{tokens:,} tokens, {rate:,.0f}/s")
+
+        found = tokenize(settings, show)
+    skipped = f" ({found.skipped:,} broken ones skipped)" if found.skipped else ""
+    print(f"{found.documents:,} documents{skipped}, {found.tokens:,} tokens in {len(found.shards)} shards: {options.destination}")
+    return 0

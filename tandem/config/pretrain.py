@@ -1,0 +1,92 @@
+"""A recipe for pretraining: a model, tokenized data and how long."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.machine import MachineConfig
+from tandem.config.model import ModelConfig
+from tandem.config.run import RunConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetConfig:
+    """``path``: what ``tandem tokenize`` wrote, a folder or URL. ``weight``: its share of the mixture, beside the others'."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """``train``: the datasets of the mixture. ``held_out``: a dataset that is only measured on; empty measures nothing.
+
+    ``sequence_length``: tokens that are trained on together; documents are laid end to end and cut, and never see each other.
+    ``sequences_per_step``: of one optimizer step. ``cache``: the folder that shards of a URL are brought to. ``read_ahead``:
+    batches that wait ready.
+    """
+
+    train: tuple[DatasetConfig, ...]
+    held_out: str = ""
+    sequence_length: int = 512
+    sequences_per_step: int = 8
+    cache: str = ""
+    read_ahead: int = 4
+
+    def check(self) -> None:
+        if not self.train:
+            raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
+        for dataset in self.train:
+            if not 0 < dataset.weight < float("inf"):
+                raise UserError(f"the weight of '{dataset.path}' in 'data.train' is {dataset.weight}; it must be above 0, and finite")
+        for name, least in (("sequence_length", 2), ("sequences_per_step", 1), ("read_ahead", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"'data.{name}' is {getattr(self, name)}; it must be at least {least}")
+        remote = [path for path in (*(dataset.path for dataset in self.train), self.held_out) if "://" in path and not path.startswith("file:")]
+        if remote and not self.cache:
+            raise UserError(f"'{remote[0]}' is not on this machine; name a folder for its shards in 'data.cache'")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutConfig:
+    """The loss on ``sequences`` sequences of the held-out data after every ``every_steps`` optimizer steps and at the end."""
+
+    every_steps: int = 50
+    sequences: int = 32
+
+    def check(self) -> None:
+        for name in ("every_steps", "sequences"):
+            if getattr(self, name) < 1:
+                raise UserError(f"'evaluation.{name}' is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainConfig:
+    """``name`` says that the next token is what is learned."""
+
+    name: Literal["pretrain"]
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainRecipe:
+    """What ``tandem train`` is told where ``algorithm.name`` is ``pretrain``."""
+
+    algorithm: PretrainConfig
+    model: ModelConfig
+    data: DataConfig
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=3e-4))
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def check(self) -> None:
+        """Refuse combinations of sections that cannot work."""
+        longest = self.model.max_length or (self.model.create.max_positions if self.model.create else 0)
+        if longest and self.data.sequence_length > longest:
+            raise UserError(
+                f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
+                f"{'model.max_length' if self.model.max_length else 'model.create.max_positions'}"
+            )

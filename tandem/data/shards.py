@@ -1,0 +1,142 @@
+"""Shards of token ids in the WebDataset format: a tar file with one ``KEY.npy`` a document, and its lengths beside it.
+
+Any reader of WebDataset reads them (``webdataset.WebDataset(url).decode()`` gives an array a document). Because every entry is
+an array of one dtype, where a document lies follows from the lengths before it, and a reader of ours needs no scan.
+"""
+
+import hashlib
+import itertools
+import mmap
+import struct
+import tarfile
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.types import RunError
+
+BLOCK_BYTES = 512
+NPY_HEADER_BYTES = 128
+TYPE_CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The narrowest dtype that holds every id below ``vocab_size``."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A committed shard: ``NAME.tar`` and ``NAME.lengths``. ``digest``: BLAKE2b-128 of the tar file, ``lengths_digest`` of the
+    other, in hexadecimal. ``size``: bytes of the tar file. ``skipped``: broken documents of its source, which are not in it."""
+
+    name: str
+    documents: int
+    tokens: int
+    size: int
+    digest: str
+    lengths_digest: str
+    skipped: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Shard":
+        return Shard(**data)
+
+
+class ShardWriter:
+    """Writes ``NAME.tar`` and ``NAME.lengths`` to ``folder``. Bytes depend on the documents and ``dtype`` alone: no time, no
+    owner."""
+
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        self.folder, self.name, self.dtype = folder, name, dtype
+        self.lengths = array("I")
+        self.size = self.skipped = 0
+        self._file = (folder / f"{name}.tar").open("wb")
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """One document."""
+        content = array(TYPE_CODES[self.dtype], tokens).tobytes()
+        member = tarfile.TarInfo(f"{self.name}-{len(self.lengths):07d}.npy")
+        member.size = NPY_HEADER_BYTES + len(content)
+        header = member.tobuf(tarfile.USTAR_FORMAT)
+        self._write(header + npy_header(self.dtype, len(tokens)) + content + bytes(-member.size % BLOCK_BYTES))
+        self.lengths.append(len(tokens))
+
+    def close(self) -> Shard:
+        """Finish both files."""
+        self._write(bytes(2 * BLOCK_BYTES))
+        self._file.close()
+        lengths = self.lengths.tobytes()
+        (self.folder / f"{self.name}.lengths").write_bytes(lengths)
+        return Shard(
+            self.name, len(self.lengths), sum(self.lengths), self.size, self._digest.hexdigest(),
+            hashlib.blake2b(lengths, digest_size=16).hexdigest(), self.skipped,
+        )
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self.size += len(data)
+
+
+def npy_header(dtype: str, count: int) -> bytes:
+    """The header of NumPy's format 1.0 for a flat array of ``count`` little-endian numbers, padded to 128 bytes."""
+    letter = {"uint16": "<u2", "uint32": "<u4"}[dtype]
+    text = f"{{'descr': '{letter}', 'fortran_order': False, 'shape': ({count},), }}"
+    length = NPY_HEADER_BYTES - 10
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.encode("ascii").ljust(length - 1) + b"\n"
+
+
+def entry_bytes(length: int, dtype: str) -> int:
+    """Bytes that a document of ``length`` tokens takes in the tar file."""
+    content = NPY_HEADER_BYTES + length * array(TYPE_CODES[dtype]).itemsize
+    return BLOCK_BYTES + -(-content // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class ShardReader:
+    """Documents of a shard by their number. ``tar`` and ``lengths`` are local files; nothing is read before it is asked for."""
+
+    def __init__(self, tar: Path, lengths: Path, shard: Shard, dtype: str) -> None:
+        self.dtype = dtype
+        self.lengths = read_lengths(lengths.read_bytes(), shard)
+        self.starts = list(itertools.accumulate((entry_bytes(n, dtype) for n in self.lengths), initial=0))
+        with tar.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._memory) != shard.size or self.starts[-1] + 2 * BLOCK_BYTES != shard.size:
+            raise RunError(f"the shard '{tar}' has {len(self._memory)} bytes and should have {shard.size}; tokenize its source again")
+
+    def tokens(self, document: int, start: int, stop: int) -> "memoryview[int]":
+        """Tokens ``start .. stop - 1`` of a document, as a view into the file."""
+        code = TYPE_CODES[self.dtype]
+        width = array(code).itemsize
+        at = self.starts[document] + BLOCK_BYTES + NPY_HEADER_BYTES
+        return memoryview(self._memory)[at + start * width : at + stop * width].cast(code)
+
+    def close(self) -> None:
+        """Let go of the file. Views must be gone by then."""
+        self._memory.close()
+
+
+def read_lengths(content: bytes, shard: Shard) -> "array[int]":
+    """Raises ``RunError`` where ``content`` is not what was written."""
+    if hashlib.blake2b(content, digest_size=16).hexdigest() != shard.lengths_digest:
+        raise RunError(f"the lengths of shard '{shard.name}' are damaged; tokenize its source again")
+    lengths = array("I")
+    lengths.frombytes(content)
+    return lengths
+
+
+def verify(content: Iterable[bytes], shard: Shard) -> bool:
+    """Whether the bytes of a tar file are those that were written."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in content:
+        digest.update(part)
+    return digest.hexdigest() == shard.digest
+
+

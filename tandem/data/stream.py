@@ -1,0 +1,87 @@
+"""The endless order of a tokenized dataset: sequence ``i`` is a function of (dataset, seed, length, i) and nothing else.
+
+Every epoch takes the shards in an order of its own, and the documents of each shard in an order of their own; what comes out is
+laid end to end and cut every ``length`` tokens. So a run's only cursor is how many sequences it has taken, and it goes on with
+any number of ranks without losing or repeating a token.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from tandem.data.counter import counter_random
+from tandem.data.shards import ShardReader
+from tandem.data.tokenize import TokenizedDataset
+from tandem.types import UserError
+
+
+class Piece(NamedTuple):
+    """Tokens of one document that stand together in a sequence, from token ``start`` of the document on."""
+
+    shard: int
+    document: int
+    start: int
+    tokens: "memoryview[int]"
+
+
+Sequence = list[Piece]
+"""Pieces that together have the stream's ``length`` tokens. Each is a document of its own to attention."""
+
+
+class TokenStream:
+    """Sequences of ``length`` tokens from ``dataset``; ``open_shard`` gives the reader of a shard by its number."""
+
+    def __init__(self, dataset: TokenizedDataset, open_shard: Callable[[int], ShardReader], *, seed: int, length: int) -> None:
+        if length < 2:
+            raise UserError(f"the length of a training sequence is {length} tokens; it must be at least 2, the first predicts the second")
+        if dataset.tokens == 0:
+            raise UserError("the dataset has no tokens; tokenize a source that holds text")
+        self.dataset, self.seed, self.length = dataset, seed, length
+        self._open_shard = open_shard
+        self._epoch = lru_cache(maxsize=2)(self._epoch_of)
+        self._shard = lru_cache(maxsize=4)(self._shard_of)
+
+    @property
+    def sequences_per_epoch(self) -> float:
+        return self.dataset.tokens / self.length
+
+    def sequence(self, index: int) -> Sequence:
+        """Tokens ``index * length ..`` of the endless stream."""
+        at, missing = index * self.length, self.length
+        pieces = []
+        while missing:
+            piece = self._piece(at, missing)
+            pieces.append(piece)
+            at += len(piece.tokens)
+            missing -= len(piece.tokens)
+        return pieces
+
+    def _piece(self, at: int, most: int) -> Piece:
+        """What of one document begins at token ``at`` of the stream, at most ``most`` tokens."""
+        epoch, at = divmod(at, self.dataset.tokens)
+        shards, shard_starts = self._epoch(epoch)
+        place = bisect_right(shard_starts, at) - 1
+        documents, starts, reader = self._shard(epoch, shards[place])
+        at -= shard_starts[place]
+        nth = bisect_right(starts, at) - 1
+        start, document = at - starts[nth], documents[nth]
+        stop = min(start + most, reader.lengths[document])
+        return Piece(shards[place], document, start, reader.tokens(document, start, stop))
+
+    def _epoch_of(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The shards of ``epoch`` in their order, and the token of the epoch at which each begins. Empty ones are left out."""
+        shards = [i for i, shard in enumerate(self.dataset.shards) if shard.tokens]
+        counter_random("shards", self.seed, epoch).shuffle(shards)
+        return shards, _starts([self.dataset.shards[i].tokens for i in shards])
+
+    def _shard_of(self, epoch: int, shard: int) -> tuple[list[int], list[int], ShardReader]:
+        reader = self._open_shard(shard)
+        documents = [i for i, length in enumerate(reader.lengths) if length]
+        counter_random("documents", self.seed, epoch, shard).shuffle(documents)
+        return documents, _starts([reader.lengths[i] for i in documents]), reader
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=0))[:-1]

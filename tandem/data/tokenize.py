@@ -1,0 +1,255 @@
+"""Distributed tokenizing: files of text to shards of token ids, by many processes, whole or resumed.
+
+What is written is a function of the source, the tokenizer and the settings: not of the number of processes, nor of how often
+one of them was killed. Each unit of work becomes one shard; its record under ``units/`` commits it, and ``dataset.json``, which
+is written last, commits the whole.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tandem.data.documents import DocumentFormat, Part, divide
+from tandem.data.shards import Shard, token_dtype
+from tandem.data.split import Side
+from tandem.data.storage import Storage, open_storage, read
+from tandem.runtime.calls import WorkerDied
+from tandem.runtime.processes import Threads, available_cores
+from tandem.runtime.worker_pipe import Worker
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import RunError, UserError
+
+DATASET, PLAN = "dataset.json", "plan.json"
+UNIT_DEADLINE_S = 24 * 3600.0
+MOST_DEATHS = 3
+
+Progress = Callable[[int, int, int], None]
+"""Hears (bytes of the source done, bytes in all, tokens so far)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeSettings:
+    """``source`` and ``destination``: folders or URLs. ``tokenizer``: a Hugging Face folder. ``unit_bytes``: of the source in
+    one shard. ``append_end``: every document ends with the tokenizer's end-of-sequence token. ``side``: all documents, or those of
+    one side where ``held_out_share`` of them, by a hash of their text, are held out. ``workers``: processes; 0 takes one for each
+    core."""
+
+    source: str
+    destination: str
+    tokenizer: str
+    form: DocumentFormat = field(default_factory=DocumentFormat)
+    unit_bytes: int = 64 * 2**20
+    append_end: bool = True
+    side: Side = "all"
+    held_out_share: float = 0.01
+    workers: int = 0
+
+    def check(self) -> None:
+        self.form.check()
+        if self.unit_bytes < 1:
+            raise UserError(f"the size of a shard's source is {self.unit_bytes} bytes; it must be at least 1")
+        if not 0 < self.held_out_share < 1:
+            raise UserError(f"the share of documents held out is {self.held_out_share}; it must be above 0 and below 1")
+        if self.workers < 0:
+            raise UserError(f"the number of workers is {self.workers}; it must be 0 (one for each core) or more")
+        if self.source.rstrip("/") == self.destination.rstrip("/"):
+            raise UserError(f"source and destination are both '{self.source}'; name another folder for the shards")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDataset:
+    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing);
+    ``dtype``: of the ids."""
+
+    tokenizer: str
+    vocab_size: int
+    end_token: int | None
+    dtype: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def skipped(self) -> int:
+        return sum(shard.skipped for shard in self.shards)
+
+    def to_json(self) -> bytes:
+        facts = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
+        return json.dumps({**facts, **asdict(self)}, indent=1).encode() + b"\n"
+
+
+def read_dataset(storage: Storage) -> TokenizedDataset:
+    """Raises ``UserError`` where ``storage`` holds no finished dataset."""
+    try:
+        data = json.loads(read(storage, DATASET))
+        shards = tuple(Shard.from_json(shard) for shard in data["shards"])
+        return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards)
+    except FileNotFoundError:
+        raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that finish") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{DATASET} in '{storage.url}' is damaged ({error}); remove it and start 'tandem tokenize' again") from None
+
+
+def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) -> TokenizedDataset:
+    """Do what is not done yet; returns the whole dataset. Raises ``UserError`` before any work, and in it for a document that is
+    broken."""
+    settings.check()
+    tokenizer = Tokenizer.from_folder(settings.tokenizer)
+    if settings.append_end and not tokenizer.eos_token_ids:
+        raise UserError(f"the tokenizer in '{settings.tokenizer}' names no end of sequence; set eos_token or do not append one")
+    source, destination = open_storage(settings.source), open_storage(settings.destination, create=True)
+    units = divide(source.files(), settings.form, settings.unit_bytes)
+    if not units:
+        kinds = ", ".join((".jsonl", ".ndjson", *settings.form.suffixes))
+        raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
+    plan = _plan(settings, units)
+    names = {file.name for file in destination.files()}
+    _check_plan(destination, plan, names)
+    end = tokenizer.eos_token_ids[0] if settings.append_end else None
+    fingerprint, dtype = tokenizer_fingerprint(settings.tokenizer), token_dtype(tokenizer.vocab_size)
+    with destination.scratch() as scratch:
+        if PLAN not in names:
+            _put(destination, PLAN, plan, scratch)
+        done = {number for number in range(len(units)) if _record(number) in names}
+        _Crew(settings, units, dtype, end, scratch).work(sorted(set(range(len(units))) - done), done, on_progress)
+        shards = tuple(Shard.from_json(json.loads(read(destination, _record(number)))) for number in range(len(units)))
+        found = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards)
+        if DATASET not in names:
+            _put(destination, DATASET, found.to_json(), scratch)
+    return found
+
+
+class _Crew:
+    """Worker processes that take one unit after another; one that dies is replaced and its unit begun anew."""
+
+    def __init__(self, settings: TokenizeSettings, units: Sequence[tuple[Part, ...]], dtype: str, end: int | None, scratch: Path) -> None:
+        self.settings, self.units, self.scratch = settings, units, scratch
+        self.dtype, self.end = dtype, end
+        self.lock = threading.Lock()
+        self.ending = False
+        self.bytes: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
+
+    def work(self, waiting: Sequence[int], done: set[int], on_progress: Progress | None) -> None:
+        total = sum(map(self._size, range(len(self.units))))
+        self.bytes = {number: self._size(number) for number in done}
+        if not waiting:
+            return
+        count = min(self.settings.workers or available_cores(), len(waiting))
+        workers = [self._start(i) for i in range(count)]
+        idle: SimpleQueue[int] = SimpleQueue()
+        for i in range(count):
+            idle.put(i)
+
+        def one(number: int) -> None:
+            slot = idle.get()
+            try:
+                self._unit(number, workers, slot, lambda: on_progress and on_progress(sum(self.bytes.values()), total, sum(self.tokens.values())))
+            finally:
+                idle.put(slot)
+
+        with ThreadPoolExecutor(count, thread_name_prefix="tokenize") as pool:
+            futures = [pool.submit(one, number) for number in waiting]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                self.ending = True
+                for future in futures:
+                    future.cancel()
+                for worker in workers:
+                    worker.process.kill()
+                raise
+        for worker in workers:
+            worker.stop()
+
+    def _unit(self, number: int, workers: list[Worker], slot: int, report: Callable[[], Any]) -> None:
+        def progress(meta: dict[str, Any]) -> None:
+            with self.lock:
+                # The last line of a part may end behind it.
+                self.bytes[number] = min(int(meta["bytes"]), self._size(number))
+                self.tokens[number] = int(meta["tokens"])
+                report()
+
+        parts = [list(part) for part in self.units[number]]
+        meta = {"parts": parts, "shard": shard_name(number), "record": _record(number), "scratch": str(self.scratch.absolute())}
+        for _ in range(MOST_DEATHS):
+            try:
+                workers[slot].call("unit", meta, deadline_s=UNIT_DEADLINE_S, on_progress=progress)
+                progress({"bytes": self._size(number), "tokens": self.tokens.get(number, 0)})
+                return
+            except WorkerDied as death:
+                died = death
+                if self.ending:
+                    raise
+                workers[slot] = self._start(slot)
+        raise RunError(f"{died}, {MOST_DEATHS} times in a row on {self.units[number][0].name}; is there enough memory? What was done is kept")
+
+    def _start(self, slot: int) -> Worker:
+        settings = self.settings
+        options = json.dumps(
+            {
+                "source": settings.source, "destination": settings.destination, "tokenizer": settings.tokenizer, "dtype": self.dtype,
+                "form": asdict(settings.form), "end": self.end, "side": settings.side, "held_out_share": settings.held_out_share,
+            }
+        )
+        return Worker(f"tokenizer {slot}", "tandem.data.tokenize_worker", ["--options", options], threads=Threads(1))
+
+    def _size(self, number: int) -> int:
+        return sum(part.stop - part.start for part in self.units[number])
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}"
+
+
+def _record(number: int) -> str:
+    return f"units/{number:06d}.json"
+
+
+def tokenizer_fingerprint(folder: str | Path) -> str:
+    """The BLAKE2b-128 of a tokenizer's ``tokenizer.json``, in hexadecimal: what its ids depend on."""
+    return hashlib.blake2b((Path(folder) / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
+
+
+def _plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> bytes:
+    """What the shards depend on; two runs with the same plan write the same bytes."""
+    sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
+    facts = {
+        "tokenizer": tokenizer_fingerprint(settings.tokenizer), **asdict(settings.form), "unit_bytes": settings.unit_bytes,
+        "append_end": settings.append_end, "side": settings.side,
+        "held_out_share": settings.held_out_share if settings.side != "all" else 0, "units": len(units), "sources": sources,
+    }
+    return json.dumps(facts, indent=1).encode() + b"\n"
+
+
+def _check_plan(destination: Storage, plan: bytes, names: set[str]) -> None:
+    if PLAN not in names:
+        if names:
+            raise UserError(f"'{destination.url}' holds other files ({min(names)}); name an empty folder for the shards")
+        return
+    begun, now = json.loads(read(destination, PLAN)), json.loads(plan)
+    different = [name for name in now if begun.get(name) != now[name]]
+    if different:
+        raise UserError(
+            f"'{destination.url}' was begun with other {', '.join(different)}; go on with the same source, tokenizer and settings, "
+            "or name another folder"
+        )
+
+
+def _put(destination: Storage, name: str, content: bytes, scratch: Path) -> None:
+    path = scratch / "put.tmp"
+    path.write_bytes(content)
+    destination.put(name, path)

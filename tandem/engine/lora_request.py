@@ -1,0 +1,23 @@
+"""Which adapter a request wants, with vLLM's names."""
+
+from dataclasses import dataclass
+
+from tandem.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The adapter ``lora_name``, a PEFT folder at ``lora_path``. ``lora_int_id``: as vLLM numbers them, from 1; an id and a
+    name belong together."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not self.lora_name or "\0" in self.lora_name:
+            raise UserError(f"LoRARequest lora_name is {self.lora_name!r}; give the adapter a name")
+        if self.lora_int_id < 1:
+            raise UserError(f"LoRARequest lora_int_id is {self.lora_int_id}; it must be at least 1")
+        if not self.lora_path:
+            raise UserError(f"LoRARequest '{self.lora_name}' has no lora_path; give the folder of the adapter")

@@ -1,0 +1,71 @@
+"""What a completion must match: a JSON schema, a regular expression, a choice or a grammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tandem.types import UserError
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What a completion must match; exactly one of these, with vLLM's names.
+
+    ``json``: a JSON schema, as text or as its value. ``json_object``: any JSON object. ``regex``: a regular expression in
+    Rust's syntax that the whole text matches. ``choice``: one of these texts. ``grammar``: a context-free grammar in
+    Lark's syntax, or in GBNF. For the two JSON kinds ``disable_any_whitespace`` leaves no free white space between
+    elements, and ``whitespace_pattern`` says which there may be.
+
+    The end token can be drawn only where the text is complete, and where nothing can follow it is drawn, whatever
+    ``min_tokens`` says. ``max_tokens``, stop texts and stop tokens end a completion wherever it stands.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = "none" if not given else " and ".join(given)
+            raise UserError(f"structured_outputs has {found}; give exactly one of {', '.join(_KINDS)}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise UserError(f"structured_outputs {name} is {getattr(self, name)!r}; it must be a text")
+        if self.choice is not None:
+            texts = [self.choice] if isinstance(self.choice, str) else list(self.choice)
+            if isinstance(self.choice, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+                raise UserError(f"structured_outputs choice is {self.choice!r}; it must be a list of texts, none of them empty")
+            object.__setattr__(self, "choice", tuple(texts))
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+
+    @property
+    def kind(self) -> str:
+        """The field that is set."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    def key(self) -> str:
+        """A text that is the same for equal values and no others."""
+        return json.dumps([getattr(self, field.name) for field in fields(self)])
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise UserError(f"structured_outputs json is not valid JSON: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise UserError(f"structured_outputs json is a {type(schema).__name__}; a JSON schema is an object")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"structured_outputs json is no JSON schema: {error}") from None

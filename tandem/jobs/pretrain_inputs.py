@@ -1,0 +1,59 @@
+"""What is looked at before a pretraining run begins: the model, the data, whether they belong together and fit the machine."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.data.shard_files import ShardFiles
+from tandem.data.storage import open_storage
+from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
+from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.model.huggingface_config import read_shapes
+from tandem.pod.new_model import folder_without_weights
+from tandem.pod.residents import available_bytes
+from tandem.types import RunError, UserError
+
+
+def check_pretraining(recipe: PretrainRecipe) -> list[str]:
+    """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
+    with ExitStack() as stack:
+        if recipe.model.create is not None:
+            folder = stack.enter_context(folder_without_weights(recipe.model.create))
+        else:
+            folder = Path(recipe.model.path or "")
+            if not folder.is_dir():
+                raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
+        shapes = read_shapes(folder)
+        if recipe.data.sequence_length > shapes.max_positions:
+            raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
+        datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
+        for path, dataset in datasets:
+            _check_dataset(path, dataset, folder, shapes.vocab_size)
+        weights = weight_bytes(shapes, recipe.trainer.dtype)
+        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
+        needed = 2 * weights + optimizer_bytes(shapes) + tokens * activation_bytes_per_token(shapes)
+        free = available_bytes(recipe.machine.memory_gib)
+        if needed > free:
+            raise RunError(
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
+                "machine.memory_gib"
+            )
+        total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
+        asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
+        return [
+            f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
+            f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
+            f"predicted memory: {needed / 2**20:,.0f} MiB besides the process itself",
+        ]
+
+
+def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_size: int) -> None:
+    if dataset.vocab_size > vocab_size:
+        raise UserError(f"'{path}' was tokenized with {dataset.vocab_size} ids and the model has {vocab_size}; they do not belong together")
+    if (folder / "tokenizer.json").is_file() and dataset.tokenizer != tokenizer_fingerprint(folder):
+        raise UserError(f"'{path}' was tokenized with another tokenizer than the model's; tokenize it again with the model's own")
+
+
+def dataset_paths(recipe: PretrainRecipe) -> list[str]:
+    """The training datasets, then the held-out one, if there is one."""
+    return [dataset.path for dataset in recipe.data.train] + ([recipe.data.held_out] if recipe.data.held_out else [])

@@ -1,0 +1,121 @@
+"""Mixtures of experts (Shazeer et al., 2017): a router sends each token to a few of many MLPs.
+
+Tokens are sorted by expert, so that each expert multiplies all of its tokens at once. A token's bits do not depend on who
+else is routed where: its gates are a function of its own row, a row of a grouped product has the bits of a product of its
+own, and what its experts return is added in the order of its gates.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
+from tandem.layout.shapes import ExpertShapes
+
+
+class Experts(nn.Module):
+    """The parameters of one layer's mixture of E experts: ``router[E, H]``, ``gate_up_proj[E, 2 F, H]`` (an expert's rows
+    of gate, then those of up) and ``down_proj[E, N, I]``, [E, H, F] where the model is not cut. Packing drops the last two
+    and leaves the router."""
+
+    gate_up_proj: nn.Parameter | None
+    down_proj: nn.Parameter | None
+
+    def __init__(
+        self, shapes: ExpertShapes, hidden: int, dtype: torch.dtype, device: torch.device, down: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.shapes, self.hidden = shapes, hidden
+        self.down = down or (hidden, shapes.intermediate_size)
+        self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
+        self.allocate()
+
+    @property
+    def is_plain(self) -> bool:
+        return self.gate_up_proj is not None and self.down_proj is not None
+
+    def allocate(self) -> None:
+        """Plain, uninitialised matrices."""
+        count, inner = self.shapes.num_experts, self.shapes.intermediate_size
+        self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
+        self.down_proj = nn.Parameter(self.router.new_empty(count, *self.down))
+
+    def pack(self, kernels: Kernels) -> "ExpertLayer":
+        """The layer with packed matrices; the plain ones are dropped."""
+        assert self.gate_up_proj is not None and self.down_proj is not None
+        gate_up, self.gate_up_proj = kernels.pack_groups(self.gate_up_proj), None
+        down, self.down_proj = kernels.pack_groups(self.down_proj), None
+        return ExpertLayer(kernels.pack(self.router), gate_up, down, self.shapes.experts_per_token, self.shapes.normalised)
+
+    def plain(self) -> "ExpertLayer":
+        """The layer over the parameters themselves."""
+        return ExpertLayer(
+            self.router, self.gate_up_proj, self.down_proj, self.shapes.experts_per_token, self.shapes.normalised
+        )
+
+
+class ExpertLayer(NamedTuple):
+    """A mixture as the forward pass runs it: plain tensors, or weights that the kernels have packed."""
+
+    router: Any
+    gate_up: Any
+    down: Any
+    experts_per_token: int
+    normalised: bool
+
+
+def mixture(
+    kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None,
+    before_down: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """``x[T, H]`` through each token's experts -> [T, H]. ``router_logits``, where given, receives the [T, E] of this
+    layer; ``before_down`` is applied to the input of ``down``."""
+    is_packed = isinstance(layer.gate_up, PackedGroups)
+    linear: Any = kernels.linear_packed if is_packed else kernels.linear
+    grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
+    logits = linear(x, layer.router, None)
+    if router_logits is not None:
+        router_logits.append(logits)
+    routing = kernels.route(logits, layer.experts_per_token, layer.normalised)
+    rows = _dispatched(x, routing, layer.experts_per_token)
+    inner = kernels.silu_mul(grouped(rows, layer.gate_up, routing.bounds))
+    rows = grouped(inner if before_down is None else before_down(inner), layer.down, routing.bounds)
+    returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, rows.shape[1])
+    weighted = returned.to(routing.gates.dtype) * routing.gates.unsqueeze(-1)
+    return sum_in_order(weighted.unbind(1)).to(x.dtype)
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int) -> Tensor:
+    """Equations 4 to 6 of Switch Transformers (Fedus et al., 2021) over the layers' ``router_logits[T, E]``, for more
+    experts than one a token: E times the sum over experts of the share of tokens that an expert gets and its mean
+    probability. ``experts_per_token`` where the load is even; only the probabilities carry gradient."""
+    probabilities = torch.cat([logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1) for logits in router_logits])
+    num_experts = probabilities.shape[1]
+    experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :experts_per_token]
+    share = torch.bincount(experts.reshape(-1), minlength=num_experts) / len(probabilities)
+    return num_experts * (share * probabilities.mean(0)).sum()
+
+
+def _dispatched(x: Tensor, routing: Routing, each: int) -> Tensor:
+    """Each token's row once for each of its experts, sorted by expert."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Dispatch.apply(x, routing.order, routing.inverse, each)  # type: ignore[no-any-return]
+    return x.index_select(0, routing.order // each)
+
+
+class _Dispatch(torch.autograd.Function):
+    """The gradient is summed in the order of the gates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.each = each
+        return x.index_select(0, order // each)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        places = grad.index_select(0, inverse).view(-1, ctx.each, grad.shape[1])
+        return sum_in_order(places.unbind(1)), None, None, None

@@ -1,0 +1,69 @@
+"""What of a folder is on the local disk: one JSON file, replaced as a whole whenever something more is safe."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tandem.model.weight_store.objects import RemoteFile
+
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that is here: ``xxh3`` (128 bits, hexadecimal) of its bytes and the time of its last change."""
+
+    xxh3: str
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The first ``size_bytes`` of file ``name``, which are on the disk and have the digest ``xxh3``."""
+
+    name: str
+    size_bytes: int
+    xxh3: str
+
+
+@dataclass(slots=True)
+class Manifest:
+    """``files``: what the folder at ``url`` holds. ``stored``: those of them that are here. ``part``: the one that is on
+    its way."""
+
+    url: str
+    files: tuple[RemoteFile, ...]
+    stored: dict[str, StoredFile] = field(default_factory=dict)
+    part: Part | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(file.name in self.stored for file in self.files)
+
+    def write(self, entry: Path) -> None:
+        """Replace the manifest in the folder ``entry``, in one step."""
+        fresh = entry / f".{NAME}.tmp"
+        with fresh.open("w", encoding="utf-8") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(entry / NAME)
+
+
+def read_manifest(entry: Path) -> Manifest | None:
+    """The manifest in ``entry``; ``None`` where there is none that can be read, as after a crash of the machine."""
+    try:
+        data = json.loads((entry / NAME).read_text(encoding="utf-8"))
+        return Manifest(
+            url=data["url"],
+            files=tuple(RemoteFile(**file) for file in data["files"]),
+            stored={name: StoredFile(**file) for name, file in data["stored"].items()},
+            part=None if data["part"] is None else Part(**data["part"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,134 @@
+"""A model folder in object storage, through fsspec: what lies in it, and its bytes."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.types import RunError, UserError
+
+WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
+"""How the names end of files that a model is read from; pickled weights are not among them."""
+
+PAUSES_S = (0.2, 1.0, 4.0)
+"""Between the attempts to read a range."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """``version`` changes whenever the content does: the storage's entity tag, or the time of the last change."""
+
+    name: str
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A digest that the folder itself publishes; ``algorithm`` is ``sha256`` or ``blake2b`` (of 16 bytes)."""
+
+    algorithm: str
+    value: str
+
+
+class RemoteFolder:
+    """The folder at ``url``. Credentials and endpoints are those that the storage's own library finds (for S3 the usual
+    AWS settings), or ``options`` for it. Raises ``UserError`` where that library is missing."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        scheme = url.partition("://")[0]
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **(options or {}))
+        except ImportError:
+            extra = "pip install 'tandem-rl[s3]'" if scheme == "s3" else f"install fsspec's library for {scheme}"
+            raise UserError(f"'{url}' needs a library that is not installed; {extra}") from None
+        except ValueError as error:
+            raise UserError(f"'{url}' cannot be read: {error}") from None
+
+    def list(self) -> tuple[RemoteFile, ...]:
+        """The files that a model is read from, by name; folders in it are left out. Raises ``UserError`` where there is
+        no such folder or no model in it."""
+        with _one_line(self.url):
+            entries = self._files.ls(self._path, detail=True)
+        found = []
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+            if entry["type"] == "file" and _is_wanted(name):
+                found.append(RemoteFile(name, int(entry["size"]), _version(entry)))
+        if all(file.name != "config.json" for file in found):
+            raise UserError(f"'{self.url}' has no config.json; name the folder of a model")
+        return tuple(sorted(found, key=lambda file: file.name))
+
+    def read(self, name: str, start: int, end: int) -> bytes:
+        """Bytes ``start .. end - 1`` of a file. Reads again after a fault that may pass."""
+        for pause in (*PAUSES_S, None):
+            try:
+                with _one_line(f"{self.url}/{name}"):
+                    data: bytes = self._files.cat_file(f"{self._path}/{name}", start=start, end=end)
+                    if len(data) != end - start:
+                        raise OSError(f"{len(data)} bytes came where {end - start} were asked for")
+                    return data
+            except RunError:
+                if pause is None:
+                    raise
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def published_digests(self, files: tuple[RemoteFile, ...]) -> dict[str, Digest]:
+        """Digests by file name, from ``SHA256SUMS`` (as sha256sum writes it) or the ``COMMIT`` of a checkpoint, where one
+        of them is among ``files``."""
+        sizes = {file.name: file.size_bytes for file in files}
+        digests: dict[str, Digest] = {}
+        for name, parse in _PUBLISHED.items():
+            if name in sizes:
+                try:
+                    digests |= parse(self.read(name, 0, sizes[name]).decode())
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise UserError(f"'{self.url}/{name}' cannot be read; write it again or remove it") from None
+        return digests
+
+
+def _sha256sums(text: str) -> dict[str, Digest]:
+    pairs = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
+    return {name.lstrip("*").removeprefix("./"): Digest("sha256", value.lower()) for value, name in pairs}
+
+
+def _commit(text: str) -> dict[str, Digest]:
+    return {name: Digest("blake2b", entry["blake2b"]) for name, entry in json.loads(text)["files"].items()}
+
+
+_PUBLISHED = {"COMMIT": _commit, "SHA256SUMS": _sha256sums}
+
+
+def _is_wanted(name: str) -> bool:
+    # Mistral's own format holds the same weights a second time.
+    return name in _PUBLISHED or (name.endswith(WANTED) and not name.startswith("consolidated"))
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    known = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "created")
+    return str(next((entry[key] for key in known if entry.get(key) is not None), ""))
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """The storage's errors, which are of every library's own kind, as ours."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"'{name}' does not exist; check the address") from None
+    except PermissionError as error:
+        raise UserError(f"'{name}' may not be read: {_line(error)}") from None
+    except Exception as error:
+        raise RunError(f"'{name}' cannot be read: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

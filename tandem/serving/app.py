@@ -1,0 +1,142 @@
+"""The HTTP application: every route, and the shape of every error."""
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+import tandem
+from tandem.serving import control, generate, openai, probes
+from tandem.serving.errors import ApiError, internal, invalid, unavailable
+from tandem.serving.guard import Guard
+from tandem.serving.instance import InstanceDied
+from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from tandem.serving.sessions import ClientLeft
+from tandem.serving.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUSES = {
+    400: "The request is not valid.", 401: "A key is missing or wrong.", 404: "There is no such model.", 408: "The request came too slowly.",
+    413: "The request is too large.", 422: "Not used.", 429: "The queue is full.", 500: "The engine failed.", 503: "Loading, draining or asleep.",
+}  # fmt: skip
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}} for status, text in _STATUSES.items()
+}
+
+
+def make_app(state: ServerState) -> FastAPI:
+    """The application of one server."""
+    app = FastAPI(
+        title="Tandem", version=tandem.__version__, responses=_ERRORS, docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None
+    )
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(InstanceDied, _died)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientLeft, _client_left)
+    app.add_exception_handler(Exception, _defect)
+    _inference(app, state)
+    app.include_router(control.router(state))
+    app.include_router(probes.router(state))
+    app.add_middleware(Guard, state=state)
+    return app
+
+
+def _inference(app: FastAPI, state: ServerState) -> None:
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+    @app.post("/v1/completions", responses=streamed, response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        return await openai.completions(state, body, request)
+
+    @app.post("/v1/chat/completions", responses=streamed, response_model=None)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer in a conversation."""
+        return await openai.chat_completions(state, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": [_model(state, name) for name in state.settings.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        state.check_model(name)
+        return _model(state, name)
+
+    @app.post("/generate", responses=streamed, response_model=None)
+    async def generate_tokens(body: GenerateRequest, request: Request) -> Response:
+        """Tokens in, tokens out."""
+        return await generate.generate(state, body, request)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return await generate.tokenize(state, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        return await generate.detokenize(state, body)
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": state.created, "owned_by": "tandem", "root": state.settings.engine.model,
+        "parent": None, "max_model_len": state.max_model_len,
+    }  # fmt: skip
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+async def _died(request: Request, error: Exception) -> Response:
+    return await _api_error(request, unavailable(str(error), retry_after_s=5))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return await _api_error(request, invalid(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}"))
+    if not where:
+        return await _api_error(request, invalid("the body is not a JSON object; send one with 'Content-Type: application/json'"))
+    return await _api_error(request, invalid(f"'{'.'.join(where)}': {first['msg']}", where[0]))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    found = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(found.body, found.status, headers=error.headers)
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    # Nobody reads it; the number is what proxies log.
+    return Response(status_code=499)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return await _api_error(request, internal(f"the server failed: {type(error).__name__}"))

@@ -1,0 +1,93 @@
+"""The process of one engine: ``python -m tandem.serving.engine_process --channel FD ARGUMENTS``.
+
+``ARGUMENTS`` is a JSON object, the fields of ``EngineArguments``. The process ends when the server closes the channel.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import torch
+
+from tandem.engine.llm import LLM
+from tandem.kernels import BLOCK_TOKENS
+from tandem.layout.shapes import parameter_count
+from tandem.runtime.calls import error_meta, read_frame
+from tandem.serving.engine_loop import EngineLoop
+from tandem.serving.messages import EngineInfo
+from tandem.serving.settings import EngineArguments
+from tandem.types.wire import PREFIX, encode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("arguments", type=lambda text: EngineArguments(**json.loads(text)))
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
+    # A terminal's Ctrl-C reaches the whole group: the server decides when its engines end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(options.threads)
+    with socket.socket(fileno=options.channel) as server:
+        server.set_inheritable(False)
+        serve(server, options.arguments)
+
+
+def serve(server: socket.socket, arguments: EngineArguments) -> None:
+    """Load the model, say what it is, and serve until the channel is closed."""
+    try:
+        llm = LLM(**dataclasses.asdict(arguments), digest_weights=True)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            server.sendall(encode(error_meta(error), kind="failed"))
+        return
+    loop = EngineLoop(llm, server.sendall)
+    threading.Thread(target=_receive, args=(server, loop), name="inbox", daemon=True).start()
+    try:
+        server.sendall(encode(dataclasses.asdict(_info(llm)), kind="ready"))
+        loop.run()
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(0)
+
+
+def _receive(server: socket.socket, loop: EngineLoop) -> None:
+    def read_exactly(count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = server.recv(min(count - len(parts), 2**20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            loop.inbox.put(read_frame(read_exactly, read_exactly(PREFIX.size)))
+    loop.inbox.put(None)
+
+
+def _info(llm: LLM) -> EngineInfo:
+    settings, shapes = llm.engine.settings, llm.engine.shapes
+    return EngineInfo(
+        pid=os.getpid(),
+        max_model_len=settings.max_model_len,
+        vocab_size=shapes.vocab_size,
+        num_blocks=settings.num_blocks,
+        block_size=BLOCK_TOKENS,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        num_parameters=parameter_count(shapes),
+        dtype=str(llm.engine.dtype).removeprefix("torch."),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Refusals in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. ``param``: the field that is to blame; ``retry_after_s``: when it is worth
+    trying again."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+def unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after_s=1)
+
+
+def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
+    return ApiError(503, message, kind="service_unavailable_error", retry_after_s=retry_after_s)
+
+
+def internal(message: str) -> ApiError:
+    return ApiError(500, message, kind="internal_error")

@@ -1,0 +1,79 @@
+"""Log-probabilities in the forms of OpenAI's two interfaces. All are of temperature 1, nothing filtered."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.engine.outputs import Logprob
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot write (as in vLLM)."""
+
+Entry = dict[int, Logprob]
+
+
+@dataclass
+class CompletionLogprobs:
+    """The ``logprobs`` object of a completion's choice, as its tokens come. ``count``: the number of most likely tokens
+    asked for; ``offset``: characters of text before the next token."""
+
+    count: int
+    offset: int = 0
+    tokens: list[str] = field(default_factory=list)
+
+    def take(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> dict[str, Any]:
+        """The object for further tokens; ``None`` stands for the first token of a prompt, which nothing predicts."""
+        found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token, entry in zip(token_ids, entries, strict=True):
+            text = _text(token, entry)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if entry is None else _number(entry[token].logprob))
+            found["top_logprobs"].append(None if entry is None else _top(entry, token, self.count))
+            found["text_offset"].append(self.offset)
+            self.offset += len(text)
+        return found
+
+
+def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], count: int) -> dict[str, Any]:
+    """The ``logprobs`` object of a chat's choice."""
+    return {
+        "content": [
+            {
+                **_chat_entry(entry[token]),
+                "top_logprobs": [_chat_entry(value) for value in entry.values() if value.rank <= count],
+            }
+            for token, entry in zip(token_ids, entries, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_entry(value: Logprob) -> dict[str, Any]:
+    text = value.decoded_token or ""
+    return {"token": text, "logprob": _number(value.logprob), "bytes": list(text.encode("utf-8", "surrogatepass"))}
+
+
+def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's ``prompt_logprobs``: for each token of the prompt the entries by token id."""
+    return None if entries is None else [None if entry is None else by_token_id(entry) for entry in entries]
+
+
+def by_token_id(entry: Entry) -> dict[str, Any]:
+    return {
+        str(token): {"logprob": _number(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
+        for token, value in entry.items()
+    }
+
+
+def _top(entry: Entry, drawn: int, count: int) -> dict[str, float]:
+    return {
+        value.decoded_token or "": _number(value.logprob) for token, value in entry.items() if token == drawn or value.rank <= count
+    }
+
+
+def _text(token: int, entry: Entry | None) -> str:
+    return "" if entry is None else entry[token].decoded_token or ""
+
+
+def _number(value: float) -> float:
+    return max(value, LOWEST)

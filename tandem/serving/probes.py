@@ -1,0 +1,49 @@
+"""Probes and metrics: what a load balancer, a supervisor and a dashboard ask."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+import tandem
+from tandem.serving.state import ServerState
+
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+def router(state: ServerState) -> APIRouter:
+    """All probes; none needs a key."""
+    routes = APIRouter(tags=["probes"])
+
+    @routes.get("/liveness")
+    async def liveness() -> dict[str, Any]:
+        """200 while the event loop runs, whatever the load: to answer is the proof."""
+        return {"status": "alive"}
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """200 while an engine is there or being loaded for the first time; 503 while every one is dead."""
+        is_well = not state.is_started or state.pool.has_engine
+        return JSONResponse({"status": "healthy" if is_well else "no engine is alive"}, 200 if is_well else 503)
+
+    @routes.get("/readiness")
+    async def readiness() -> Response:
+        """503 while loading, draining or asleep, and while no engine is alive."""
+        why = state.why_not_ready
+        return JSONResponse({"status": why or "ready"}, 503 if why else 200)
+
+    @routes.get("/startup")
+    async def startup() -> Response:
+        """503 until the model is loaded, 200 ever after."""
+        return JSONResponse({"status": "started" if state.is_started else "loading"}, 200 if state.is_started else 503)
+
+    @routes.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": tandem.__version__}
+
+    @routes.get("/metrics", responses=_TEXT, response_model=None)
+    async def metrics() -> Response:
+        return Response(state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return routes

@@ -1,0 +1,171 @@
+"""The bodies of requests. Fields that are not listed are accepted and ignored; those that are listed as not supported are
+refused where they ask for something."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tandem.serving.errors import invalid
+
+MAX_COMPLETIONS = 1024
+MAX_LOGPROBS = 20
+_INT64 = 2**63
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A JSON object, whose values have the types they should have: a number in quotes is no number."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    not_supported: ClassVar[tuple[str, ...]] = ()
+
+    def check(self) -> None:
+        """Raise ``ApiError`` for a field that asks for what this server does not do."""
+        for name in self.not_supported:
+            value = (self.model_extra or {}).get(name)
+            if value not in (None, False, [], {}):
+                raise invalid(f"'{name}' is not supported; leave it out", name)
+
+
+class SamplingFields(Body):
+    """vLLM's sampling parameters; ``null`` is the default."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    best_of: Positive | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: dict[str, float] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIFields(SamplingFields):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionRequest(OpenAIFields):
+    not_supported = (
+        "suffix", "use_beam_search", "prompt_embeds", "logits_processors", "return_tokens_as_token_ids", "guided_json",
+        "guided_regex", "guided_choice", "guided_grammar", "kv_transfer_params",
+    )  # fmt: skip
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+
+class ChatMessage(Body):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatCompletionRequest(OpenAIFields):
+    not_supported = (
+        "tools", "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search", "prompt_embeds",
+        "logits_processors", "return_tokens_as_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "kv_transfer_params",
+    )  # fmt: skip
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class GenerateSampling(SamplingFields):
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class GenerateRequest(Body):
+    """``key`` and ``first_index`` as in ``Engine.add_request``: with the seed they fix every random number."""
+
+    prompt: str | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    sampling_params: GenerateSampling | None = None
+    stream: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: str | None = None
+    key: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    first_index: Count | None = None
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class AbortRequest(Body):
+    request_ids: list[str] | None = None
+
+
+class StartUpdate(Body):
+    version: Annotated[list[Annotated[int, Field(ge=-(2**31), lt=2**31)]], Field(min_length=2, max_length=2)] | None = None
+
+
+class InitTransfer(Body):
+    init_info: dict[str, Any] | None = None
+
+
+class UpdateInfo(Body):
+    folder: Annotated[str, Field(min_length=1)]
+
+
+class UpdateWeights(Body):
+    update_info: UpdateInfo

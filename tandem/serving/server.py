@@ -1,0 +1,190 @@
+"""The life of a server: take the port, load the model, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tandem.serving.app import make_app
+from tandem.serving.metrics import Metrics
+from tandem.serving.pool import Pool
+from tandem.serving.settings import ServerSettings
+from tandem.serving.state import ServerState
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+_BACKLOG = 2048
+
+
+def run_server(settings: ServerSettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` before any work where the settings, the
+    model or the port cannot be used."""
+    settings.check()
+    tokenizer = Tokenizer.from_folder(Path(settings.engine.model))
+    listener = listen(settings.host, settings.port)
+    _raise_file_limit()
+    metrics = Metrics(settings.names[0], settings.instances)
+    state = ServerState(settings, Pool(settings, metrics), metrics, tokenizer)
+    with listener:
+        return asyncio.run(_serve(state, listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ``UserError`` where the address cannot be taken."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError):
+        raise UserError(f"host '{host}' is not an address of this machine; 127.0.0.1 and 0.0.0.0 always are") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"port {port} on {host} cannot be taken ({error.strerror}); choose a free one with --port, or 0 for any") from None
+    return listener
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 whose connections are cut where a request's head does not come within ``request_s``, and where a reader takes
+    nothing of its answer for ``stall_s``."""
+
+    request_s = 30.0
+    stall_s = 300.0
+    _deadline: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # The next request's head has begun; a connection that is merely idle has a longer time-out.
+        if self.conn.trailing_data[0]:
+            self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.request_s, self.transport.abort)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to this module."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+async def _serve(state: ServerState, listener: socket.socket) -> int:
+    settings = state.settings
+    protocol = type("Protocol", (PatientProtocol,), {"request_s": settings.request_s, "stall_s": settings.stall_s})
+    config = uvicorn.Config(
+        make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=_BACKLOG,
+        timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
+    )  # fmt: skip
+    server = _Server(config)
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(server.serve([listener]))
+    life = asyncio.create_task(_life(state, stop, listener.getsockname()))
+    hurry = asyncio.create_task(stop_now.wait())
+    try:
+        await asyncio.wait({life, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not life.done():
+            _say("stopped at once; requests under way were cut off")
+            return 1
+        return life.result()
+    finally:
+        for task in (life, hurry):
+            task.cancel()
+        await asyncio.gather(life, hurry, return_exceptions=True)
+        server.should_exit = True
+        server.force_exit = stop_now.is_set()
+        await state.pool.stop()
+        await serving
+
+
+async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...]) -> int:
+    """Load, be ready, and drain after ``stop``."""
+    settings = state.settings
+    host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
+    _say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")
+    loading = asyncio.create_task(state.pool.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        _say("stopped before the model was loaded")
+        return 0
+    loading.result()
+    state.is_started = True
+    engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
+    _say(f"serving {', '.join(settings.names)} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
+    await stopping
+    state.is_draining = True
+    if state.open_requests:
+        _say(f"draining: {state.open_requests} requests are under way; a second signal cuts them off")
+        if state.pool.is_paused:
+            # Nobody would resume it: its clients would wait for ever.
+            await state.pool.resume()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_s):
+                while state.open_requests:
+                    await asyncio.sleep(0.05)
+    left = state.open_requests
+    _say("stopped" if not left else f"stopped after {settings.drain_s:g} s; {left} requests were cut off")
+    return 0 if not left else 1
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file: take all that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 16, hard))
+
+
+def _say(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""What a server can be told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """What each engine is started with; names, meanings and defaults are those of ``tandem.LLM``."""
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    kernels: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 4096
+    kv_cache_tokens: int = 0
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """``port`` 0 takes a free one. ``served_model_names``: the names that clients may ask for; the first is answered.
+    ``api_keys``: a request needs one of them (none: anybody may ask). ``control_key``: needed by control calls; without
+    one they are refused. ``instances``: engines, each in a process of its own with ``threads`` threads.
+    ``max_waiting``: requests under way at once, besides those that the engines' rows hold; more are answered with 429.
+    ``max_body_bytes`` of a request. ``request_s``: how long a client may take to send a request. ``stall_s``: how long a
+    reader may take no byte of its answer. ``drain_s``: how long requests under way may go on after SIGTERM."""
+
+    engine: EngineArguments
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    control_key: str | None = None
+    instances: int = 1
+    threads: int = 1
+    max_waiting: int = 1024
+    max_body_bytes: int = 10 * 2**20
+    request_s: float = 30.0
+    stall_s: float = 300.0
+    drain_s: float = 600.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_names or (self.engine.model,)
+
+    @property
+    def max_requests(self) -> int:
+        return self.max_waiting + self.instances * self.engine.max_num_seqs
+
+    def check(self) -> None:
+        """Raise ``UserError`` for a value that cannot work."""
+        folder = Path(self.engine.model)
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model '{folder}' has no config.json; give a Hugging Face folder")
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(f"model '{folder}' has no tokenizer.json; a server needs the model's tokenizer")
+        for name, low in (("instances", 1), ("threads", 1), ("max_waiting", 1), ("max_body_bytes", 1024)):
+            if getattr(self, name) < low:
+                raise UserError(f"server {name} is {getattr(self, name)}; it must be at least {low}")
+        for name in ("request_s", "stall_s", "drain_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"server {name} is {getattr(self, name)}; it must be above 0 seconds")
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"server port is {self.port}; it must be from 0 to 65535")
+        if any(not name for name in (*self.names, *self.api_keys)) or self.control_key == "":
+            raise UserError("a model name or key of the server is empty; give it at least one character")
+        if self.control_key in self.api_keys:
+            raise UserError("the control key is also an API key; clients could then stop the server, so give it another value")

@@ -1,0 +1,66 @@
+"""What the routes of one server share."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.serving.errors import ApiError, invalid
+from tandem.serving.metrics import Metrics
+from tandem.serving.pool import Pool
+from tandem.serving.settings import ServerSettings
+from tandem.text.chat import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError, WeightVersion
+
+
+@dataclass
+class ServerState:
+    """``is_started``: every engine has loaded its model once. ``is_draining``: nothing new is taken."""
+
+    settings: ServerSettings
+    pool: Pool
+    metrics: Metrics
+    tokenizer: Tokenizer
+    is_started: bool = False
+    is_draining: bool = False
+    open_requests: int = 0
+    """Requests of clients whose answers are not sent to their end."""
+    update: tuple[WeightVersion, list[str]] | None = None
+    """The weight update under way: its version, and the folders that were read for it."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _templates: list[ChatTemplate] = field(default_factory=list)
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.pool.info is not None, "nobody asks before the model is loaded"
+        return self.pool.info.max_model_len
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """One word or two for a balancer's log, ``None`` while requests are welcome."""
+        if not self.is_started:
+            return "loading"
+        if self.is_draining:
+            return "draining"
+        if self.pool.is_sleeping:
+            return "asleep"
+        return None if self.pool.has_engine else "no engine"
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ``ApiError`` for a model that is not served here."""
+        if name is not None and name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(404, f"the model '{name[:100]}' is not served here; there is {known}", param="model", code="model_not_found")
+
+    def chat_template(self) -> ChatTemplate:
+        """Raises ``ApiError`` where the model's tokenizer has none."""
+        if not self._templates:
+            try:
+                self._templates.append(ChatTemplate.from_folder(Path(self.settings.engine.model)))
+            except UserError as error:
+                raise invalid(str(error), "messages") from None
+        return self._templates[0]

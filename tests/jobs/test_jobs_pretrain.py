@@ -1,0 +1,234 @@
+"""Pretraining: the curve is that of a plain loop over transformers' model, and a run that died goes on to the same bits."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tandem.config.recipe import load_config
+from tandem.data.documents import DocumentFormat
+from tandem.data.mixture import Mixture
+from tandem.data.shard_files import ShardFiles
+from tandem.data.storage import open_storage
+from tandem.data.stream import TokenStream
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.start import train
+from tandem.runtime.metrics import VOLATILE
+from tandem.types import UserError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets and held-out data, made of standard library sources, with a tokenizer learned from them."""
+    folder = tmp_path_factory.mktemp("data")
+    library = Path(json.__file__).parent.parent
+    (folder / "text").mkdir()
+    for package in ("json", "email"):
+        for path in sorted((library / package).glob("*.py")):
+            shutil.copyfile(path, folder / "text" / f"{package}-{path.name}")
+    form = DocumentFormat(suffixes=(".py",))
+    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
+    for name, exclude, side in (("json", ("email-*",), "train"), ("email", ("json-*",), "train"), ("held-out", (), "held_out")):
+        settings = TokenizeSettings(
+            str(folder / "text"), str(folder / name), str(folder / "tokenizer"), DocumentFormat(suffixes=(".py",), exclude=exclude),
+            side=side, held_out_share=0.2, workers=1,  # type: ignore[arg-type]
+        )  # fmt: skip
+        tokenize(settings)
+    return folder
+
+
+def recipe(data: Path, /, **changed: Any) -> dict[str, Any]:
+    sections: dict[str, Any] = {
+        "algorithm": {"name": "pretrain"},
+        "model": {
+            "create": {
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+            }
+        },
+        "data": {
+            "train": [{"path": str(data / "json"), "weight": 0.25}, {"path": str(data / "email"), "weight": 0.75}],
+            "held_out": str(data / "held-out"), "sequence_length": 48, "sequences_per_step": 6,
+        },
+        "trainer": {
+            "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "total_steps": 100, "weight_decay": 0.1,
+            "micro_batch_tokens": 100,
+        },
+        "evaluation": {"every_steps": 10, "sequences": 8},
+        "checkpoint": {"every_steps": 5, "keep": 2},
+        "run": {"max_steps": 12, "seed": 3},
+        "machine": {"threads": 1},
+    }  # fmt: skip
+    for name, values in changed.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    return sections
+
+
+def begin(folder: Path, sections: dict[str, Any], *arguments: str) -> "subprocess.Popen[str]":
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    return command(folder, "train", "recipe.yaml", f"--run.directory={folder}", "--run.name=run", *arguments)
+
+
+def command(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=300)
+    return process.returncode, out, error
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    status, out, error = finish(begin(folder, recipe(data)))
+    assert status == 0, error
+    assert "12 steps: held-out loss" in out
+    return folder
+
+
+def sequences_of(data: Path, count: int, seed: int) -> list[list[list[int]]]:
+    """The pieces of the first ``count`` sequences, from the datasets and the mixture alone."""
+    streams = []
+    for name in ("json", "email"):
+        files = ShardFiles(open_storage(str(data / name)))
+        streams.append(TokenStream(files.dataset, files.open, seed=seed, length=48))
+    mixture = Mixture([0.25, 0.75], seed)
+    places = [mixture.place(i) for i in range(count)]
+    return [[list(piece.tokens) for piece in streams[stream].sequence(nth)] for stream, nth in places]
+
+
+def plain_losses(folder: Path, data: Path, steps: int) -> list[float]:
+    """A plain loop: transformers' model, torch's AdamW, each document on its own, the mean over the step's predictions."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "models" / "initial", dtype=torch.float32, attn_implementation="eager")
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.999))
+    found, batches = [], sequences_of(data, 6 * steps, seed=3)
+    for step in range(steps):
+        pieces = [piece for sequence in batches[6 * step : 6 * step + 6] for piece in sequence if len(piece) > 1]
+        count = sum(len(piece) - 1 for piece in pieces)
+        optimizer.zero_grad()
+        total = 0.0
+        for piece in pieces:
+            tokens = torch.tensor([piece])
+            logits = model(tokens).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = 3e-3 * (step + 1) / 5 if step < 5 else 3e-3 * 0.5 * (1 + torch.cos(torch.tensor((step - 5) / 95 * torch.pi)).item())
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        found.append(total)
+    return found
+
+
+def test_loss_curve_is_that_of_a_plain_loop_over_transformers(undisturbed: Path, data: Path) -> None:
+    losses = [row["train/loss"] for row in rows(undisturbed)]
+    expected = plain_losses(undisturbed, data, 12)
+    assert losses[0] - losses[-1] > 0.5, "it learns, so equal curves mean something"
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
+
+
+@pytest.mark.full
+def test_loss_curve_is_that_of_a_plain_loop_over_a_hundred_steps(data: Path, tmp_path: Path) -> None:
+    status, _, error = finish(begin(tmp_path, recipe(data, run={"max_steps": 100})))
+    assert status == 0, error
+    losses = [row["train/loss"] for row in rows(tmp_path)]
+    expected = plain_losses(tmp_path, data, 100)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    process = begin(tmp_path, recipe(data))
+    path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") <= step:
+        assert time.monotonic() < ends and process.poll() is None
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    finish(process)
+    assert len(rows(tmp_path)) < 12
+    status, _, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 0, error
+    assert rows(tmp_path) == rows(undisturbed)
+    for name in ("model/model.safetensors", "checkpoints/step-12/optimizer.safetensors", "checkpoints/step-10/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes()
+
+
+def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    process = begin(tmp_path, recipe(data, run={"max_steps": 100_000}))
+    path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") <= 2:
+        assert time.monotonic() < ends and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    status, out, error = finish(process)
+    assert (status, error) == (130, "tandem: interrupted\n") and "Traceback" not in out
+    shutil.copytree(undisturbed / "run", tmp_path / "done")
+    before = (tmp_path / "done" / "metrics.jsonl").read_bytes()
+    status, out, error = finish(command(tmp_path, "resume", "done"))
+    assert status == 0, error
+    assert (tmp_path / "done" / "metrics.jsonl").read_bytes() == before and "12 steps" in out
+
+
+def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path) -> None:
+    page = (undisturbed / "run" / "report.html").read_text()
+    assert "<h2>Loss</h2>" in page and "held-out loss" in page and "Rollout and trainer agree" not in page
+    status, _, error = finish(command(undisturbed, "generate", "run/model", "--prompt", "import ", "--max-tokens", "4", "--temperature", "0"))
+    assert status == 0, error
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"data": {"train": []}}, "'data.train' is empty"),
+        ({"data": {"train": [{"path": "nix"}]}}, "'nix' is no folder"),
+        ({"data": {"train": [{"path": "{data}/json", "weight": 0}]}}, "it must be above 0"),
+        ({"data": {"train": [{"path": "{data}/text"}]}}, "has no dataset.json"),
+        ({"data": {"sequence_length": 65}}, "more than the model's context of 64"),
+        ({"data": {"sequnce_length": 5}}, "did you mean 'data.sequence_length'?"),
+        ({"data": {"train": [{"path": "s3://x/y"}]}}, "in 'data.cache'"),
+        ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
+        ({"model": {"create": {"tokenizer": "nix"}}}, "has no tokenizer.json"),
+        ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),
+    ],
+)
+def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    train_tokenizer(open_storage(str(data / "text")), DocumentFormat(suffixes=(".py",), exclude=("json-*",)), 300, other)
+    text = json.dumps(changed).replace("{data}", str(data)).replace("{other}", str(other))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(data, **json.loads(text))))
+    with pytest.raises(UserError) as caught:
+        train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=run"]))
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(data / "json"), str(data / "held-out")))
+    status, _, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 2 and "is not what this run began with" in error and len(error.splitlines()) == 1

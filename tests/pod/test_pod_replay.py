@@ -1,0 +1,76 @@
+"""``tandem replay``: a recorded step comes out the same again, and what was tampered with is named."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+from pod_runs import PodRun, finish
+
+from tandem.runtime.journal import Journal
+
+CHANGED = """
+from rewards import digits as recorded_digits
+
+def digits(completions, **columns):
+    return [value + (text == {text!r}) for text, value in zip(completions, recorded_digits(completions))]
+"""
+
+
+def replay(run: PodRun, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return finish(run.begin("replay", str(run.directory), *arguments))
+
+
+def copy_of(undisturbed: PodRun, folder: Path) -> PodRun:
+    run = PodRun(folder)
+    shutil.copytree(undisturbed.directory, run.directory)
+    return run
+
+
+def test_replayed_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    before = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file() and path.name != "lock"}
+    done = replay(run, "--step", "5")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "step 4 again" in done.stdout, "the checkpoint of step 4 is the newest before it"
+    for line in ("rollout: 16 of 16 equal", "rewards: 16 of 16 equal", "train: "):
+        assert line in done.stdout
+    after = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after.keys() - before.keys() <= {run.directory / "journal.sqlite-wal", run.directory / "journal.sqlite-shm"}
+    assert all(after[path] == content for path, content in before.items() if not path.name.startswith("journal.sqlite-"))
+    assert run.left_behind() == []
+
+
+def test_replay_names_a_reward_function_that_gives_other_scores_now(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
+        samples = journal.samples(5)
+    assert samples is not None
+    changed = samples[3]
+    (tmp_path / "changed.py").write_text(CHANGED.format(text=changed.text))
+    config = run.directory / "config.yaml"
+    config.write_text(config.read_text().replace("rewards.py:digits", "changed.py:digits"))
+    done = replay(run, "--step", "5", "--only", "rewards", "--inline")
+    assert done.returncode == 1, done.stdout
+    assert changed.id in done.stdout and "value recorded" in done.stdout and "equal bit for bit" in done.stdout
+
+
+def test_replay_names_metrics_that_do_not_follow_from_what_was_recorded(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    path = run.directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[2]["actor/grad_norm"] *= 1 + 2**-52
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = replay(run, "--step", "2", "--only", "train", "--inline")
+    assert done.returncode == 1
+    assert "actor/grad_norm: recorded" in done.stdout and done.stdout.count("recorded ") == 1 + done.stdout.count("from its recorded")
+
+
+def test_replay_of_a_step_that_is_not_there_or_of_no_run_is_one_line(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    for arguments, said in ((("--step", "6"), "the steps 0 to 5"), (("--step", "-1"), "first step is 0"), (("--step", "x"), "invalid int")):
+        done = replay(run, *arguments)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr
+    empty = PodRun(tmp_path, name="nothing")
+    done = replay(empty, "--step", "0")
+    assert done.returncode == 2 and "is not a run" in done.stderr
