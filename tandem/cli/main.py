@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "answer OpenAI's API over HTTP with a model",
     "tokenize": "text to shards of token ids",
     "evaluate": "measure a model on a task's held-out prompts",
+    "quantize": "store a model's weights in 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
     "report": "write a run's report.html again",
     "doctor": "say what this machine has and what Tandem will use of it",
 }

@@ -61,6 +61,12 @@ class Recipe:
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
                 "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
+        is_corrected = self.algorithm.truncated_importance_cap is not None and self.algorithm.old_logprobs == "recompute"
+        if self.rollout.quantization != "none" and not is_corrected:
+            raise UserError(
+                f"'rollout.quantization' is '{self.rollout.quantization}', which draws from another distribution than the trainer's; set "
+                "algorithm.truncated_importance_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or quantization to none"
+            )
         if self.algorithm.group_size > self.rollout.max_sequences:
             raise UserError(
                 f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "

@@ -15,7 +15,8 @@ class RolloutConfig:
     it again with dummy weights, ``auto`` keeps it where the memory plan says that trainer and engine fit together.
     ``kv_cache_tokens``: size of the KV cache; 0 takes what one step can use at most. ``kv_cache_dtype``: what keys and values are kept in,
     and what the trainer rounds them to. ``max_batched_tokens``: the token budget of one engine step. ``stop``: texts that end a
-    completion.
+    completion. ``quantization``: the engine rounds the trainer's weights to 8 bits as they arrive, and its inputs with them: faster
+    rollouts from another distribution than the trainer's, which the recipe must correct for.
     """
 
     prompts_per_step: int = 32
@@ -31,6 +32,7 @@ class RolloutConfig:
     max_sequences: int = 256
     max_batched_tokens: int = 4096
     prefix_cache: bool = True
+    quantization: Literal["none", "int8", "fp8"] = "none"
 
     def check(self) -> None:
         for name in ("prompts_per_step", "max_tokens", "max_sequences", "max_batched_tokens"):

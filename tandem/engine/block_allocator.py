@@ -36,6 +36,17 @@ class BlockAllocator:
         self._references[block] = 1
         return block
 
+    def allocate_run(self, count: int) -> list[int] | None:
+        """``count`` blocks side by side, the first at a multiple of ``count``; ``None`` where there is no such run. Looks at
+        all blocks: for caches that are cut into equal reservations."""
+        for first in range(0, self.count - count + 1, count):
+            run = range(first, first + count)
+            if not any(self._references[block] for block in run):
+                for block in run:
+                    self._take(block)
+                return list(run)
+        return None
+
     def retain(self, block: int) -> None:
         """One more holder of a block that is held."""
         assert self._references[block] > 0, block
@@ -52,9 +63,11 @@ class BlockAllocator:
                 self._cached[block] = None
 
     def release_all(self, blocks: list[int]) -> None:
-        """Release a table's blocks, the last first: the start of a sequence is the likeliest to be wanted again."""
+        """Release a table's blocks (a negative entry is none), the last first: the start of a sequence is the likeliest to
+        be wanted again."""
         for block in reversed(blocks):
-            self.release(block)
+            if block >= 0:
+                self.release(block)
 
     def name(self, block: int, key: bytes) -> None:
         """Give the content of a held block a key. Where another block has that key already, this one stays nameless."""
@@ -78,6 +91,15 @@ class BlockAllocator:
         self._keys = [None] * self.count
         self._free.extend(self._cached)
         self._cached.clear()
+
+    def _take(self, block: int) -> None:
+        """As ``allocate``, for a block of the caller's choice. Cached ones are looked up, free ones searched for."""
+        if block in self._cached:
+            del self._cached[block]
+            self._forget(block)
+        else:
+            self._free.remove(block)
+        self._references[block] = 1
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]

@@ -21,6 +21,10 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+RELEASED = -1
+"""In a table: the block was given back, since its tokens lie behind the window of every layer."""
+
+
 def blocks_for(tokens: int) -> int:
     """Blocks that ``tokens`` tokens stand in."""
     return -(-tokens // BLOCK_TOKENS)
@@ -29,8 +33,18 @@ def blocks_for(tokens: int) -> int:
 def fork(allocator: BlockAllocator, table: list[int]) -> list[int]:
     """A second table over the same blocks."""
     for block in table:
-        allocator.retain(block)
+        if block != RELEASED:
+            allocator.retain(block)
     return list(table)
+
+
+def release_behind(allocator: BlockAllocator, table: list[int], first: int) -> None:
+    """Give back the blocks whose tokens all stand before position ``first``."""
+    for column in range(first // BLOCK_TOKENS - 1, -1, -1):
+        if table[column] == RELEASED:
+            break
+        allocator.release(table[column])
+        table[column] = RELEASED
 
 
 def needs_block(allocator: BlockAllocator, table: list[int], position: int) -> bool:

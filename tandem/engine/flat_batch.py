@@ -44,6 +44,22 @@ def advance(last: FlatBatch, tokens: Tensor) -> FlatBatch:
     return last._replace(tokens=tokens.to(last.tokens.device))
 
 
+def span_batch(table: RowTable, rows: tuple[int, ...], tokens: list[list[int]], starts: list[int]) -> FlatBatch:
+    """``tokens[i]`` of row ``rows[i]`` at its positions from ``starts[i]`` on. All logits are wanted."""
+    counts = torch.tensor([len(span) for span in tokens])
+    index, first = torch.tensor(rows), torch.tensor(starts)
+    ends = counts.cumsum(0)
+    owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    positions = torch.arange(len(owner)) - (ends - counts)[owner] + first[owner]
+    lengths = first + counts
+    width = (int(lengths.max()) - 1) // BLOCK_TOKENS + 1
+    tables = table.block_tables[:, :width].index_select(0, index)
+    slots = tables[owner, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    query_start = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int()
+    flat = torch.tensor([token for span in tokens for token in span])
+    return FlatBatch(flat, positions, PagedBatch(query_start, lengths.int(), tables, slots), None)
+
+
 def add_chunks(batch: FlatBatch, chunks: tuple[Chunk, ...]) -> FlatBatch:
     """``batch`` with prefill chunks after its decoding rows. A group's sequences draw from the same row."""
     count = len(batch.tokens)
@@ -92,5 +108,6 @@ def _stack_tables(tables: Tensor, more: list[tuple[int, ...]]) -> Tensor:
     out = torch.zeros(len(tables) + len(more), width, dtype=torch.int32)
     out[: len(tables), : tables.shape[1]] = tables
     padded = [table + (0,) * (width - len(table)) for table in more]
-    out[len(tables) :] = torch.tensor(padded, dtype=torch.int32)
+    # A block that was given back is never read; its number must be one all the same.
+    out[len(tables) :] = torch.tensor(padded, dtype=torch.int32).clamp_(min=0)
     return out

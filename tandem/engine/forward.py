@@ -1,12 +1,10 @@
 """The arithmetic of one step: the same for an engine alone and for every rank of a tensor-parallel one."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch
 from tandem.kernels.api import KVLayer
 from tandem.model.attention import PagedContext
@@ -22,12 +20,11 @@ class Computed(NamedTuple):
 
 
 @torch.inference_mode()
-def forward(
-    decoder: Decoder, caches: list[KVLayer], copies: Sequence[BlockCopy], batch: FlatBatch, draws: bool, scores: bool
-) -> Computed:
-    """Copy blocks, then compute ``batch`` over the cache. ``scores``: the hidden state of every token is wanted."""
-    if copies:
-        _copy_blocks(caches, copies)
+def forward(decoder: Decoder, caches: list[KVLayer], batch: FlatBatch, draws: bool, scores: bool) -> Computed:
+    """Compute ``batch`` over the cache; a batch of no tokens computes nothing. ``scores``: the hidden state of every token is
+    wanted."""
+    if not len(batch.tokens):
+        return Computed(torch.empty(0, decoder.shapes.hidden_size, device=batch.tokens.device), None)
     distinct, inverse = _distinct(batch.logit_rows)
     # Rows with an adapter are named by their place in the batch, which the last layer must then compute as a whole.
     wanted = None if scores or batch.lora is not None else distinct
@@ -46,10 +43,3 @@ def _distinct(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     distinct, inverse = torch.unique(rows, return_inverse=True)
     return distinct, None if len(distinct) == len(rows) else inverse
-
-
-def _copy_blocks(caches: list[KVLayer], copies: Sequence[BlockCopy]) -> None:
-    sources, targets = torch.tensor(copies, device=caches[0].keys.device).unbind(1)
-    for layer in caches:
-        for tensor in layer.tensors():
-            tensor[targets] = tensor[sources]

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
-from tandem.engine.load import LoadFormat, load_decoder
+from tandem.engine.load import LoadFormat, check_quantization, load_decoder
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.ranks import Ranks, RankSettings
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.engine.speculative import speculative_settings
 from tandem.kernels import BLOCK_TOKENS, KernelChoice
 from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
@@ -50,12 +51,18 @@ class LLM:
     in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
     ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
     bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
-    ``max_lora_rank``.
+    ``max_lora_rank``. ``quantization``: int8, fp8, int4, bf16 or fp16 rounds plain matrices on arrival, those of later
+    updates too (``int8+head``: the output head as well); a quantised folder is found out by itself.
 
     ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
     and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
-    kernels); else with fewer exchanges. A rank that is silent for ``rank_deadline_s`` ends the engine. ``digest_weights``: keep digests of
-    the weights in ``engine.weight_digests``. """
+    kernels), and refuse what else would change bits; else with fewer exchanges. A rank that is silent for ``rank_deadline_s``
+    ends the engine. ``digest_weights``: keep digests of the weights in ``engine.weight_digests``.
+
+    ``batching``, ``kv``, ``preemption`` and ``watermark``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
+    host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
+    ``speculative_config``: ``{"method": "ngram"}`` or ``{"method": "draft", "model": folder}`` and what else
+    ``SpeculativeSettings`` has. """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
@@ -66,11 +73,15 @@ class LLM:
         weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
         tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
         enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
+        quantization: str | None = None,
+        batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
+        speculative: Mapping[str, Any] | None = None,
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         check_kv_cache_dtype(kv_cache_dtype)
         torch_dtype = _dtype(dtype)
+        guessing = None if speculative is None else speculative_settings(speculative)
         self._held: HeldModel | None = None
         if is_remote(model):
             store = WeightStore(download_dir, weight_cache_bytes, _show_download if sys.stderr.isatty() else None)
@@ -78,6 +89,7 @@ class LLM:
             model = self._held.path
         shapes = read_shapes(model)
         _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
+        check_quantization(model, quantization, tensor_parallel_size)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
@@ -90,6 +102,12 @@ class LLM:
             max_loras=max_loras if enable_lora else 0,
             max_lora_rank=max_lora_rank,
             kv_cache_dtype=kv_cache_dtype,
+            batching=batching,
+            kv=kv,
+            preemption=preemption,
+            swap_blocks=blocks_for(swap_tokens),
+            watermark=watermark,
+            deterministic=deterministic,
         )
         settings.check(shapes.max_positions)
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
@@ -105,10 +123,15 @@ class LLM:
             )
             decoder = ranks.decoder
         else:
-            decoder = load_decoder(model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights)
+            decoder = load_decoder(
+                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization
+            )
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights)
+        draft = None
+        if guessing is not None and guessing.model is not None:
+            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed)
+        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights, guessing, draft)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
 
@@ -145,7 +168,7 @@ class LLM:
     def generate(
         self, prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
-        request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None,
+        request_keys: Sequence[int] | None = None, priority: Sequence[int] | None = None, num_draft_tokens: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
@@ -156,13 +179,15 @@ class LLM:
         without it the key is the prompt's place in this call where its parameters have a seed, else its place among
         all this engine has seen. ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
         completed and the asked number of prompts whenever one is completed. ``lora_request``: the adapter of all prompts,
-        or one for each; it is loaded where it is not, and again where its folder has changed. Raises ``UserError`` before
-        any work. """
+        or one for each; it is loaded where it is not, and again where its folder has changed. ``num_draft_tokens``: guesses
+        in one step at most (0: none; ``None``: what the engine was told). Raises ``UserError`` before any work. """
         asked = self._prompts(prompts)
         params = self._params(sampling_params, len(asked))
         for name, given in (("request_keys", request_keys), ("priority", priority)):
             if given is not None and len(given) != len(asked):
                 raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
+        if self.engine.is_paused:
+            raise UserError("the engine is paused; call engine.resume() before generate")
         for (_, tokens, _), own in zip(asked, params, strict=True):
             if own.is_streamed:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
@@ -177,6 +202,7 @@ class LLM:
                 self.engine.add_request(
                     name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i],
                     priority=0 if priority is None else priority[i], cache_salt=salt, lora_request=adapters[i],
+                    num_draft_tokens=num_draft_tokens,
                 )
                 names.append(name)
             return self._run(names, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
@@ -282,10 +308,12 @@ class LLM:
         return self.engine.weight_version
 
     def update_weights(
-        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion,
+        draft_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
-        self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version)
+        given = draft_tensors.items() if isinstance(draft_tensors, Mapping) else draft_tensors
+        self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version, given)
 
 
 def _check_ranks(shapes: ModelShapes, size: int, deterministic: bool, deadline_s: float, device: str) -> None:

@@ -9,20 +9,42 @@ from tandem.kernels import KernelChoice, select
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, read_shapes
 from tandem.model.initialise import initialise
+from tandem.model.quantization.formats import CheckpointFormat, read_format
+from tandem.model.quantization.load import load_quantized, scheme_of
+from tandem.model.quantization.scheme import scheme_named
 from tandem.model.tensor_parallel import RankGroup
+from tandem.types import UserError
 
 LoadFormat = Literal["auto", "dummy"]
 
 
+def check_quantization(model: str | Path, quantization: str | None, ranks: int) -> CheckpointFormat | None:
+    """The format of a quantised folder, ``None`` for a plain one. Raises ``UserError`` for what cannot go together."""
+    stored = read_format(model)
+    if quantization is not None:
+        scheme_named(quantization)
+    if stored is not None and quantization is not None:
+        raise UserError(f"'{model}' is quantised already ({stored.layout}); leave quantization out, or take the float checkpoint")
+    if (stored is not None or quantization is not None) and ranks > 1:
+        raise UserError("quantised weights are not cut over tensor-parallel ranks; use tensor_parallel_size 1")
+    return stored
+
+
 def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
-    group: RankGroup | None = None, pack: bool = False,
+    group: RankGroup | None = None, pack: bool = False, quantization: str | None = None,
 ) -> Decoder:
     """The model in the folder ``model``, or with ``dummy`` its shapes and random weights; with a ``group`` one rank's
-    part. ``pack``: weights of a folder are packed for inference as they are read."""
+    part. ``pack``: weights of a folder are packed for inference as they are read. ``quantization``: how plain matrices are
+    rounded when the decoder is packed, now and after every update; a quantised folder says it itself."""
     chosen = select(kernels, dtype)
+    stored = check_quantization(model, quantization, 1 if group is None else group.cut.size)
+    scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":
-        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack)
+        if stored is not None:
+            return load_quantized(model, stored, chosen, dtype=dtype, device=device)
+        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme)
     decoder = Decoder(read_shapes(model), chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)
+    decoder.quantization = scheme
     return decoder

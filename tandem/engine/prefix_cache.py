@@ -56,4 +56,5 @@ class PrefixCache:
     def register(self, keys: list[bytes], table: list[int], tokens: int) -> None:
         """Name the blocks of ``table`` that the first ``tokens`` tokens fill."""
         for key, block in zip(keys[: tokens // BLOCK_TOKENS], table, strict=False):
-            self.allocator.name(block, key)
+            if block >= 0:
+                self.allocator.name(block, key)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tandem.engine.block_copies import apply_moves, host_pool
 from tandem.engine.flat_batch import to_device
 from tandem.engine.forward import forward
 from tandem.engine.ranks import RankSettings
@@ -33,6 +34,7 @@ class RankWorker:
     group: RankGroup
     decoder: Decoder
     caches: list[KVLayer]
+    host: list[KVLayer]
     adapters: list[Adapter | None]
     lora_layers: list[LoraLayer]
     hidden: torch.Tensor
@@ -68,19 +70,22 @@ class RankWorker:
         self.adapters, self.lora_layers = [], []
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
-        """The key-value cache."""
+        """The key-value cache and its swap space."""
         local, embedding = self.decoder.local, self.decoder.embed_tokens
         sizes = (int(meta["num_blocks"]), local.num_kv_heads, local.head_dim)
         dtype = stored_dtype(meta["kv_cache_dtype"], embedding.dtype)
         self.caches = empty_cache(sizes, local.num_layers, dtype, embedding.device)
+        self.host = host_pool(self.caches, int(meta["swap_blocks"]))
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
-        copies, batch, draws, scores, adapted = decode_step(blobs["step"])
+        moves, batch, draws, scores, adapted = decode_step(blobs["step"])
         batch = to_device(batch, device)
         if adapted is not None:
             batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
-        self.hidden = forward(self.decoder, self.caches, copies, batch, draws, scores).hidden
+        with torch.inference_mode():
+            apply_moves(self.caches, self.host, moves)
+        self.hidden = forward(self.decoder, self.caches, batch, draws, scores).hidden
 
     @torch.inference_mode()
     def logits(self, meta: Meta, blobs: Blobs) -> None:

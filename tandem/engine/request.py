@@ -4,7 +4,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.engine.draft_length import DraftLength
 from tandem.engine.grammars import GrammarCursor
+from tandem.engine.lifecycle import State
 from tandem.engine.logit_rules import LogitRules
 from tandem.engine.sampling_params import SamplingParams
 from tandem.types import WeightVersion
@@ -34,6 +36,8 @@ class Request:
     """Tokens, prompt and completion together, at which a completion ends."""
     rules: LogitRules | None = None
     """What is done to the logits, ``None`` where they stay as they are."""
+    draft_tokens: int = 0
+    """Tokens that are proposed for it in one step at most (``tandem.engine.speculative``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +45,7 @@ class Sequence:
     """One completion under way. ``row``: its place in the engine's per-row buffers, -1 while it has none. ``blocks``:
     its table and ``keys`` the prefix-cache keys of its first full ones; both empty while it has no row. ``offset``:
     while it decodes, the position fed at engine step t is ``offset + t``. ``due``: the step before which it needs a
-    block. ``cached``: tokens that the prefix cache held when it was first computed. ``is_done``: it is answered, and a
-    prefill that waits for it is void.
+    block. ``cached``: tokens that the prefix cache held when it was first computed.
 
     The lists hold the tokens that were read back from the row's buffers: all of them whenever it has no row.
     """
@@ -56,7 +59,6 @@ class Sequence:
     offset: int = 0
     due: int = 0
     cached: int = -1
-    is_done: bool = False
     token_ids: list[int] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -69,10 +71,25 @@ class Sequence:
     """How much of a stream was handed out."""
     cursor: GrammarCursor | None = None
     """The place in the grammar of a request with structured output."""
+    state: State = State.WAITING
+    preemptions: int = 0
+    """How often blocks were taken from it; what it must find free to be admitted again grows with it."""
+    is_mixed: bool = False
+    """Whether its keys and values are of several weight versions, so that nobody else may find them."""
+    draft: DraftLength | None = None
+    ngrams: Any = None
+    """The index of its tokens (``tandem.engine.ngram``)."""
+    draft_computed: int = 0
+    """How many of its tokens stand in the cache of the draft model."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is answered; a prefill that waits for it is void then."""
+        return self.state is State.COMPLETED
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Lower goes first; the highest is preempted first."""
+        """Lower goes first."""
         return self.request.priority, self.request.arrival, self.index
 
     def forget_drawn(self) -> None:
@@ -101,6 +118,8 @@ class Prefill:
     root: bytes = b""
     rows: list[int] = field(default_factory=list)
     cached: int = 0
+    host_blocks: list[int] = field(default_factory=list)
+    """Of a sequence that was swapped out: where in host memory its blocks stand. Nothing is prefilled then."""
     is_scored: bool = False
 
     @property

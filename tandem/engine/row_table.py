@@ -55,16 +55,18 @@ class RowTable:
         self.with_top_logprobs: dict[int, Sequence] = {}
         self.with_text_watch: dict[int, Sequence] = {}
         self.streamed: dict[int, Sequence] = {}
+        self.speculating: dict[int, Sequence] = {}
         self.with_adapter: dict[int, Sequence] = {}
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
-        """Fill the rows of sequences that are about to draw their first token here, ``lengths[i]`` tokens being
-        known."""
+        """Fill the rows of sequences of which ``lengths[i]`` tokens are known, and which are about to draw their first token
+        here or, swapped in, to feed their last one."""
         index = torch.tensor([sequence.row for sequence in sequences])
         integers, numbers, stops = [], [], []
         for sequence, length in zip(sequences, lengths, strict=True):
             request, params = sequence.request, sequence.request.params
-            integers.append((0, length, length, request.max_length, sequence.random_key, params.top_k))
+            last = sequence.token_ids[-1] if sequence.token_ids else 0
+            integers.append((last, length, length, request.max_length, sequence.random_key, params.top_k))
             numbers.append((params.temperature, params.top_p, params.min_p))
             stops.append(request.stop_token_ids)
             if request.rules is not None:
@@ -75,6 +77,8 @@ class RowTable:
                 self.with_text_watch[sequence.row] = sequence
             if params.is_streamed:
                 self.streamed[sequence.row] = sequence
+            if request.draft_tokens:
+                self.speculating[sequence.row] = sequence
             if request.adapter:
                 self.with_adapter[sequence.row] = sequence
         self._integers[:, index] = torch.tensor(integers).t()
@@ -94,7 +98,8 @@ class RowTable:
     def _set_tables(self, index: Tensor, tables: list[list[int]]) -> None:
         width = max(map(len, tables))
         padded = [table + [0] * (width - len(table)) for table in tables]
-        self.block_tables[index, :width] = torch.tensor(padded, dtype=torch.int32)
+        # A block that was given back is never read; its number must be one all the same.
+        self.block_tables[index, :width] = torch.tensor(padded, dtype=torch.int32).clamp_(min=0)
 
     def change_blocks(self, changes: Series[BlockChange]) -> None:
         row, column, block = torch.tensor(changes).unbind(1)
@@ -117,6 +122,10 @@ class RowTable:
             stop_tokens=self.stop_tokens.index_select(0, index),
             is_greedy=not bool(temperature.any()),
         )
+
+    def narrow(self, selection: Selection, places: list[int]) -> Selection:
+        """The selected rows at ``places`` of ``selection``."""
+        return self.select(tuple(selection.rows[place] for place in places))
 
     def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
         """The tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
@@ -158,13 +167,16 @@ class RowTable:
         width = max(counts)
         tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
         raw, sampling = self.drawn_logprobs[:, :, :width].index_select(1, index).tolist()
+        specials = (
+            self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.speculating, self.with_adapter,
+        )
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             sequence.token_ids += tokens[i][:count]
             sequence.raw_logprobs += raw[i][:count]
             sequence.sampling_logprobs += sampling[i][:count]
             sequence.weight_versions += [version] * count
             del sequence.top_logprobs[len(sequence.token_ids) :]
-            for special in (self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.with_adapter):
+            for special in specials:
                 special.pop(sequence.row, None)
 
     def drawn_since(

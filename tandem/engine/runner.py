@@ -1,14 +1,16 @@
 """From a decision to flat tensors, through the model, to one token for every row that draws."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.engine.adapters import Adapters
-from tandem.engine.block_table import BlockCopy
-from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, to_device
+from tandem.engine.block_copies import Moves, apply_moves
+from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, span_batch, to_device
 from tandem.engine.forward import Computed, forward
 from tandem.engine.logit_rules import Position, apply_rules
 from tandem.engine.prompt_scores import PromptScores
@@ -16,6 +18,7 @@ from tandem.engine.ranks import Ranks
 from tandem.engine.row_table import RowTable, Selection
 from tandem.engine.sampling import top_logprobs, uniforms
 from tandem.engine.scheduler import Decision
+from tandem.engine.speculative import Proposer
 from tandem.engine.step_message import encode_step
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
 from tandem.model.decoder import Decoder
@@ -23,18 +26,30 @@ from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
 
+class Guessed(NamedTuple):
+    """Of row ``row`` ``proposed`` tokens were guessed in a step, and the first ``accepted`` were right."""
+
+    row: int
+    proposed: int
+    accepted: int
+
+
 class Runner:
     """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
-    last step are kept and moved on by one token."""
+    last step are kept and moved on by one token. ``host``: the swap space, a layer for each of ``caches`` and of the
+    proposer's."""
 
     def __init__(
-        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None
+        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None,
+        host: list[KVLayer] | None = None, proposer: Proposer | None = None,
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
         self.ranks = ranks
         self.caches = caches
         self.table = table
+        self.host = host or []
+        self.proposer = proposer
         self.device = decoder.embed_tokens.device
         self.prompt_scores: dict[str, PromptScores] = {}
         """By request: where the log-probabilities of its prompt go, until they are complete."""
@@ -43,25 +58,94 @@ class Runner:
         self._numbers: tuple[Selection | None, list[Tensor]] = (None, [])
 
     @torch.inference_mode()
-    def run(self, decision: Decision) -> list[int]:
-        """Compute one step and draw its tokens into the table; returns the rows that ended by length or stop token."""
+    def run(self, decision: Decision, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]) -> list[Guessed]:
+        """Compute one step and draw its tokens into the table; returns what became of guesses.
+
+        ``stopped`` is asked of rows that have just drawn a token which of them end for a reason of its own; those and the ones
+        that end by length or stop token are added to ``ended`` as they are found, also where the step fails later."""
+        moves = Moves(decision.swap_outs, decision.swap_ins, decision.copies)
+        apply_moves(self.caches + (self.proposer.caches if self.proposer is not None else []), self.host, moves)
         if decision.changes:
             self.table.change_blocks(decision.changes)
+        if not (decision.decode or decision.prefill):
+            if self.ranks is not None and any(moves):
+                self._forward(moves, decode_batch(self.table, torch.empty(0, dtype=torch.int64)), draws=False, scores=False)
+            return []
+        guesses = self._guesses(decision)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
         selection = self._select(decision.decode, joined)
-        batch = self._flat_batch(decision, selection)
+        batch = self._flat_batch(decision, selection, guesses)
         scores = any(chunk.request_id in self.prompt_scores for chunk in decision.prefill)
-        hidden, logits = self._forward(decision.copies, batch, bool(selection.rows), scores)
+        hidden, logits = self._forward(moves, batch, bool(selection.rows), scores)
         if scores:
-            self._score_prompts(decision, hidden)
+            self._score_prompts(decision, hidden, len(decision.decode) + sum(map(len, guesses)))
+        if decision.prefill and self.proposer is not None:
+            self.proposer.read(decision.prefill)
         if logits is None:
             return []
+        if guesses:
+            return self._draw_guessed(logits, selection, guesses + [[]] * len(joined), ended, stopped)
+        self._draw_once(logits, selection, ended, stopped)
+        return []
+
+    def _guesses(self, decision: Decision) -> list[list[int]]:
+        """What each decoding row feeds as a guess after its last token; empty where nobody guesses."""
+        asked = [(i, row, count) for i, (row, count) in enumerate(zip(decision.decode, decision.drafts, strict=False)) if count]
+        if self.proposer is None or not asked:
+            return []
+        found = self.proposer.propose([self.table.speculating[row] for _, row, _ in asked], [count for _, _, count in asked])
+        guesses: list[list[int]] = [[] for _ in decision.decode]
+        for (i, _, _), tokens in zip(asked, found, strict=True):
+            guesses[i] = tokens
+        return guesses if any(guesses) else []
+
+    def _draw_once(
+        self, logits: Tensor, selection: Selection, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]
+    ) -> Tensor:
+        """Draw a token for every selected row; returns them on the CPU."""
         drawn = self._draw(logits, selection)
         tokens, raw, sampling = (values.to("cpu") for values in drawn)
         if not math.isfinite(float(raw.sum())):
             raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
-        ended = self.table.record(selection, tokens, raw, sampling)
-        return selection.index[ended].tolist() if ended.any() else []
+        has_ended = self.table.record(selection, tokens, raw, sampling)
+        if has_ended.any():
+            ended += selection.index[has_ended].tolist()
+        ended += stopped(selection.rows)
+        return tokens
+
+    def _draw_guessed(
+        self, logits: Tensor, selection: Selection, guesses: list[list[int]], ended: list[int],
+        stopped: Callable[[tuple[int, ...]], list[int]],
+    ) -> list[Guessed]:
+        """As ``_draw_once``, and again for the rows whose guess was the token drawn, as long as there are any.
+
+        Row r's ``len(guesses[r]) + 1`` positions follow one another in ``logits``. Each round draws what a step of its own would,
+        so all that ends or bends a completion, or watches it, sees one token at a time."""
+        starts, at = [], 0
+        for guess in guesses:
+            starts.append(at)
+            at += len(guess) + 1
+        accepted = [0] * len(guesses)
+        places = list(range(len(guesses)))
+        current = selection
+        while True:
+            own = torch.tensor([starts[place] + accepted[place] for place in places], device=self.device)
+            tokens = self._draw_once(logits.index_select(0, own), current, ended, stopped).tolist()
+            over = set(ended)
+            more = []
+            for place, token in zip(places, tokens, strict=True):
+                guess, count = guesses[place], accepted[place]
+                if count < len(guess) and guess[count] == token:
+                    accepted[place] += 1
+                    if selection.rows[place] not in over:
+                        more.append(place)
+            if not more:
+                break
+            places, current = more, self.table.narrow(selection, more)
+        return [
+            Guessed(row, len(guess), count)
+            for row, guess, count in zip(selection.rows, guesses, accepted, strict=True) if guess
+        ]
 
     def _select(self, decode: tuple[int, ...], joined: tuple[int, ...]) -> Selection:
         kept = self._selection
@@ -70,30 +154,41 @@ class Runner:
             self._selection = kept = self.table.select(decode + joined if joined else decode)
         return kept
 
-    def _flat_batch(self, decision: Decision, selection: Selection) -> FlatBatch:
-        if self._last is not None and self._last[0] is selection and not (decision.changes or decision.prefill):
+    def _flat_batch(self, decision: Decision, selection: Selection, guesses: list[list[int]]) -> FlatBatch:
+        is_kept = self._last is not None and self._last[0] is selection
+        if is_kept and self._last is not None and not (decision.changes or decision.prefill or guesses):
             return advance(self._last[1], self.table.last_token.index_select(0, selection.index))
-        batch = decode_batch(self.table, selection.index[: len(decision.decode)])
+        index = selection.index[: len(decision.decode)]
+        if guesses:
+            last, lengths = self.table.last_token[index].tolist(), self.table.length[index].tolist()
+            spans = [[token, *guess] for token, guess in zip(last, guesses, strict=True)]
+            batch = span_batch(self.table, decision.decode, spans, [length - 1 for length in lengths])
+        else:
+            batch = decode_batch(self.table, index)
         if decision.prefill:
             batch = add_chunks(batch, decision.prefill)
         batch = to_device(batch, self.device)
         if self.table.with_adapter or any(chunk.adapter for chunk in decision.prefill):
-            batch = batch._replace(lora=self._lora(decision))
-        self._last = None if decision.prefill else (selection, batch)
+            batch = batch._replace(lora=self._lora(decision, guesses))
+        self._last = None if decision.prefill or guesses else (selection, batch)
         return batch
 
-    def _lora(self, decision: Decision) -> LoraBatch | None:
+    def _lora(self, decision: Decision, guesses: list[list[int]]) -> LoraBatch | None:
         adapted, slot = self.table.with_adapter, self.adapters.slot
-        slots = [slot(adapted[row].request.adapter) if row in adapted else -1 for row in decision.decode]
+        slots = []
+        for i, row in enumerate(decision.decode):
+            own = slot(adapted[row].request.adapter) if row in adapted else -1
+            slots += [own] * (1 + (len(guesses[i]) if guesses else 0))
         for chunk in decision.prefill:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, copies: tuple[BlockCopy, ...], batch: FlatBatch, draws: bool, scores: bool) -> Computed:
-        own = partial(forward, self.decoder, self.caches, copies, batch, draws, scores)
+    def _forward(self, moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> Computed:
+        """Compute ``batch`` on every rank; the others make ``moves`` first, which are made here already."""
+        own = partial(forward, self.decoder, self.caches, batch, draws, scores)
         if self.ranks is None:
             return own()
-        return self.ranks.run("step", {}, own, {"step": encode_step(copies, batch, draws, scores)})
+        return self.ranks.run("step", {}, own, {"step": encode_step(moves, batch, draws, scores)})
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device
@@ -140,8 +235,8 @@ class Runner:
         own = partial(self.decoder.logits, hidden[first:last])
         return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
 
-    def _score_prompts(self, decision: Decision, hidden: Tensor) -> None:
-        start = len(decision.decode)
+    def _score_prompts(self, decision: Decision, hidden: Tensor, start: int) -> None:
+        """``start``: where the first chunk stands in ``hidden``."""
         for chunk in decision.prefill:
             scores = self.prompt_scores.get(chunk.request_id)
             if scores is not None:

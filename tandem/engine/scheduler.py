@@ -1,9 +1,10 @@
-"""Continuous batching: which tokens the next step computes, as a plain value that a test can compare."""
+"""One scheduler for all kinds of batching: which tokens the next step computes, as a plain value that a test can compare."""
 
 from typing import NamedTuple
 
-from tandem.engine import decode, growth, prefill
+from tandem.engine import decode, growth, preemption, prefill
 from tandem.engine.block_table import BlockChange, BlockCopy
+from tandem.engine.draft_plan import plan_drafts
 from tandem.engine.state import SchedulerState
 
 
@@ -21,35 +22,52 @@ class Chunk(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One step. ``decode``: rows that feed one token each. ``copies`` and then ``changes`` are applied to the cache
-    and to the block tables before anything is computed. ``preempted``: (request id, index) of sequences that lost
-    their cache."""
+    """One step. ``decode``: rows that feed one token each. ``drafts``: how many more tokens each of them may feed as a guess;
+    empty where nobody may. Before anything is computed ``swap_outs`` (to host memory), ``swap_ins`` (from there), ``copies`` and
+    then ``changes`` are applied to the caches and to the block tables. ``resumed``: rows that are swapped in and decode from the
+    next step on. ``preempted``: (request id, index) of sequences that lost their cache."""
 
     decode: tuple[int, ...] = ()
     prefill: tuple[Chunk, ...] = ()
     changes: tuple[BlockChange, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[tuple[str, int], ...] = ()
+    swap_outs: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
+    resumed: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.decode or self.prefill)
+        return bool(self.decode or self.prefill or self.swap_outs or self.resumed)
 
 
 def schedule(state: SchedulerState) -> Decision:
-    """The next step: every decoding sequence advances by one token, then prefill chunks fill what is left of the
-    budget. Where blocks run out, the sequences that go last lose theirs; nothing new is admitted in such a step."""
+    """The next step: every decoding sequence advances, then prefill chunks fill what is left of the budget. Where blocks or rows
+    run out, sequences are preempted; nothing new is admitted in such a step."""
     state.step += 1
-    changes, copies, preempted = growth.give_blocks(state)
+    outranked = preemption.make_room(state)
+    changes, copies, short = growth.give_blocks(state)
+    preempted = outranked + short
     rows = decode.rows(state)
     budget = state.limits.max_num_batched_tokens - len(rows)
-    chunks = []
+    drafts, more_changes = plan_drafts(state, rows, budget)
+    budget -= sum(drafts)
+    chunks: list[Chunk] = []
+    swap_ins: list[BlockCopy] = []
+    resumed: list[int] = []
     while budget > 0:
         if state.prefilling is None and not preempted:
             state.prefilling = prefill.admit(state, budget)
         current = state.prefilling
         if current is None:
             break
+        if current.host_blocks:
+            swap_ins += prefill.swap_in(state, current)
+            decode.resume(state, current)
+            resumed += current.rows
+            state.prefilling = None
+            continue
         start, tokens = prefill.take(state, current, budget)
         budget -= len(tokens)
         is_last = current.computed == len(current.tokens)
@@ -66,4 +84,8 @@ def schedule(state: SchedulerState) -> Decision:
         if is_last:
             decode.join(state, current)
             state.prefilling = None
-    return Decision(rows, tuple(chunks), tuple(changes), tuple(copies), tuple(preempted))
+    swap_outs, state.swap_outs = tuple(state.swap_outs), []
+    return Decision(
+        rows, tuple(chunks), tuple(changes + more_changes), tuple(copies), tuple(preempted), swap_outs, tuple(swap_ins), tuple(resumed),
+        drafts,
+    )

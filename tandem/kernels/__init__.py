@@ -17,6 +17,7 @@ from tandem.kernels.api import (
     empty_cache,
 )
 from tandem.kernels.kv_dtype import stored_dtype
+from tandem.kernels.quantized import PackedQuantized, QuantizedWeight
 
 KernelChoice = Literal["auto", "cpu", "reference"]
 
@@ -26,8 +27,10 @@ __all__ = [
     "KernelChoice",
     "Kernels",
     "PackedGroups",
+    "PackedQuantized",
     "PackedWeight",
     "PagedBatch",
+    "QuantizedWeight",
     "Routing",
     "SampledRows",
     "TokenLogprobs",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.kv_dtype import is_scaled
+from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight
 
 BLOCK_TOKENS = 16
 """Tokens in a block of the KV cache; the attention kernels sum in tiles of this many absolute positions."""
@@ -102,9 +103,9 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels a model computes with. All but ``pack``, ``linear_packed``, ``gated_mlp_packed``, ``pack_groups``,
-    ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
-    differentiable in their floating tensors."""
+    """The set of kernels a model computes with. All but ``pack``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
+    ``pack_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows``
+    are differentiable in their floating tensors."""
 
     name: str
 
@@ -116,8 +117,14 @@ class Kernels(Protocol):
         """``weight[N, K]`` copied into the kernel's own layout."""
         ...
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        """As ``linear``, for weights that are used many times between changes. No gradient."""
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        """A quantised weight in the kernel's own layout, for ``linear_packed``."""
+        ...
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
+        """As ``linear``, for weights that are used many times between changes, and for quantised ones. No gradient."""
         ...
 
     def gated_mlp_packed(

@@ -28,6 +28,16 @@ from tandem.kernels.api import (
     sum_in_order,
 )
 from tandem.kernels.kv_dtype import RoundKV, decode, encode
+from tandem.kernels.quantized import (
+    PackedParts,
+    PackedQuantized,
+    QuantizedWeight,
+    dequantize,
+    int8_linear,
+    keep_codes,
+    round_inputs,
+    with_parts,
+)
 
 TILE_ROWS = 64
 FEWEST_COLUMNS = 16
@@ -57,9 +67,20 @@ class ReferenceKernels:
         rows, columns = weight.shape
         return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), rows, columns)
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return keep_codes(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
         with torch.no_grad():
-            return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedWeight):
+                return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedParts):
+                return with_parts(self.linear_packed, x, weight, bias)
+            if weight.is_integer_product:
+                return int8_linear(x, weight, bias)
+            return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
@@ -122,10 +143,9 @@ class ReferenceKernels:
             blocks, offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
             cache.keys[blocks, :, :, offsets], key_scales = encode(k, cache.keys.dtype)
             cache.values[blocks, :, offsets], value_scales = encode(v, cache.values.dtype)
-            if cache.key_scales is not None and cache.value_scales is not None:
-                assert key_scales is not None and value_scales is not None
-                cache.key_scales[blocks, :, offsets] = key_scales
-                cache.value_scales[blocks, :, offsets] = value_scales
+            for scales, own in ((cache.key_scales, key_scales), (cache.value_scales, value_scales)):
+                if scales is not None and own is not None:
+                    scales[blocks, :, offsets] = own
             return q
 
     def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,8 +271,8 @@ def _gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torc
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
     """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
-    A row that sees a value that is not finite is NaN; one that does not see it is as if it were 0. Tile t holds the
-    positions ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
+    A row that sees a value that is not finite is NaN; to one that does not, it is 0. Tile t holds the positions
+    ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
     """
     count, query_heads, size = q.shape
     kv_heads, group = k.shape[1], query_heads // k.shape[1]

@@ -14,13 +14,15 @@ from tandem.layout.sharding import WHOLE, Cut, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import ExpertLayer, Experts, mixture
+from tandem.model.quantization.scheme import Scheme, Stored, pack_stored, pack_weight
 from tandem.model.rotary import rotary_table
 from tandem.model.tensor_parallel import RankGroup, collectives
 from tandem.types.kv_cache import KVCacheDtype
 
 
 class Linear(nn.Module):
-    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic."""
+    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic. ``stored``: the
+    weights as a quantised checkpoint holds them, one for each stacked projection, until the decoder is packed."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -28,6 +30,7 @@ class Linear(nn.Module):
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.rows, self.columns = rows, columns
+        self.stored: tuple[Stored, ...] = ()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
 
@@ -135,8 +138,9 @@ class Decoder(nn.Module):
         self._cos_sin = rotary_table(shapes).to(device)
         self._before, self._after = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
+        self.quantization: Scheme | None = None
         self._packed: list[_Step] | None = None
-        self._packed_head: PackedWeight | None = None
+        self._packed_head: Any = None
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
@@ -191,7 +195,7 @@ class Decoder(nn.Module):
             x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
             if step.experts is not None:
                 x = after(mixture(kernels, step.experts, x, router_logits, before))
-            elif in_one_call:
+            elif in_one_call and isinstance(step.gate_up, PackedWeight) and isinstance(step.down, PackedWeight):
                 x = kernels.gated_mlp_packed(x, step.gate_up, step.gate_up_bias, step.down, step.down_bias)
             else:
                 x = kernels.silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
@@ -234,7 +238,9 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def pack(self, fill: Callable[[int], None] | None = None) -> None:
         """Pack every matrix and the head for inference, and drop the plain matrices one by one (the embedding table
-        stays). ``fill(index)``, where given, is called before layer ``index`` is packed, to write its plain matrices.
+        stays). ``fill(index)``, where given, is called before layer ``index`` is packed, to write its plain matrices. Matrices
+        are quantised as a checkpoint stored them, or else rounded as ``quantization`` says; a router and experts stay plain,
+        and so does the head where ``quantization`` does not include it.
 
         Weights that change afterwards are not seen until ``pack`` is called again; ``load_tensors`` leaves the decoder
         unpacked for that. Calling it on a packed decoder packs a tied head again and nothing else.
@@ -245,13 +251,13 @@ class Decoder(nn.Module):
             for index, layer in enumerate(self._layers()):
                 if fill is not None:
                     fill(index)
-                matrices.append(tuple(self._pack_linear(linear) for linear in layer.linears()))
+                matrices.append(tuple(self._pack_linear(linear, self.quantization) for linear in layer.linears()))
                 experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
             self._packed = self._steps(matrices, experts)
         if self.lm_head is None:
-            self._packed_head = self.kernels.pack(self.embed_tokens)
+            self._packed_head = pack_weight(self.kernels, self.embed_tokens, self._head_quantization)
         elif was_plain:
-            self._packed_head = self._pack_linear(self.lm_head)
+            self._packed_head = self._pack_linear(self.lm_head, self._head_quantization)
 
     def unpack(self, in_one_layer: bool = False) -> None:
         """Drop the packed weights and have plain, uninitialised ones in their place. ``in_one_layer``: the layers'
@@ -279,9 +285,16 @@ class Decoder(nn.Module):
         like = self.embed_tokens
         return nn.Parameter(torch.empty(linear.rows, linear.columns, dtype=like.dtype, device=like.device))
 
-    def _pack_linear(self, linear: Linear) -> PackedWeight:
+    @property
+    def _head_quantization(self) -> Scheme | None:
+        return self.quantization if self.quantization is not None and self.quantization.head else None
+
+    def _pack_linear(self, linear: Linear, scheme: Scheme | None) -> Any:
+        if linear.stored:
+            packed, linear.stored = pack_stored(self.kernels, linear.stored), ()
+            return packed
         assert linear.weight is not None
-        packed = self.kernels.pack(linear.weight)
+        packed = pack_weight(self.kernels, linear.weight, scheme)
         linear.weight = None
         return packed
 

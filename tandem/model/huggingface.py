@@ -16,6 +16,7 @@ from tandem.layout.sharding import Cut, cut_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
 from tandem.model.moe import Experts
+from tandem.model.quantization.scheme import Scheme
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.model.tensor_parallel import RankGroup
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -195,11 +196,15 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    group: RankGroup | None = None, pack: bool = False,
+    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, or one rank's part of it; with ``pack`` packed for inference. Raises ``UserError``
-    where it is none, is broken or is not supported."""
-    decoder = Decoder(read_shapes(folder), kernels, dtype=dtype, device=device, group=group)
+    """The model of a Hugging Face folder, or one rank's part of it; with ``pack`` packed for inference, rounded as
+    ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
+    shapes = read_shapes(folder)
+    if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
+        raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
+    decoder.quantization = quantization
     try:
         load_tensors(decoder, read_tensors(folder), pack=pack)
     except UserError as error:

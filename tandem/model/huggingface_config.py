@@ -69,7 +69,6 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     if architecture not in ARCHITECTURES:
         raise UserError(f"'{where}' has model_type {architecture!r}; supported are {', '.join(ARCHITECTURES)}")
     read.only("hidden_act", "silu")
-    read.only("quantization_config", None)
     read.only("partial_rotary_factor", 1.0)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer(

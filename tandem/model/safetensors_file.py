@@ -26,6 +26,8 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 

@@ -45,6 +45,7 @@ class RolloutWorker:
             max_num_batched_tokens=max(rollout.max_batched_tokens, rollout.max_sequences),
             enable_prefix_caching=rollout.prefix_cache,
             kernels=self.recipe.machine.kernels,
+            quantization=None if rollout.quantization == "none" else rollout.quantization,
         )
         return {}, {}
 

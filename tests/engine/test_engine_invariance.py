@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.engine.lifecycle import Transition
 from tandem.engine.llm import LLM
 from tandem.engine.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.structured_outputs import StructuredOutputsParams
-from tandem.types import UserError
+from tandem.model.huggingface import read_tensors
+from tandem.types import UserError, WeightVersion
 from tandem.types.kv_cache import KV_CACHE_DTYPES
 
 PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "a prompt of 16 ch", "x" * 48]
@@ -44,11 +47,19 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=KV_CACHE_DTYPES)
 def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[list[CompletionOutput]]]:
+    return {}
 
 
 @pytest.fixture
-def expected(make_llm: Callable[..., LLM], kernels: str) -> list[list[CompletionOutput]]:
-    return generate(make_llm(kernels=kernels))
+def expected(
+    make_llm: Callable[..., LLM], kernels: str, known: dict[str, list[list[CompletionOutput]]]
+) -> list[list[CompletionOutput]]:
+    """What an engine of its own draws with every setting at its default, by kernels."""
+    if kernels not in known:
+        known[kernels] = generate(make_llm(kernels=kernels))
+    return known[kernels]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +73,22 @@ def expected(make_llm: Callable[..., LLM], kernels: str) -> list[list[Completion
         {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
         {"kv_cache_tokens": 128},
         {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+        {"kv_cache_tokens": 128, "swap_tokens": 64, "preemption": "swap", "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"kv_cache_tokens": 128, "swap_tokens": 512, "batching": "continuous", "max_num_batched_tokens": 128},
+        {"batching": "dynamic", "max_num_batched_tokens": 128, "max_num_seqs": 4},
+        {"batching": "static", "max_num_batched_tokens": 128, "max_num_seqs": 4},
+        {"batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 192},
+        {"kv": "static", "kv_cache_tokens": 512},
+        {"kv": "static", "batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 384},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, "kv_cache_tokens": 128},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv": "static", "enable_prefix_caching": False},
+        {"speculative": {"method": "draft", "model": 0}},
+        {"speculative": {"method": "draft", "model": 1}, "max_num_batched_tokens": 16, "kv_cache_tokens": 128},
+        {"speculative": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
     ],
     ids=lambda settings: ",".join(f"{name.replace('enable_', '')}={value}" for name, value in settings.items()),
 )
@@ -91,6 +118,7 @@ def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
     assert completions(llm.generate(PROMPTS, list(PARAMS.values()))) == expected, "warm"
     assert generate(make(max_num_batched_tokens=23)) == expected, "in chunks"
     assert generate(make(kv_cache_tokens=128, enable_prefix_caching=False, max_num_batched_tokens=17)) == expected, "preempted"
+    assert generate(make(kv_cache_tokens=128, preemption="swap", swap_tokens=512)) == expected, "swapped"
     alone = [generate(make(), [prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
     assert alone == expected
     assert (generate(make_llm(kernels=kernels)) == expected) == (kv_cache_dtype == "auto")
@@ -101,14 +129,62 @@ def test_an_unknown_kv_cache_dtype_is_refused(make_llm: Callable[..., LLM]) -> N
         make_llm(kv_cache_dtype="int3")
 
 
-def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.engine import growth, preemption
+MEMORY: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "recompute": {"kv_cache_tokens": 128, "preemption": "recompute"},
+    "swap": {"kv_cache_tokens": 128, "preemption": "swap", "swap_tokens": 512},
+}
+SPECULATION: dict[str, dict[str, Any] | None] = {
+    "alone": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5}, "draft": {"method": "draft", "model": 0},
+}
 
-    names = []
-    real = preemption.preempt_last
-    monkeypatch.setattr(growth.preemption, "preempt_last", lambda state: names.extend(found := real(state)) or found)
-    generate(make_llm(kv_cache_tokens=128))
-    assert len(names) > 3
+
+def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, **settings: Any) -> None:
+    """Cold, warm, and after a weight update that comes while requests run, in one engine."""
+    llm = make_llm(kernels=kernels, **settings)
+    expected = generate(make_llm(kernels=kernels))
+    assert generate(llm) == expected
+    assert generate(llm, keys=list(range(len(PROMPTS)))) == expected
+    assert llm.engine.tokenizer is not None
+    for key, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(prompt, llm.engine.tokenizer.encode(prompt), PARAMS[prompt], key=key)
+    for _ in range(15):
+        llm.engine.step()
+    new = dict(read_tensors(make_folder("qwen3", 1)))
+    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative") or {}).get("method") == "draft" else None)
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    updated = generate(llm, keys=list(range(len(PROMPTS))))
+    fresh = make_llm(weights=1, kernels=kernels, weight_version=WeightVersion(0, 1))
+    assert updated == generate(fresh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speculation", SPECULATION)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_every_combination_draws_the_same_bits(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, chunk: int, memory: str, speculation: str
+) -> None:
+    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative": SPECULATION[speculation]}
+    check_combination(make_llm, make_folder, kernels, **settings)
+
+
+@pytest.mark.parametrize(("chunk", "memory", "speculation"), [(16, "swap", "draft"), (23, "recompute", "ngram")])
+def test_some_combinations_draw_the_same_bits(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], chunk: int, memory: str, speculation: str
+) -> None:
+    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative": SPECULATION[speculation]}
+    check_combination(make_llm, make_folder, "auto", **settings)
+
+
+def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM]) -> None:
+    for settings, how in (({}, "recompute"), ({"swap_tokens": 512, "preemption": "swap"}, "swap_out")):
+        llm = make_llm(kv_cache_tokens=128, **settings)
+        generate(llm)
+        found = llm.engine.transitions()
+        assert found[Transition(how)] > 3 and found[Transition.SWAP_IN] == found[Transition.SWAP_OUT]
 
 
 def test_a_warm_cache_changes_no_bit(make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tandem.engine import decode, prefill
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.block_table import BlockChange, BlockCopy
+from tandem.engine.lifecycle import Transition, move
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.request import Prefill, Request, Sequence
 from tandem.engine.sampling_params import SamplingParams
@@ -21,7 +22,8 @@ class Bench:
     def __init__(self, seqs: int = 4, budget: int = 16, blocks: int = 16, chunked: bool = True, cache: bool = True) -> None:
         allocator = BlockAllocator(blocks)
         self.state = SchedulerState(
-            Limits(seqs, budget, chunked), allocator, PrefixCache(allocator, cache), WeightVersion(0, 0), self.read_back
+            Limits(seqs, budget, "chunked" if chunked else "continuous"), allocator, PrefixCache(allocator, cache),
+            WeightVersion(0, 0), self.read_back,
         )
         self.arrivals = 0
         self.drawn: dict[Sequence, int] = {}
@@ -47,7 +49,9 @@ class Bench:
 
     def finish(self, *sequences: Sequence) -> None:
         self.read_back(list(sequences))
-        decode.leave(self.state, sequences)
+        decode.leave(self.state, sequences, has_ended=True)
+        for sequence in sequences:
+            move(sequence, Transition.STOP, self.state.counts)
 
 
 def chunks(decision: Decision) -> list[tuple[str, int, int, tuple[int, ...]]]:

@@ -92,7 +92,6 @@ def test_windows_follow_the_rules_of_the_checkpoint(changes, windows, tmp_path) 
         ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, qwen2, qwen3"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
         ({"vocab_size": "absent"}, ["vocab_size"]),
         ({"vocab_size": "61"}, ["vocab_size", "'61'"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),

@@ -139,7 +139,9 @@ void pack_columns(const float* from, int64_t stride, int64_t k, int64_t columns,
 // One panel's rows k0 .. k0 + k.
 void pack_panel(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_t k, float* to) {
   const int64_t first = panel * PANEL, columns = std::min(PANEL, n - first), width = panel_width(n, panel);
-  if (right.layout == Layout::ROWS)
+  if (right.layout == Layout::CODED)
+    right.codes->decode(panel, k0, k, width, to);
+  else if (right.layout == Layout::ROWS)
     pack_rows(right.data + k0 * right.stride + first, right.stride, k, columns, width, to);
   else
     pack_columns(right.data + first * right.stride + k0, right.stride, k, columns, width, to);
@@ -286,6 +288,9 @@ void multiply_packed(const Product& p, const float* packed) {
   failure.raise();
 }
 
+// Decoded again for every CODED_ROWS rows, in the order of their columns: the outputs of so many rows and one panel stay in the cache.
+constexpr int64_t CODED_ROWS = 4 * ROW_CHUNK;
+
 // Few rows: packing the whole right matrix first would cost more than the product.
 void multiply_few_rows(const Product& p) {
   const Block block(p, nullptr);
@@ -319,6 +324,16 @@ void multiply(const Product& p) {
     return;
   }
   if (p.right.layout == Layout::PACKED) return multiply_packed(p, p.right.data);
+  if (p.right.layout == Layout::CODED) {
+    for (int64_t m = 0; m < p.m; m += CODED_ROWS) {
+      Product part = p;
+      part.m = std::min(CODED_ROWS, p.m - m);
+      part.left.data += m * p.left.row_stride;
+      part.out += m * p.out_stride;
+      multiply_few_rows(part);
+    }
+    return;
+  }
   if (p.m <= ROW_CHUNK && panel_count(p.n) >= omp_get_max_threads()) return multiply_few_rows(p);
   thread_local Scratch memory;
   const int64_t deep = std::min(p.k, SLAB_K);

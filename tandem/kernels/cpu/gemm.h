@@ -18,12 +18,23 @@ struct Left {
 };
 
 // The [K, N] matrix. PACKED: panels of 64 columns, each [K][64], the last as wide as its columns rounded up to 16 (see
-// `packed_floats`). ROWS: row-major [K, N]. COLUMNS: row-major [N, K], the layout of a linear layer's weight.
-enum class Layout { PACKED, ROWS, COLUMNS };
+// `packed_floats`). ROWS: row-major [K, N]. COLUMNS: row-major [N, K], the layout of a linear layer's weight. CODED: `codes`
+// writes it.
+enum class Layout { PACKED, ROWS, COLUMNS, CODED };
+
+// A matrix that is stored in another form. `decode` writes rows k0 .. k0 + k of a panel as [k][width].
+struct Codes {
+  virtual void decode(int64_t panel, int64_t k0, int64_t k, int64_t width, float* to) const = 0;
+
+ protected:
+  ~Codes() = default;
+};
+
 struct Right {
   const float* data;
   Layout layout;
-  int64_t stride;  // elements from row to row; unused when PACKED
+  int64_t stride;  // elements from row to row; unused when PACKED or CODED
+  const Codes* codes = nullptr;
 };
 
 struct Product {

@@ -11,6 +11,8 @@ from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, 
 from tandem.kernels.cpu import autograd
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
+from tandem.kernels.cpu.quantized import QuantizedCalls
+from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
 
 
 class CpuKernels:
@@ -20,6 +22,7 @@ class CpuKernels:
 
     def __init__(self, library: Library) -> None:
         self._calls = Calls(library)
+        self._quantized = QuantizedCalls(library)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _wants_grad(x, weight, bias):
@@ -29,8 +32,17 @@ class CpuKernels:
     def pack(self, weight: Tensor) -> PackedWeight:
         return self._calls.pack(dense(weight.detach()))
 
-    def linear_packed(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        return self._calls.linear_with(x, weight, bias)
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return self._quantized.pack(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
+        if isinstance(weight, PackedWeight):
+            return self._calls.linear_with(x, weight, bias)
+        if isinstance(weight, PackedParts):
+            return with_parts(self.linear_packed, x, weight, bias)
+        return self._quantized.linear(dense(x), weight, bias)
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None

@@ -1,0 +1,210 @@
+// Linear layers whose weights are stored in few bits and multiplied in fp32: int4 and int8 with a scale (and zero) a group, fp8,
+// bf16 and fp16.
+//
+// A panel's block of k is decoded to fp32 and then multiplied as a plain one, so that the bits are those of the plain product with
+// the decoded weight.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "gemm.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace {
+
+enum Kind : int { INT4 = 0, INT8 = 1, FP8 = 2, BF16 = 3, FP16 = 4 };
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+int64_t bytes_a_row(int kind) { return kind == INT4 ? PANEL / 2 : kind == BF16 || kind == FP16 ? PANEL * 2 : PANEL; }
+
+float from_bits(uint32_t bits) {
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+#if defined(__AVX512F__)
+
+INLINE V ints(__m512i a) { return {_mm512_cvtepi32_ps(a)}; }
+INLINE __m128i bytes_at(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+INLINE V low_nibbles(const uint8_t* p) { return ints(_mm512_cvtepu8_epi32(_mm_and_si128(bytes_at(p), _mm_set1_epi8(15)))); }
+INLINE V high_nibbles(const uint8_t* p) {
+  return ints(_mm512_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(bytes_at(p), 4), _mm_set1_epi8(15))));
+}
+INLINE V signed_bytes(const uint8_t* p) { return ints(_mm512_cvtepi8_epi32(bytes_at(p))); }
+INLINE V fp8(const uint8_t* p) {
+  const __m512i code = _mm512_cvtepi8_epi32(bytes_at(p));
+  const __m512i rest = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x7f)), 20);
+  const __m512i bits = _mm512_or_si512(_mm512_and_si512(code, _mm512_set1_epi32(static_cast<int>(0x80000000))), rest);
+  return mul({_mm512_castsi512_ps(bits)}, set1(0x1p120f));
+}
+INLINE V bf16(const uint8_t* p) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+}
+INLINE V fp16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+#else
+
+float from_fp16(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
+  const uint32_t magic = 113u << 23;  // the exponent of the smallest normal half
+  if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  if (rest >= 0x400) return from_bits(sign | ((rest << 13) + (112u << 23)));
+  const float small = from_bits(magic + (rest << 13)) - from_bits(magic);
+  return sign ? -small : small;
+}
+
+#define EACH(expression)                                   \
+  float out[LANES];                                        \
+  for (int i = 0; i < LANES; ++i) out[i] = (expression);   \
+  return load(out)
+INLINE V low_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] & 15)); }
+INLINE V high_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] >> 4)); }
+INLINE V signed_bytes(const uint8_t* p) { EACH(static_cast<float>(static_cast<int8_t>(p[i]))); }
+INLINE V fp8(const uint8_t* p) {
+  EACH(from_bits(static_cast<uint32_t>(p[i] & 0x80) << 24 | static_cast<uint32_t>(p[i] & 0x7f) << 20) * 0x1p120f);
+}
+INLINE V bf16(const uint8_t* p) {
+  uint16_t halves[LANES];
+  std::memcpy(halves, p, sizeof halves);
+  EACH(from_bits(static_cast<uint32_t>(halves[i]) << 16));
+}
+INLINE V fp16(const uint8_t* p) {
+  uint16_t halves[LANES];
+  std::memcpy(halves, p, sizeof halves);
+  EACH(from_fp16(halves[i]));
+}
+#undef EACH
+
+#endif
+
+// Vector v of the 64 codes at `from` as numbers.
+template <int KIND>
+INLINE V codes_at(const uint8_t* from, int v) {
+  if constexpr (KIND == INT4) return v < 2 ? low_nibbles(from + v * LANES) : high_nibbles(from + (v - 2) * LANES);
+  if constexpr (KIND == INT8) return signed_bytes(from + v * LANES);
+  if constexpr (KIND == FP8) return fp8(from + v * LANES);
+  if constexpr (KIND == BF16) return bf16(from + v * LANES * 2);
+  return fp16(from + v * LANES * 2);
+}
+
+// `k` rows of one group: (code - zero) scale, the zero and the scale where there are any.
+template <int KIND, bool HAS_ZEROS>
+void decode_rows(const uint8_t* from, const float* scales, const float* zeros, int64_t k, int64_t width, float* to) {
+  constexpr bool HAS_SCALES = KIND == INT4 || KIND == INT8 || KIND == FP8;
+  constexpr int64_t BYTES = KIND == INT4 ? PANEL / 2 : HAS_SCALES ? PANEL : PANEL * 2;
+  const int vectors = static_cast<int>(width / LANES);
+  V scale[PANEL / LANES], zero_of[PANEL / LANES];
+  for (int v = 0; v < PANEL / LANES; ++v) {
+    if (HAS_SCALES) scale[v] = load(scales + v * LANES);
+    if (HAS_ZEROS) zero_of[v] = load(zeros + v * LANES);
+  }
+  for (int64_t i = 0; i < k; ++i, from += BYTES, to += width)
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL / LANES; ++v) {
+      if (v >= vectors) break;
+      V value = codes_at<KIND>(from, v);
+      if (HAS_ZEROS) value = sub(value, zero_of[v]);
+      if (HAS_SCALES) value = mul(value, scale[v]);
+      store(to + v * LANES, value);
+    }
+}
+
+using Decode = void (*)(const uint8_t*, const float*, const float*, int64_t, int64_t, float*);
+constexpr Decode DECODE[5][2] = {{decode_rows<INT4, false>, decode_rows<INT4, true>},
+                                 {decode_rows<INT8, false>, decode_rows<INT8, true>},
+                                 {decode_rows<FP8, false>, decode_rows<FP8, true>},
+                                 {decode_rows<BF16, false>, decode_rows<BF16, false>},
+                                 {decode_rows<FP16, false>, decode_rows<FP16, false>}};
+
+class CodedWeight : public Codes {
+ public:
+  CodedWeight(int kind, const uint8_t* packed, const float* scales, const float* zeros, int64_t k, int64_t group)
+      : kind_(kind), packed_(packed), scales_(scales), zeros_(zeros), k_(k), group_(group), groups_((k + group - 1) / group) {}
+
+  void decode(int64_t panel, int64_t k0, int64_t k, int64_t width, float* to) const override {
+    const Decode run = DECODE[kind_][zeros_ != nullptr];
+    const int64_t bytes = bytes_a_row(kind_);
+    for (int64_t i = 0; i < k;) {
+      const int64_t group = (k0 + i) / group_, end = std::min(k, (group + 1) * group_ - k0);
+      const int64_t at = (panel * groups_ + group) * PANEL;
+      run(packed_ + (panel * k_ + k0 + i) * bytes, scales_ ? scales_ + at : nullptr, zeros_ ? zeros_ + at : nullptr, end - i, width,
+          to + i * width);
+      i = end;
+    }
+  }
+
+ private:
+  int kind_;
+  const uint8_t* packed_;
+  const float *scales_, *zeros_;
+  int64_t k_, group_, groups_;
+};
+
+}  // namespace
+
+extern "C" {
+
+int64_t tandem_coded_bytes(int kind, int64_t n, int64_t k) { return round_up(n, PANEL) / PANEL * k * bytes_a_row(kind); }
+
+// codes[n, k], of one byte (int4, int8, fp8) or two, to panels of 64 output channels, each [k][64]; int4 has columns i and i + 32
+// in one byte.
+void tandem_coded_pack(int kind, const uint8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
+  const int64_t panels = (n + PANEL - 1) / PANEL, bytes = bytes_a_row(kind), wide = kind == BF16 || kind == FP16 ? 2 : 1;
+  const int threads = threads_for(n * k);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    uint8_t* to = packed + panel * k * bytes;
+    std::memset(to, 0, static_cast<size_t>(k * bytes));
+    for (int64_t column = 0; column < std::min(PANEL, n - panel * PANEL); ++column) {
+      const uint8_t* from = codes + (panel * PANEL + column) * k * wide;
+      for (int64_t i = 0; i < k; ++i) {
+        if (kind == INT4)
+          to[i * bytes + column % 32] |= static_cast<uint8_t>((from[i] & 15) << (column / 32 * 4));
+        else
+          std::memcpy(to + i * bytes + column * wide, from + i * wide, static_cast<size_t>(wide));
+      }
+    }
+  }
+}
+
+// out[m, n] = x[m, k] (decoded weight)[n, k]^T + bias. scales and zeros are [panel][group][64], or null.
+void tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const float* scales, const float* zeros, int64_t group,
+                         const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
+  const CodedWeight codes(kind, packed, scales, zeros, k, group);
+  multiply({m, n, k, {x, k, 1}, {nullptr, Layout::CODED, 0, &codes}, out, n, bias, false});
+}
+
+// Each run of `group` columns of a row rounded to e4m3 under a scale of its own, the largest magnitude over 448, and back: what a
+// product of fp8 inputs sees. A run with an infinite or undefined number becomes undefined.
+void tandem_round_fp8(const float* x, int64_t m, int64_t k, int64_t group, float* out) {
+  const int threads = threads_for(m * k * 8);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < m; ++row)
+    for (int64_t start = 0; start < k; start += group) {
+      const float* from = x + row * k + start;
+      float* to = out + row * k + start;
+      const int64_t count = std::min(group, k - start);
+      uint32_t largest_bits = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, from + i, sizeof bits);
+        largest_bits = std::max(largest_bits, bits & 0x7fffffff);
+      }
+      const float scale = largest_bits >= 0x7f800000 ? __builtin_nanf("") : from_bits(largest_bits) / 448.0f;
+      for (int64_t i = 0; i < count; ++i) {
+        const float value = scale == 0.0f ? 0.0f : from[i] / scale;
+        // Four significant bits, and below 2^-6 whole multiples of 2^-9: adding and taking away 1.5 2^23 of that unit rounds to it.
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        const uint32_t exponent = std::max(bits >> 23 & 0xff, 121u);
+        const float shift = from_bits((exponent + 20) << 23) * 1.5f;
+        const float rounded = (value + shift) - shift;
+        to[i] = std::min(448.0f, std::max(-448.0f, rounded)) * scale;
+      }
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,71 @@
+"""Quantised weights for the C++ kernels: integer products in ``int8.cpp``, decoded ones in ``coded.cpp``."""
+
+import torch
+from torch import Tensor, empty
+
+from tandem.kernels.cpu.calls import dense, shape_error
+from tandem.kernels.cpu.library import Library
+from tandem.kernels.quantized import PackedQuantized, QuantizedWeight, check_integer_columns, keep_codes, round_inputs
+
+_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4}
+_PANEL = 64
+
+
+class QuantizedCalls:
+    """Packing and products of quantised weights."""
+
+    def __init__(self, library: Library) -> None:
+        self._c = library
+
+    def pack(self, weight: QuantizedWeight) -> PackedQuantized:
+        plain = keep_codes(weight)
+        rows, columns = plain.rows, plain.columns
+        codes = plain.data.contiguous()
+        if plain.is_integer_product:
+            assert plain.scales is not None
+            check_integer_columns(columns)
+            data = empty(self._c.int8_packed_bytes(rows, columns), dtype=torch.uint8)
+            self._c.int8_pack(codes.data_ptr(), rows, columns, data.data_ptr())
+            return plain._replace(data=data, scales=plain.scales.flatten().contiguous())
+        kind = _KINDS[plain.kind]
+        data = empty(self._c.coded_bytes(kind, rows, columns), dtype=torch.uint8)
+        self._c.coded_pack(kind, codes.data_ptr(), rows, columns, data.data_ptr())
+        return plain._replace(data=data, scales=_by_panel(plain.scales), zeros=_by_panel(plain.zeros))
+
+    def linear(self, x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tensor:
+        rows, width = x.shape
+        if width != weight.columns:
+            raise shape_error("linear x", x, f"[T, {weight.columns}]")
+        out = x.new_empty(rows, weight.rows)
+        at_bias = 0 if bias is None else dense(bias).data_ptr()
+        if weight.is_integer_product:
+            assert weight.scales is not None
+            self._c.int8_linear(
+                x.data_ptr(), weight.data.data_ptr(), weight.scales.data_ptr(), at_bias, rows, weight.rows, width, out.data_ptr()
+            )
+            return out
+        x = self._inputs(x, weight)
+        at = [0 if held is None else held.data_ptr() for held in (weight.scales, weight.zeros)]
+        self._c.coded_linear(
+            x.data_ptr(), _KINDS[weight.kind], weight.data.data_ptr(), *at, weight.group_size, at_bias, rows, weight.rows, width,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _inputs(self, x: Tensor, weight: PackedQuantized) -> Tensor:
+        if weight.inputs != "float8_e4m3":
+            return dense(round_inputs(x, weight))
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        out = torch.empty_like(x)
+        group = weight.input_group or x.shape[1]
+        self._c.round_fp8(x.data_ptr(), *x.shape, group, out.data_ptr())
+        return out
+
+
+def _by_panel(x: Tensor | None) -> Tensor | None:
+    """``x[N, G]`` as [panel][G][64], with zeros at the end."""
+    if x is None:
+        return None
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % _PANEL))
+    return padded.view(-1, _PANEL, x.shape[1]).transpose(1, 2).contiguous()

@@ -1,0 +1,176 @@
+"""Quantised weights as plain data, and their arithmetic in plain torch.
+
+A weight of N output channels and K inputs is ``codes[N, K]``; runs of ``group_size`` columns share a scale (and a zero):
+
+    weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = the group that column k stands in
+
+``inputs`` says what happens to the other operand: nothing (weight-only, "W4A16"), or a rounding to 8 bits under a scale
+of each row ("W8A8"; Dettmers et al., 2022, section 2.1: vector-wise scales). An int8 weight with one scale a channel and
+int8 inputs is multiplied in integers, exactly; everything else is decoded to fp32 and multiplied as ``linear`` does. That
+includes fp8 inputs: no processor has an instruction for them, so theirs is an emulation in fp32.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+CodeKind = Literal["int4", "int8", "float8_e4m3", "bfloat16", "float16"]
+InputKind = Literal["plain", "int8", "float8_e4m3"]
+
+CODE_DTYPES = {
+    "int4": torch.uint8, "int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}  # fmt: skip
+INT8_MAX, FP8_MAX = 127.0, 448.0
+MOST_COLUMNS = 1 << 17
+"""Inputs of an integer product: 127 * 127 times as many still fit an int32."""
+
+
+class QuantizedWeight(NamedTuple):
+    """``codes[N, K]``: uint8 0..15 (int4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole
+    numbers or ``None`` (both ``None`` for bf16 and fp16), G = ceil(K / ``group_size``).
+
+    ``order[K]`` int64 (``None``: as they are): column i of ``codes`` belongs to input ``order[i]``, so that groups whose
+    columns were chosen by importance (GPTQ's ``desc_act``) stand together. ``input_group``: columns of an input row that
+    share a scale; 0: the whole row.
+    """
+
+    kind: CodeKind
+    codes: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    group_size: int
+    order: Tensor | None = None
+    inputs: InputKind = "plain"
+    input_group: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1]
+
+
+class PackedQuantized(NamedTuple):
+    """A ``QuantizedWeight`` in the layout its kernel wants: ``data``, ``scales`` and ``zeros`` belong to the kernel
+    set."""
+
+    kind: CodeKind
+    data: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    group_size: int
+    order: Tensor | None
+    inputs: InputKind
+    input_group: int
+    rows: int
+    columns: int
+
+    @property
+    def is_integer_product(self) -> bool:
+        """Whether it is multiplied in integers."""
+        one_scale = self.group_size >= self.columns and self.zeros is None and self.order is None
+        return self.kind == "int8" and self.inputs == "int8" and not self.input_group and one_scale
+
+
+class PackedParts(NamedTuple):
+    """A weight in parts that stand one above the other and are stored in different ways; each is packed."""
+
+    parts: tuple[Any, ...]
+
+
+def keep_codes(weight: QuantizedWeight) -> PackedQuantized:
+    """The layout of the reference kernels: the plain one."""
+    _check(weight)
+    own = [None if x is None else x.detach().clone() for x in (weight.codes, weight.scales, weight.zeros, weight.order)]
+    codes, scales, zeros, order = own
+    assert codes is not None
+    return PackedQuantized(
+        weight.kind, codes, scales, zeros, weight.group_size, order, weight.inputs, weight.input_group, *codes.shape
+    )
+
+
+def check_integer_columns(columns: int) -> None:
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"an integer product has {columns} inputs; at most {MOST_COLUMNS} cannot overflow")
+
+
+def _check(weight: QuantizedWeight) -> None:
+    if weight.codes.dtype != CODE_DTYPES[weight.kind]:
+        raise TypeError(f"{weight.kind} codes are {weight.codes.dtype}; expected {CODE_DTYPES[weight.kind]}")
+    groups = [weight.rows, -(-weight.columns // weight.group_size)]
+    for name, x in (("scales", weight.scales), ("zeros", weight.zeros)):
+        if x is not None and list(x.shape) != groups:
+            raise ValueError(f"quantised weight {name} have shape {list(x.shape)}; expected {groups}")
+    if (weight.scales is None) != (weight.kind in ("bfloat16", "float16")):
+        raise ValueError(f"quantised weight of {weight.kind}: it must {'have' if weight.scales is None else 'not have'} scales")
+
+
+def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
+    """The weight [N, K] that the codes stand for, in fp32, with columns in the order of the codes. A packed one must come
+    from ``keep_codes``."""
+    codes = weight.codes if isinstance(weight, QuantizedWeight) else weight.data
+    wide = codes.float()
+    if weight.scales is None:
+        return wide
+    group = torch.arange(wide.shape[1], device=wide.device) // weight.group_size
+    if weight.zeros is not None:
+        wide = wide - weight.zeros[:, group]
+    return wide * weight.scales[:, group]
+
+
+def plain_weight(weight: QuantizedWeight) -> Tensor:
+    """The weight [N, K] in fp32 with columns in the order of the inputs."""
+    wide = dequantize(weight)
+    return wide if weight.order is None else torch.empty_like(wide).index_copy_(1, weight.order, wide)
+
+
+def round_rows(x: Tensor, kind: InputKind, group: int = 0) -> tuple[Tensor, Tensor]:
+    """``x[T, K]`` as (codes [T, K] fp32, scales [T, G]): whole numbers up to 127, or values of e4m3. The scale is the
+    largest magnitude of the row's run of ``group`` columns (0: all) over 127 or 448. Where that is infinite or undefined
+    the scale is NaN and the codes are 0."""
+    width = x.shape[1]
+    group = group or width
+    runs = torch.nn.functional.pad(x.float(), (0, -width % group)).view(len(x), -(-width // group), group)
+    largest = runs.abs().amax(-1)
+    scales = torch.where(largest.isfinite(), largest / (INT8_MAX if kind == "int8" else FP8_MAX), torch.nan)
+    usable = (scales > 0).unsqueeze(-1)
+    ratio = torch.where(usable, runs / scales.unsqueeze(-1), 0.0)
+    if kind == "int8":
+        codes = ratio.round().clamp(-INT8_MAX, INT8_MAX)
+    else:
+        codes = ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    return codes.flatten(1)[:, :width], scales
+
+
+def round_inputs(x: Tensor, weight: PackedQuantized) -> Tensor:
+    """The inputs as the product sees them: in the order of the codes, and rounded where ``weight`` says so."""
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if weight.inputs == "plain":
+        return x
+    codes, scales = round_rows(x, weight.inputs, weight.input_group)
+    group = torch.arange(x.shape[1], device=x.device) // (weight.input_group or x.shape[1])
+    return (codes * scales[:, group]).to(x.dtype)
+
+
+def int8_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tensor:
+    """``x[T, K]`` times the weight in integers. float64 holds every sum of these products exactly, in any order."""
+    assert weight.scales is not None
+    check_integer_columns(weight.columns)
+    codes, scales = round_rows(x, "int8")
+    sums = (codes.double() @ weight.data.double().t()).float()
+    out = (sums * (scales * weight.scales.t())).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def with_parts(
+    linear: Callable[[Tensor, Any, Tensor | None], Tensor], x: Tensor, weight: PackedParts, bias: Tensor | None
+) -> Tensor:
+    """The outputs of the parts side by side."""
+    out = torch.cat([linear(x, part, None) for part in weight.parts], dim=1)
+    return out if bias is None else out + bias

@@ -1,0 +1,117 @@
+"""Calibration text, and what a layer's linear layers see of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.model.attention import attend
+from tandem.model.decoder import Decoder, PackedContext
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+QKV, OUTPUT, GATE_UP, DOWN, END = range(5)
+"""The inputs of a layer's four linear layers in the order of the forward pass, and what the layer hands on."""
+
+CHUNK_TOKENS = 4096
+
+
+class Chunk(NamedTuple):
+    """Sequences side by side: the residual stream [T, H] before a layer, and where its tokens stand."""
+
+    residual: Tensor
+    positions: Tensor
+    context: PackedContext
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """The texts of a ``.jsonl`` file (the field ``text`` of each line), or of any other file its paragraphs. Raises
+    ``UserError``."""
+    path = Path(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"calibration '{path}' cannot be read as text: {error}") from None
+    if path.suffix != ".jsonl":
+        texts = [part.strip() + "\n\n" for part in content.split("\n\n") if part.strip()]
+    else:
+        texts = [_text_of(line, number, path) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    if not texts:
+        raise UserError(f"calibration '{path}' holds no text; give a file with text")
+    return texts
+
+
+def _text_of(line: str, number: int, path: Path) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        raise UserError(f"calibration '{path}' line {number} has no text; every line must be a JSON object with the field 'text'")
+    return str(found["text"])
+
+
+def sequences_of(texts: list[str], tokenizer: Tokenizer, count: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """(calibration sequences, held-out ones) of ``length`` tokens each, cut from the texts one after another. At most ``count`` and
+    a quarter as many, the held-out ones from the end. Raises ``UserError`` where there are not two."""
+    tokens: list[int] = []
+    for text in texts:
+        tokens += tokenizer.encode(text)
+        if tokenizer.eos_token_ids:
+            tokens.append(tokenizer.eos_token_ids[0])
+    rows = list(torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length))
+    if len(rows) < 2:
+        raise UserError(f"the calibration text has {len(tokens)} tokens; two sequences of {length} are the least, so give more text")
+    held_out = max(1, min(count // 4, len(rows) // 5))
+    return rows[:-held_out][:count], rows[-held_out:]
+
+
+def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
+    """The sequences' embeddings in chunks of about ``CHUNK_TOKENS`` tokens."""
+    each = max(1, CHUNK_TOKENS // len(sequences[0]))
+    for start in range(0, len(sequences), each):
+        part = sequences[start : start + each]
+        lengths = [len(s) for s in part]
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        residual = F.embedding(torch.cat(part), decoder.embed_tokens.detach())
+        yield Chunk(residual, positions, PackedContext(bounds, max(lengths)))
+
+
+@torch.no_grad()
+def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
+    """What layer ``index`` computes of ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
+    stream [T, H] after it."""
+    kernels, layer, eps = decoder.kernels, decoder._layers()[index], decoder.shapes.rms_norm_eps
+    step = decoder._plain_steps()[index]
+    x = kernels.rms_norm(chunk.residual, layer.input_layernorm.weight, eps)
+    if stage == QKV:
+        return x
+    qkv = kernels.linear(x, step.qkv, step.qkv_bias)
+    x = attend(kernels, step.attention, qkv, chunk.positions, decoder._cos_sin, chunk.context)
+    if stage == OUTPUT:
+        return x
+    x, residual = kernels.add_rms_norm(kernels.linear(x, step.output, step.output_bias), chunk.residual, step.mlp_norm, eps)
+    if stage == GATE_UP:
+        return x
+    x = kernels.silu_mul(kernels.linear(x, step.gate_up, step.gate_up_bias))
+    return x if stage == DOWN else residual + kernels.linear(x, step.down, step.down_bias)
+
+
+@torch.no_grad()
+def perplexity(decoder: Decoder, sequences: list[Tensor]) -> float:
+    """``exp`` of the mean negative log-probability of every token but the first of each sequence, as the decoder computes
+    it: with quantised weights where it is packed."""
+    total, count = 0.0, 0
+    for tokens in sequences:
+        context = PackedContext(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens))
+        hidden = decoder(tokens, torch.arange(len(tokens)), context)
+        for rows in torch.arange(len(tokens) - 1).split(256):
+            logprobs = decoder.kernels.logits_logprobs(decoder.logits(hidden[rows]), tokens[rows + 1])
+            total -= float(logprobs.double().sum())
+            count += len(rows)
+    return float(torch.tensor(total / count, dtype=torch.float64).exp())

@@ -1,0 +1,156 @@
+"""``quantization_config`` of a Hugging Face folder: which format its linear layers are stored in. Imports no torch."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.model.huggingface_config import read_json
+from tandem.types import UserError
+
+Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8"]
+"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, and DeepSeek's fp8 with scales of blocks."""
+
+SUPPORTED = "awq, gptq, compressed-tensors and fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    """``group_size``: 0 for one scale a row. ``stored_zeros_are_one_less``: GPTQ's first version. ``block``: rows and
+    columns that share a scale of fp8. ``ignored``: modules that are stored plain, by name or ``re:`` pattern."""
+
+    layout: Layout
+    group_size: int = 0
+    symmetric: bool = True
+    stored_zeros_are_one_less: bool = False
+    block: tuple[int, int] | None = None
+    rounds_inputs: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def ignores(self, module: str) -> bool:
+        """Whether ``module`` (a name without ``.weight``) is listed as stored plain."""
+        for name in self.ignored:
+            if name.startswith("re:"):
+                if re.match(name[3:], module):
+                    return True
+            elif module == name or f".{name}." in f".{module}.":
+                return True
+        return False
+
+
+def read_format(folder: str | Path) -> CheckpointFormat | None:
+    """The format of the folder's weights, ``None`` where they are plain. Raises ``UserError`` for one that is not read."""
+    path = Path(folder) / "config.json"
+    config = read_json(path).get("quantization_config")
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise UserError(f"'{path}' has quantization_config {config!r}; it must be an object")
+    return format_of(config, str(path))
+
+
+def format_of(config: dict[str, Any], where: str) -> CheckpointFormat:
+    """The format that the content of a ``quantization_config`` describes; ``where`` names it in errors."""
+    method = config.get("quant_method")
+    if method is None and ("load_in_4bit" in config or "load_in_8bit" in config):
+        method = "bitsandbytes"
+    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    if method not in readers:
+        raise UserError(f"'{where}' has quant_method {method!r}; read are {SUPPORTED}, so take such a checkpoint or the float one")
+    return readers[method](config, where)
+
+
+def _fail(where: str, name: str, value: Any, fix: str) -> UserError:
+    return UserError(f"'{where}' has quantization_config {name} {value!r}; {fix}")
+
+
+def _names(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    return tuple(str(name) for name in config.get(key) or ())
+
+
+def _group_size(config: dict[str, Any], where: str) -> int:
+    size = config.get("group_size", config.get("q_group_size", 128))
+    if size in (None, -1):
+        return 0
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise _fail(where, "group_size", size, "it must be a whole number of at least 1, or -1")
+    return size
+
+
+def _four_bits(config: dict[str, Any], key: str, where: str) -> None:
+    bits = config.get(key, 4)
+    if bits != 4:
+        raise _fail(where, key, bits, "only 4 bits are read; take a 4-bit checkpoint, or an 8-bit one of compressed-tensors")
+
+
+def _awq(config: dict[str, Any], where: str) -> CheckpointFormat:
+    _four_bits(config, "bits" if "bits" in config else "w_bit", where)
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _fail(where, "version", version, "only the GEMM layout of AWQ is read")
+    return CheckpointFormat("awq", _group_size(config, where), symmetric=False, ignored=_names(config, "modules_to_not_convert"))
+
+
+def _gptq(config: dict[str, Any], where: str) -> CheckpointFormat:
+    _four_bits(config, "bits", where)
+    version = config.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise _fail(where, "checkpoint_format", version, "read are gptq and gptq_v2")
+    return CheckpointFormat(
+        "gptq", _group_size(config, where), bool(config.get("sym", True)), stored_zeros_are_one_less=version == "gptq",
+        ignored=_names(config, "modules_to_not_convert"),
+    )  # fmt: skip
+
+
+def _fp8(config: dict[str, Any], where: str) -> CheckpointFormat:
+    block = config.get("weight_block_size")
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise _fail(where, "weight_block_size", block, "it must be two whole numbers, [128, 128] as a rule")
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme != "dynamic":
+        raise _fail(where, "activation_scheme", scheme, "only dynamic scales of the inputs are read")
+    return CheckpointFormat(
+        "fp8", block=(block[0], block[1]), rounds_inputs=True, ignored=_names(config, "modules_to_not_convert")
+    )
+
+
+def _compressed_tensors(config: dict[str, Any], where: str) -> CheckpointFormat:
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise _fail(where, "config_groups", list(groups or ()), "exactly one group is read")
+    group = next(iter(groups.values()))
+    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
+        raise _fail(where, "targets", group.get("targets") if isinstance(group, dict) else group, "only ['Linear'] is read")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    layout = group.get("format") or config.get("format")
+    if layout not in ("pack-quantized", "int-quantized", "float-quantized"):
+        raise _fail(where, "format", layout, "read are pack-quantized, int-quantized and float-quantized")
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
+    if (bits, kind) != {"pack-quantized": (4, "int"), "int-quantized": (8, "int"), "float-quantized": (8, "float")}[layout]:
+        raise _fail(where, "weights", f"{bits} bits {kind}", f"{layout} is read with 4 bits (pack), 8 bits (int) or 8 bits float")
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise _fail(where, "strategy", strategy, "read are tensor, channel, group and block")
+    symmetric = weights.get("symmetric", True)
+    if not symmetric and layout != "pack-quantized":
+        raise _fail(where, "symmetric", symmetric, f"{layout} is read with symmetric weights only")
+    block = weights.get("block_structure") if strategy == "block" else None
+    if isinstance(block, list) and len(block) != 2:
+        raise _fail(where, "block_structure", block, "it must be two whole numbers")
+    if inputs is not None:
+        _check_inputs(inputs, layout, strategy, where)
+    return CheckpointFormat(
+        layout, _group_size(weights, where) if strategy == "group" else 0, bool(symmetric),
+        block=(int(block[0]), int(block[1])) if block else None, rounds_inputs=inputs is not None, ignored=_names(config, "ignore"),
+    )  # fmt: skip
+
+
+def _check_inputs(inputs: dict[str, Any], layout: str, strategy: str, where: str) -> None:
+    wanted = {"int-quantized": "int", "float-quantized": "float"}.get(layout)
+    if wanted is None or inputs.get("num_bits") != 8 or inputs.get("type", "int") != wanted:
+        raise _fail(where, "input_activations", inputs.get("num_bits"), f"{layout} is read with plain inputs or its own 8 bits")
+    if not inputs.get("dynamic") or not inputs.get("symmetric", True):
+        raise _fail(where, "input_activations", "static or asymmetric", "only dynamic, symmetric scales of the inputs are read")
+    per = inputs.get("strategy") or "token"
+    if per != ("group" if strategy == "block" else "token"):
+        raise _fail(where, "input_activations strategy", per, "read is token, or group where the weights have blocks")

@@ -1,0 +1,229 @@
+"""A quantised Hugging Face folder to a packed decoder."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import Kernels
+from tandem.kernels.quantized import QuantizedWeight
+from tandem.layout.shapes import ModelShapes, parameters
+from tandem.model.decoder import Decoder, Linear
+from tandem.model.huggingface import read_tensors, to_huggingface
+from tandem.model.huggingface_config import read_shapes
+from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
+from tandem.model.quantization.formats import CheckpointFormat
+from tandem.model.quantization.scheme import Scheme, Stored
+from tandem.types import UserError
+
+Tensors = dict[str, Tensor]
+
+
+def scheme_of(stored: CheckpointFormat) -> Scheme:
+    """How plain weights are rounded where they replace those of a checkpoint in this format."""
+    if stored.layout == "int-quantized":
+        return Scheme("int8", stored.group_size, inputs="int8" if stored.rounds_inputs else "plain")
+    if stored.layout in ("float-quantized", "fp8"):
+        columns = 0 if stored.block is None else stored.block[1]
+        return Scheme("float8_e4m3", columns, inputs="float8_e4m3" if stored.rounds_inputs else "plain", input_group=columns)
+    return Scheme("int4", stored.group_size, symmetric=stored.symmetric)
+
+
+@torch.no_grad()
+def load_quantized(
+    folder: str | Path, stored: CheckpointFormat, kernels: Kernels, *, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """The model of a quantised folder, packed. Raises ``UserError`` naming the tensor that is missing or wrong."""
+    shapes = read_shapes(folder)
+    if shapes.experts is not None:
+        raise UserError(f"model '{folder}' is a quantised mixture of experts, which is not read; take the float checkpoint")
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device)
+    decoder.quantization = scheme_of(stored)
+    try:
+        tensors: Tensors = {}
+        for name, tensor in read_tensors(folder):
+            if name in tensors:
+                raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
+            tensors[name] = tensor
+        _fill(decoder, stored, tensors)
+    except UserError as error:
+        raise UserError(f"model '{folder}': {error}") from None
+    decoder.pack()
+    return decoder
+
+
+def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
+    """Every linear layer with the names of the modules whose rows it stacks."""
+    found = []
+    for index, layer in enumerate(decoder._layers()):
+        at = f"model.layers.{index}."
+        groups = (
+            tuple(f"{at}self_attn.{name}_proj" for name in "qkv"),
+            (f"{at}self_attn.o_proj",),
+            (f"{at}mlp.gate_proj", f"{at}mlp.up_proj"),
+            (f"{at}mlp.down_proj",),
+        )
+        found += list(zip(layer.linears(), groups, strict=True))
+    return found
+
+
+def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
+    wanted = dict(parameters(decoder.shapes))
+    own = dict(to_huggingface(decoder))
+    quantised: dict[str, QuantizedWeight] = {}
+    for _, modules in projections(decoder):
+        for module in modules:
+            if not _is_plain(module, stored, tensors):
+                quantised[module] = read_weight(module, stored, tensors, tuple(wanted[f"{module}.weight"]))
+    for name, parameter in own.items():
+        if name.removesuffix(".weight") not in quantised:
+            parameter.copy_(_plain(name, tensors, tuple(wanted[name])))
+    for linear, modules in projections(decoder):
+        if any(module in quantised for module in modules):
+            parts: list[Stored] = [quantised.get(m) or own[f"{m}.weight"].clone() for m in modules]
+            linear.stored, linear.weight = tuple(parts), None
+    _check_rest(decoder.shapes, tensors)
+
+
+def _is_plain(module: str, stored: CheckpointFormat, tensors: Tensors) -> bool:
+    if stored.ignores(module):
+        return True
+    weight = tensors.get(f"{module}.weight")
+    is_float = weight is not None and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return is_float and not any(name.startswith(f"{module}.weight_") for name in tensors)
+
+
+def _plain(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
+    tensor = _take(name, tensors, shape)
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise UserError(f"tensor '{name}' is {tensor.dtype}, and its format is not what config.json says; download the folder again")
+    return tensor
+
+
+def _take(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
+    tensor = tensors.pop(name)
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"tensor '{name}' has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
+    return tensor
+
+
+def _check_rest(shapes: ModelShapes, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        known = name.endswith(("rotary_emb.inv_freq", ".bias")) and not tensor.any()
+        if not known and not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and shapes.tie_embeddings):
+            raise UserError(f"tensor '{name}' is not a parameter of this {shapes.architecture} model; check config.json")
+
+
+def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: tuple[int, int] | tuple[int, ...]) -> QuantizedWeight:
+    """The weight [N, K] of ``module`` out of ``tensors`` (what is read is removed). Raises ``UserError``."""
+    rows, columns = shape
+    group = stored.group_size or columns
+    readers: dict[str, Callable[..., QuantizedWeight]] = {
+        "awq": _awq, "gptq": _gptq, "pack-quantized": _pack_quantized, "int-quantized": _int_quantized,
+        "float-quantized": _float8, "fp8": _float8,
+    }  # fmt: skip
+    weight = readers[stored.layout](module, stored, tensors, rows, columns, group)
+    for name, x in (("scales", weight.scales), ("weight", weight.codes.float() if weight.kind == "float8_e4m3" else None)):
+        if x is not None and not bool(x.isfinite().all()):
+            raise UserError(f"tensor '{module}.{name}' holds a number that is not finite; download the folder again")
+    return weight
+
+
+def _scales(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()
+
+
+def _awq(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
+    groups, words = math.ceil(columns / group), math.ceil(rows / 8)
+    codes = unpack_words(_take(f"{module}.qweight", tensors, (columns, words)), rows, AWQ_ORDER)
+    zeros = unpack_words(_take(f"{module}.qzeros", tensors, (groups, words)), rows, AWQ_ORDER)
+    scales = _take(f"{module}.scales", tensors, (groups, rows))
+    return QuantizedWeight("int4", codes.t().contiguous(), _scales(scales.t()), zeros.t().float().contiguous(), group)
+
+
+def _gptq(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
+    groups = math.ceil(columns / group)
+    words = _take(f"{module}.qweight", tensors, (math.ceil(columns / 8), rows))
+    codes = unpack_words(words.t().contiguous(), columns)
+    zeros = unpack_words(_take(f"{module}.qzeros", tensors, (groups, math.ceil(rows / 8))), rows)
+    if stored.stored_zeros_are_one_less:
+        zeros = (zeros + 1) & 15
+    scales = _take(f"{module}.scales", tensors, (groups, rows))
+    index = tensors.pop(f"{module}.g_idx", None)
+    codes, order = _by_group(module, codes, index, group)
+    return QuantizedWeight("int4", codes, _scales(scales.t()), zeros.t().float().contiguous(), group, order)
+
+
+def _by_group(module: str, codes: Tensor, index: Tensor | None, group: int) -> tuple[Tensor, Tensor | None]:
+    """Codes with the columns of a group side by side, and which input each column belongs to (``None``: in order)."""
+    plain = torch.arange(codes.shape[1]) // group
+    if index is None or torch.equal(index.long(), plain):
+        return codes, None
+    if index.shape != plain.shape or not torch.equal(index.long().sort().values, plain):
+        raise UserError(f"tensor '{module}.g_idx' does not deal the columns into groups of {group}; download the folder again")
+    order = index.long().argsort(stable=True)
+    return codes.index_select(1, order), order
+
+
+def _pack_quantized(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
+    groups = math.ceil(columns / group)
+    tensors.pop(f"{module}.weight_shape", None)
+    codes = unpack_words(_take(f"{module}.weight_packed", tensors, (rows, math.ceil(columns / 8))), columns)
+    scales = _scales(_take(f"{module}.weight_scale", tensors, (rows, groups)))
+    zeros = torch.full((rows, groups), 8.0)
+    if not stored.symmetric:
+        words = _take(f"{module}.weight_zero_point", tensors, (math.ceil(rows / 8), groups))
+        zeros = unpack_words(words.t().contiguous(), rows).t().float().contiguous()
+    codes, order = _by_group(module, codes, tensors.pop(f"{module}.weight_g_idx", None), group)
+    return QuantizedWeight("int4", codes, scales, zeros, group, order)
+
+
+def _int_quantized(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
+    codes = _take(f"{module}.weight", tensors, (rows, columns))
+    if codes.dtype != torch.int8:
+        raise UserError(f"tensor '{module}.weight' is {codes.dtype}; config.json says int8")
+    scales = _each_row(module, "weight_scale", tensors, rows, math.ceil(columns / group))
+    return QuantizedWeight("int8", codes, scales, None, group, None, "int8" if stored.rounds_inputs else "plain")
+
+
+def _float8(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
+    codes = _take(f"{module}.weight", tensors, (rows, columns))
+    if codes.dtype != torch.float8_e4m3fn:
+        raise UserError(f"tensor '{module}.weight' is {codes.dtype}; config.json says float8_e4m3fn")
+    inputs, name = "float8_e4m3" if stored.rounds_inputs else "plain", "weight_scale_inv" if stored.layout == "fp8" else "weight_scale"
+    input_group = 0
+    if stored.block is not None:
+        high, group = stored.block
+        held = _take(f"{module}.{name}", tensors, (math.ceil(rows / high), math.ceil(columns / group)))
+        scales, input_group = held.float().repeat_interleave(high, 0)[:rows].contiguous(), group
+    else:
+        scales = _each_row(module, name, tensors, rows, math.ceil(columns / group))
+    return QuantizedWeight("float8_e4m3", codes, scales, None, group, None, inputs, input_group)  # type: ignore[arg-type]
+
+
+def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) -> Tensor:
+    """Scales [rows, groups]; one of the whole tensor stands for every row."""
+    held = tensors.get(f"{module}.{name}")
+    if held is not None and held.numel() == 1 and (rows, groups) != (1, 1):
+        return tensors.pop(f"{module}.{name}").float().reshape(1, 1).expand(rows, groups).contiguous()
+    if held is not None and held.shape == (rows,) and groups == 1:
+        return tensors.pop(f"{module}.{name}").float().unsqueeze(1)
+    return _scales(_take(f"{module}.{name}", tensors, (rows, groups)))
+
+
+def held_bytes(decoder: Decoder) -> int:
+    """Bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
+    packed = [*(decoder._packed or ()), decoder._packed_head]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*decoder.parameters(), *_tensors_in(packed))}
+    return sum(held.values())
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors_in(part)] if isinstance(value, list | tuple) else []

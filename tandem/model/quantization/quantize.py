@@ -1,0 +1,197 @@
+"""A float folder to a quantised one, layer by layer."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels import Kernels
+from tandem.kernels.quantized import QuantizedWeight, plain_weight
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import WEIGHTS, load_model, to_huggingface
+from tandem.model.huggingface_config import read_json
+from tandem.model.quantization import calibration
+from tandem.model.quantization.awq import clip, sampled, search_scales
+from tandem.model.quantization.gptq import Hessian, gptq
+from tandem.model.quantization.load import projections
+from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, round_to_nearest
+from tandem.model.quantization.writing import Method, quantization_config, stored_tensors
+from tandem.model.safetensors_file import write_file
+from tandem.text.tokenizer import TOKENIZER_FILES
+from tandem.types import RunError, UserError
+
+METHODS: tuple[Method, ...] = ("int8", "fp8", "rtn", "gptq", "awq")
+CALIBRATED = ("gptq", "awq")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """``bits`` and ``group_size`` (0: one scale a row) are those of int4. ``damping``, ``act_order``: see ``gptq.gptq``."""
+
+    method: Method
+    bits: int = 4
+    group_size: int = 128
+    damping: float = 0.01
+    act_order: bool = False
+
+    def check(self) -> None:
+        """Raise ``UserError`` for what cannot be done."""
+        if self.method not in METHODS:
+            raise UserError(f"--method is '{self.method}'; it must be one of {', '.join(METHODS)}")
+        if self.bits != 4 and self.method not in ("int8", "fp8"):
+            raise UserError(f"--bits is {self.bits}; {self.method} stores 4 (int8 and fp8 store 8)")
+        if self.group_size not in (0, *GROUP_SIZES):
+            raise UserError(f"--group-size is {self.group_size}; it must be one of {', '.join(map(str, GROUP_SIZES))}, or 0 for whole rows")
+        if not 0 < self.damping < 1:
+            raise UserError(f"--damping is {self.damping}; it must be above 0 and below 1")
+
+    def scheme(self, dtype: torch.dtype) -> Scheme:
+        if self.method == "int8":
+            return Scheme("int8", inputs="int8")
+        if self.method == "fp8":
+            return Scheme("float8_e4m3", inputs="float8_e4m3")
+        half = self.method in CALIBRATED or dtype == torch.float16
+        return Scheme("int4", self.group_size, symmetric=self.method != "awq", half_scales=half)
+
+
+def quantize_folder(
+    source: str | Path, target: str | Path, options: QuantizeOptions, kernels: Kernels, sequences: list[Tensor], progress: Progress
+) -> None:
+    """Write ``target``, which loads in this engine and, where the format's package is installed, in transformers.
+
+    ``sequences``: calibration tokens, for gptq and awq. ``progress`` is called with finished and all layers. The folder
+    appears whole or not at all: an interrupted run leaves ``.NAME.partial`` beside it, which the next one removes. Raises ``UserError``
+    before any work where it cannot be done.
+    """
+    source, target = Path(source), Path(target)
+    options.check()
+    if target.exists():
+        raise UserError(f"'{target}' exists and is not overwritten; choose another folder or remove it")
+    if options.method in CALIBRATED and not sequences:
+        raise UserError(f"--method {options.method} needs text to calibrate with; give --calibration FILE")
+    decoder = load_model(source, kernels)
+    if decoder.shapes.experts is not None:
+        raise UserError(f"'{source}' is a mixture of experts, which is not quantised; only dense models are")
+    dtype = _dtype(source)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        found = _quantize(decoder, options, dtype, sequences, progress)
+        write_file(partial / WEIGHTS, _all_tensors(decoder, found, options.method, dtype))
+        config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
+        config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in (*TOKENIZER_FILES, "generation_config.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        partial.rename(target)
+    except OSError as error:
+        raise RunError(f"the quantised model cannot be saved to '{target}': {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _dtype(source: Path) -> torch.dtype:
+    config = read_json(source / "config.json")
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
+
+
+def _all_tensors(decoder: Decoder, found: dict[str, QuantizedWeight], method: Method, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    tensors: list[tuple[str, Tensor]] = []
+    for name, tensor in to_huggingface(decoder):
+        module = name.removesuffix(".weight")
+        if module in found:
+            tensors += stored_tensors(method, module, found[module])
+        else:
+            tensors.append((name, tensor.to(dtype)))
+    return tensors
+
+
+@torch.no_grad()
+def _quantize(
+    decoder: Decoder, options: QuantizeOptions, dtype: torch.dtype, sequences: list[Tensor], progress: Progress
+) -> dict[str, QuantizedWeight]:
+    """The quantised weights by module. The decoder's own matrices become what the codes stand for, so that every layer is
+    calibrated on what it will really see."""
+    scheme, layers = options.scheme(dtype), decoder.shapes.num_layers
+    found: dict[str, QuantizedWeight] = {}
+    chunks = list(calibration.chunks_of(decoder, sequences)) if options.method in CALIBRATED else []
+    groups = projections(decoder)
+    for index in range(layers):
+        if options.method == "awq":
+            _scale_layer(decoder, index, chunks, scheme)
+        for stage, (linear, modules) in enumerate(groups[4 * index : 4 * index + 4]):
+            assert linear.weight is not None
+            weight = linear.weight.detach()
+            if options.method == "gptq":
+                hessian = Hessian(linear.columns)
+                for chunk in chunks:
+                    hessian.add(calibration.inputs_of(decoder, index, stage, chunk))
+                quantised = gptq(weight, hessian.mean(), scheme, damping=options.damping, act_order=options.act_order)
+            else:
+                if options.method == "awq" and stage != calibration.QKV:
+                    # Queries and keys are not clipped: their product is what attention exponentiates.
+                    weight = clip(weight, _sample(decoder, index, stage, chunks), scheme)
+                quantised = round_to_nearest(weight, scheme)
+            linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
+            found |= dict(zip(modules, _split(quantised, list(_rows(decoder, stage))), strict=True))
+        chunks = [c._replace(residual=calibration.inputs_of(decoder, index, calibration.END, c)) for c in chunks]
+        progress(index + 1, layers)
+    return found
+
+
+def _rows(decoder: Decoder, stage: int) -> tuple[int, ...]:
+    """Output channels of each projection that a fused matrix stacks."""
+    shapes = decoder.shapes
+    return (
+        (shapes.query_size, shapes.key_value_size, shapes.key_value_size),
+        (shapes.hidden_size,),
+        (shapes.intermediate_size, shapes.intermediate_size),
+        (shapes.hidden_size,),
+    )[stage]
+
+
+def _split(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
+    parts: list[list[Any]] = [
+        [None] * len(rows) if x is None else list(x.split(rows)) for x in (weight.codes, weight.scales, weight.zeros)
+    ]
+    return [weight._replace(codes=c, scales=s, zeros=z) for c, s, z in zip(*parts, strict=True)]
+
+
+def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.Chunk]) -> Tensor:
+    """Some hundred rows of inputs, from every chunk."""
+    return sampled(torch.cat([sampled(calibration.inputs_of(decoder, index, stage, chunk)) for chunk in chunks]))
+
+
+def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme) -> None:
+    """Search the scales of each linear layer's inputs and fold their inverse into what makes the inputs: a norm, the rows of v, or
+    the rows of up. With fewer key-value heads than query heads a row of v stands for several inputs, so o_proj is left."""
+    layer, shapes = decoder._layers()[index], decoder.shapes
+    down = layer.down_proj
+    gate_up = layer.gate_up_proj
+    assert gate_up is not None and down is not None
+    for stage, linear in enumerate((layer.qkv_proj, layer.o_proj, gate_up, down)):
+        if stage == calibration.OUTPUT and shapes.num_heads != shapes.num_kv_heads:
+            continue
+        assert linear.weight is not None
+        scales = search_scales(linear.weight.detach(), _sample(decoder, index, stage, chunks), scheme)
+        linear.weight.mul_(scales)
+        if stage == calibration.QKV:
+            layer.input_layernorm.weight.div_(scales)
+        elif stage == calibration.GATE_UP:
+            layer.post_attention_layernorm.weight.div_(scales)
+        else:
+            before = layer.qkv_proj if stage == calibration.OUTPUT else gate_up
+            assert before.weight is not None
+            before.weight[-len(scales) :].div_(scales.unsqueeze(1))
+            if before.bias is not None:
+                before.bias[-len(scales) :].div_(scales)

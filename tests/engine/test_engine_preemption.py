@@ -1,0 +1,236 @@
+"""Who gives way, how, and what that costs: decisions as plain values, and storms."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.engine import decode, prefill
+from tandem.engine.block_allocator import BlockAllocator
+from tandem.engine.block_table import BlockCopy
+from tandem.engine.costs import PreemptionCosts, preemption_costs
+from tandem.engine.lifecycle import State, Transition, move
+from tandem.engine.llm import LLM
+from tandem.engine.prefix_cache import PrefixCache
+from tandem.engine.request import Prefill, Request, Sequence
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.scheduler import Decision, schedule
+from tandem.engine.state import Limits, SchedulerState
+from tandem.layout.shapes import ModelShapes
+from tandem.types import UserError, WeightVersion
+
+
+class Bench:
+    """A scheduler with ``blocks`` blocks and ``host`` ones in host memory; every decoding row draws token 7 in every step."""
+
+    def __init__(self, blocks: int, host: int = 0, seqs: int = 4, budget: int = 64, cache: bool = False, **more: Any) -> None:
+        allocator = BlockAllocator(blocks)
+        limits = Limits(seqs, budget, **{"preemption": "swap" if host else "recompute", **more})
+        self.state = SchedulerState(
+            limits, allocator, PrefixCache(allocator, cache), WeightVersion(0, 0), self.read_back, host=BlockAllocator(host)
+        )
+        self.drawn: dict[Sequence, int] = {}
+        self.arrivals = 0
+
+    def add(self, name: str, length: int, priority: int = 0, longest: int = 96) -> Sequence:
+        tokens = [100 * self.arrivals + i for i in range(length)]
+        request = Request(name, None, tokens, SamplingParams(), 0, 0, self.arrivals, priority=priority, max_length=longest)
+        self.arrivals += 1
+        sequence = Sequence(request, 0, 0)
+        prefill.queue(self.state, Prefill([sequence], tokens))
+        return sequence
+
+    def step(self) -> Decision:
+        decision = schedule(self.state)
+        for row in decision.decode + tuple(row for chunk in decision.prefill for row in chunk.rows):
+            sequence = self.state.decoding[row]
+            self.drawn[sequence] = self.drawn.get(sequence, 0) + 1
+        return decision
+
+    def read_back(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.token_ids += [7] * self.drawn.pop(sequence, 0)
+
+    def finish(self, *sequences: Sequence) -> None:
+        self.read_back(list(sequences))
+        decode.leave(self.state, sequences, has_ended=True)
+        for sequence in sequences:
+            move(sequence, Transition.STOP, self.state.counts)
+
+    def until_preempted(self) -> Decision:
+        while not (decision := self.step()).preempted:
+            pass
+        return decision
+
+
+def test_the_lowest_priority_gives_way_first_whatever_it_loses() -> None:
+    bench = Bench(blocks=9, budget=128)
+    bench.add("urgent", 14, priority=-1)
+    bench.add("patient", 60, priority=1)
+    bench.add("normal", 14)
+    assert bench.until_preempted().preempted == (("patient", 0),)
+
+
+def test_among_equals_the_least_work_is_lost() -> None:
+    bench = Bench(blocks=7)
+    bench.add("short", 14)
+    bench.add("long", 62)
+    assert bench.until_preempted().preempted == (("short", 0),)
+    bench = Bench(blocks=7)
+    bench.add("long", 62)
+    bench.add("short", 14)
+    assert bench.until_preempted().preempted == (("short", 0),)
+
+
+def test_an_urgent_arrival_takes_the_place_of_less_urgent_ones() -> None:
+    bench = Bench(blocks=16, seqs=2)
+    bench.add("a", 20, priority=1)
+    bench.add("b", 40, priority=1)
+    bench.step()
+    bench.add("equal", 20, priority=1)
+    assert not bench.step().preempted
+    bench.add("urgent", 20)
+    decision = bench.step()
+    assert decision.preempted == (("a", 0),) and not decision.prefill
+    assert [chunk.request_id for chunk in bench.step().prefill] == ["urgent"]
+
+
+def test_nobody_gives_way_where_that_would_not_make_room() -> None:
+    bench = Bench(blocks=8, seqs=4, budget=128)
+    bench.add("mine", 64, priority=0)
+    bench.add("other", 10, priority=1)
+    bench.step()
+    bench.add("urgent", 90, priority=-1)
+    first = bench.step()
+    # Both are less urgent and together hold enough.
+    assert {name for name, _ in first.preempted} == {"mine", "other"}
+    bench = Bench(blocks=8, seqs=4, budget=128)
+    bench.add("mine", 64, priority=-1)
+    bench.add("other", 10, priority=1)
+    bench.step()
+    bench.add("urgent", 90, priority=-1)
+    assert not bench.step().preempted
+
+
+def test_a_swap_copies_every_computed_block_out_and_back_and_goes_on_where_it_was() -> None:
+    bench = Bench(blocks=6, host=8)
+    a, b = bench.add("a", 31), bench.add("b", 30)
+    decision = bench.until_preempted()
+    assert decision.preempted == (("b", 0),) and b.state is State.PREEMPTED and not b.blocks
+    computed = len(b.known_tokens) - 1
+    held = -(-computed // 16)
+    assert len({copy.target for copy in decision.swap_outs}) == len(decision.swap_outs) == held
+    taken = {copy.target: copy.source for copy in decision.swap_outs}
+    assert bench.state.host.free_count == 8 - held
+    while bench.state.decoding:
+        bench.step()
+        if len(a.token_ids) + bench.drawn.get(a, 0) >= 60:
+            bench.finish(a)
+    back = bench.step()
+    assert back.resumed == (b.row,) and not back.prefill and b.state is State.DECODING
+    assert back.swap_ins == tuple(BlockCopy(host, block) for host, block in zip(taken, b.blocks, strict=False))
+    assert bench.state.host.free_count == 8
+    after = bench.step()
+    assert after.decode == (b.row,) and b.offset + bench.state.step == computed
+
+
+def test_blocks_that_are_still_in_the_prefix_cache_are_not_copied_back() -> None:
+    bench = Bench(blocks=8, host=8, cache=True)
+    a, b = bench.add("a", 31), bench.add("b", 47)
+    decision = bench.until_preempted()
+    (name,) = {name for name, _ in decision.preempted}
+    victim, other = (a, b) if name == "a" else (b, a)
+    bench.finish(other)
+    back = bench.step()
+    assert back.resumed == (victim.row,) and len(back.swap_ins) < len(decision.swap_outs)
+
+
+def test_without_room_in_host_memory_a_sequence_is_computed_again() -> None:
+    bench = Bench(blocks=6, host=1)
+    bench.add("a", 31)
+    b = bench.add("b", 30)
+    assert not bench.until_preempted().swap_outs
+    assert bench.state.counts[Transition.RECOMPUTE] == 1 and b.state is State.PREEMPTED
+    assert bench.state.host.free_count == 1
+
+
+def test_auto_swaps_what_is_dear_to_compute_and_computes_what_is_cheap() -> None:
+    for costs, swaps in ((PreemptionCosts(1, 0, 0.1, 5), True), (PreemptionCosts(1, 0, 0.1, 500), False), (PreemptionCosts(0.1, 0, 1, 0), False)):
+        bench = Bench(blocks=6, host=8, preemption="auto")
+        bench.state.costs = costs
+        bench.add("a", 31)
+        bench.add("b", 30)
+        assert bool(bench.until_preempted().swap_outs) == swaps
+
+
+def test_costs_follow_from_the_shapes() -> None:
+    shapes = ModelShapes(
+        architecture="llama", vocab_size=100, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64,
+        max_positions=64, tie_embeddings=True,
+    )
+    costs = preemption_costs(shapes, "float32", "cpu")
+    # Embedding, two layers of q and o [32, 32], k and v [16, 32], three MLP matrices [64, 32] and two norms, a last norm.
+    parameters = 100 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32) + 32
+    assert costs.token_s == pytest.approx(2 * parameters / 1e11)
+    assert costs.swap_token_s == pytest.approx(2 * (2 * 2 * 16 * 4) / 5e9)
+    # Two passes of 10 tokens cost what one of 20 does.
+    assert costs.recompute_s(20, 20) == pytest.approx(costs.recompute_s(10, 10) + costs.recompute_s(10, 20))
+
+
+@pytest.mark.parametrize("host", [0, 24])
+@pytest.mark.parametrize("watermark", [0, 2])
+def test_a_storm_preempts_each_sequence_a_few_times_and_everybody_ends(host: int, watermark: int) -> None:
+    """200 sequences that grow from 4 tokens to 200 over blocks for three of them: admitting all that fit at first would preempt
+    one at nearly every block."""
+    rng = random.Random(0)
+    bench = Bench(blocks=40, host=host, seqs=32, budget=64, watermark=watermark)
+    left = {bench.add(str(i), 4, priority=rng.randrange(2), longest=220): rng.randrange(150, 210) for i in range(200)}
+    total = sum(left.values())
+    steps = 0
+    while left:
+        decision = bench.step()
+        steps += 1
+        assert decision.has_work or decision.preempted, "a step did nothing"
+        ended = [s for s in bench.state.decoding.values() if len(s.token_ids) + bench.drawn.get(s, 0) >= left[s]]
+        bench.finish(*ended)
+        for sequence in ended:
+            assert sequence.preemptions <= 6, "a sequence was preempted over and over"
+            del left[sequence]
+    preempted = bench.state.counts[Transition.RECOMPUTE] + bench.state.counts[Transition.SWAP_OUT]
+    assert 0 < preempted <= 2 * 200
+    # 40 blocks hold three whole sequences; more than two of them ran at a time.
+    assert steps < total / 2
+
+
+def test_swapped_sequences_abort_without_leaving_anything_behind(make_llm: Callable[..., LLM]) -> None:
+    engine = make_llm(kv_cache_tokens=128, swap_tokens=512, preemption="swap").engine
+    params = SamplingParams(max_tokens=70, ignore_eos=True)
+    for i in range(4):
+        engine.add_request(str(i), [3 + i] * 20, params)
+    while not engine.transitions()[Transition.SWAP_OUT]:
+        engine.step()
+    assert engine.counts()[State.PREEMPTED] >= 1
+    for i in range(4):
+        engine.abort(str(i))
+        engine.check_integrity()
+    assert sorted(output.request_id for output in engine.step()) == ["0", "1", "2", "3"]
+    assert engine._state.host.free_count == engine._state.host.count
+    assert engine.counts() == {**dict.fromkeys(State, 0), State.COMPLETED: 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"batching": "magic"}, "batching is 'magic'"),
+        ({"kv": "linear"}, "kv is 'linear'"),
+        ({"preemption": "swap"}, "no swap space"),
+        ({"preemption": "never"}, "preemption is 'never'"),
+        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"swap_tokens": -16}, "swap_blocks is -1"),
+        ({"batching": "static"}, "without chunked prefill"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make_llm: Callable[..., LLM], settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make_llm(**settings)

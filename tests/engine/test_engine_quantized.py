@@ -1,0 +1,131 @@
+"""The gate of exactness with quantised weights, and updates that are rounded as they arrive."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.llm import LLM
+from tandem.engine.outputs import CompletionOutput
+from tandem.engine.sampling_params import SamplingParams
+from tandem.kernels import select
+from tandem.kernels.quantized import PackedQuantized
+from tandem.model.huggingface import load_model, to_huggingface
+from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
+from tandem.types import UserError, WeightVersion
+
+PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "a prompt of 16 ch", "x" * 48]
+PARAMS = SamplingParams(n=2, max_tokens=50, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
+KINDS = ["int8", "int8+head", "fp8", "int4", "awq", "gptq"]
+Make = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def make_quantised(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """``make_quantised(kind, **engine settings)``: a plain folder rounded on arrival, or one that was quantised."""
+    folders: dict[str, Path] = {}
+
+    def make(kind: str, **settings: Any) -> LLM:
+        settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
+        if kind not in ("awq", "gptq"):
+            return LLM(make_folder("qwen3", 0), quantization=kind, **settings)
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp("quantised") / kind
+            tokens = list(torch.randint(0, 40, (4, 64), generator=torch.Generator().manual_seed(0)))
+            options = QuantizeOptions(kind, group_size=32, act_order=kind == "gptq")  # type: ignore[arg-type]
+            quantize_folder(make_folder("qwen3", 0), folders[kind], options, select("reference"), tokens, lambda *at: None)
+        return LLM(folders[kind], **settings)
+
+    return make
+
+
+def generate(llm: LLM, prompts: list[str] = PROMPTS, keys: list[int] | None = None) -> list[list[CompletionOutput]]:
+    answers = llm.generate(prompts, PARAMS, request_keys=keys)
+    llm.engine.check_integrity()
+    return [answer.outputs for answer in answers]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make, kind: str, kernels: str) -> None:
+    llm = make_quantised(kind, kernels=kernels)
+    expected = generate(llm)
+    assert generate(llm) == expected, "warm cache"
+    alone = [generate(make_quantised(kind, kernels=kernels, enable_prefix_caching=False), [p], [k])[0] for k, p in enumerate(PROMPTS)]
+    assert alone == expected, "alone"
+    for settings in (
+        {"max_num_batched_tokens": 23},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+        {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+    ):
+        assert generate(make_quantised(kind, kernels=kernels, **settings)) == expected, settings
+
+
+def test_int8_engines_agree_with_and_without_a_compiler_on_what_they_draw(make_quantised: Make) -> None:
+    one, other = (generate(make_quantised("int8", kernels=kernels)) for kernels in ("reference", "cpu"))
+    tokens = [[[c.token_ids for c in group] for group in side] for side in (one, other)]
+    same = sum(a == b for left, right in zip(*tokens, strict=True) for a, b in zip(left, right, strict=True))
+    assert same >= 8, "of ten completions: everything but the integer products may differ in the last bit"
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8+head", "fp8", "int4"])
+def test_the_matrices_are_really_quantised_and_the_outputs_move_a_little(
+    make_quantised: Make, make_llm: Make, kind: str
+) -> None:
+    llm = make_quantised(kind)
+    decoder = llm.engine._decoder
+    assert decoder._packed is not None
+    for step in decoder._packed:
+        assert all(isinstance(matrix, PackedQuantized) for matrix in (step.qkv, step.output, step.gate_up, step.down))
+    assert isinstance(decoder._packed_head, PackedQuantized) == kind.endswith("head")
+    scored = SamplingParams(max_tokens=1, temperature=0)
+    ours, plain = (m.generate(PROMPTS, scored) for m in (llm, make_llm()))
+    differences = [
+        abs(a.outputs[0].raw_logprobs[0] - b.outputs[0].raw_logprobs[0])
+        for a, b in zip(ours, plain, strict=True)
+        if a.outputs[0].token_ids == b.outputs[0].token_ids
+    ]
+    assert differences
+    assert max(differences) > 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "awq"])
+def test_an_update_in_plain_tensors_is_rounded_on_arrival(
+    make_quantised: Make, make_folder: Callable[..., Path], kind: str
+) -> None:
+    llm = make_quantised(kind)
+    before = generate(llm)
+    new = load_model(make_folder("qwen3", 5), select("reference"))
+    llm.update_weights([(name, tensor.to(torch.float32)) for name, tensor in to_huggingface(new)], WeightVersion(0, 1))
+    after = generate(llm)
+    assert after != before
+    decoder = llm.engine._decoder
+    assert decoder._packed is not None
+    assert isinstance(decoder._packed[0].qkv, PackedQuantized)
+    if kind != "awq":
+        fresh = LLM(make_folder("qwen3", 5), quantization=kind, max_num_seqs=16, max_num_batched_tokens=64, weight_version=WeightVersion(0, 1))
+        assert after == generate(fresh)
+        dummy = LLM(make_folder("qwen3", 0), quantization=kind, load_format="dummy", max_num_seqs=16, max_num_batched_tokens=64)
+        dummy.update_weights(to_huggingface(new), WeightVersion(0, 1))
+        assert after == generate(dummy)
+
+
+def test_an_update_that_does_not_fit_leaves_the_quantised_weights(make_quantised: Make) -> None:
+    llm = make_quantised("int8")
+    before = generate(llm)
+    with pytest.raises(UserError, match="missing"):
+        llm.update_weights([("model.norm.weight", torch.ones(32))], WeightVersion(0, 1))
+    assert generate(llm) == before
+
+
+def test_what_cannot_go_together_is_one_clear_line(make_quantised: Make, make_folder: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="quantization is 'int3'"):
+        make_quantised("int3")
+    awq = make_quantised("awq")._tokenizer_folder
+    with pytest.raises(UserError, match="quantised already"):
+        LLM(awq, quantization="int8")
+    with pytest.raises(UserError, match="tensor_parallel_size 1"):
+        LLM(make_folder("qwen3", 0), quantization="int8", tensor_parallel_size=2)

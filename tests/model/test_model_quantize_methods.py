@@ -1,0 +1,283 @@
+"""GPTQ beside its own equations in float64, both calibrated methods beside rounding to nearest, and folders that go round."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.kernels import select
+from tandem.kernels.quantized import QuantizedWeight, plain_weight
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_model, save_model, to_huggingface
+from tandem.model.initialise import initialise
+from tandem.model.quantization import calibration, quantize
+from tandem.model.quantization.awq import clip, search_scales
+from tandem.model.quantization.bits import AWQ_ORDER, pack_words, unpack_words
+from tandem.model.quantization.formats import read_format
+from tandem.model.quantization.gptq import Hessian, gptq, reconstruction_error
+from tandem.model.quantization.load import load_quantized
+from tandem.model.quantization.quantize import METHODS, QuantizeOptions, quantize_folder
+from tandem.model.quantization.scheme import Scheme, round_to_nearest, scheme_named
+from tandem.types import UserError
+
+FOUR = Scheme("int4", 32)
+
+
+def correlated_inputs(tokens: int, columns: int) -> Tensor:
+    """Inputs as a trained network has them: correlated, and some channels far larger than the others."""
+    x = torch.randn(tokens, columns // 4) @ torch.randn(columns // 4, columns) + 0.3 * torch.randn(tokens, columns)
+    x[:, ::17] *= 12
+    return x
+
+
+def direct_gptq(weight: Tensor, hessian: Tensor, group: int, order: Tensor) -> Tensor:
+    """Equations 2 and 3 of Frantar et al. as they stand: the whole inverse, with a column taken out after each step."""
+    w, inverse = weight.double()[:, order].clone(), hessian.double()[order][:, order]
+    inverse = torch.linalg.inv(inverse + 0.01 * inverse.diagonal().mean() * torch.eye(len(inverse)))
+    for i in range(w.shape[1]):
+        if i % group == 0:
+            scale = w[:, i : i + group].abs().amax(1) / 7.5
+        quantised = ((w[:, i] / scale).round().clamp(-8, 7)) * scale
+        error = (w[:, i] - quantised) / inverse[i, i]
+        w[:, i + 1 :] -= error.unsqueeze(1) * inverse[i, i + 1 :]
+        w[:, i] = quantised
+        inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+    return torch.empty_like(w).index_copy_(1, order, w)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group", [32, 0])
+def test_gptq_is_its_equations_in_float64(act_order: bool, group: int) -> None:
+    torch.manual_seed(1)
+    weight, hessian = torch.randn(24, 160), Hessian(160)
+    x = correlated_inputs(600, 160)
+    hessian.add(x[:400])
+    hessian.add(x[400:])
+    torch.testing.assert_close(hessian.mean().double(), 2 * x.double().t() @ x.double() / 600, rtol=1e-4, atol=1e-2)
+    found = gptq(weight, hessian.mean(), Scheme("int4", group), act_order=act_order)
+    order = hessian.mean().diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(160)
+    truth = direct_gptq(weight, hessian.mean(), group or 160, order)
+    # One column that falls to the other side of a half changes those after it, so nearly all must agree and the error must.
+    same = ((plain_weight(found).double() - truth).abs() < 1e-3).float().mean()
+    assert same > 0.97
+    direct = ((weight.double() - truth) @ hessian.mean().double() * (weight.double() - truth)).sum()
+    assert reconstruction_error(weight, found, hessian.mean()) == pytest.approx(float(direct), rel=0.05)
+
+
+def test_gptq_keeps_the_outputs_better_than_rounding_to_nearest() -> None:
+    torch.manual_seed(2)
+    weight, hessian = torch.randn(64, 256), Hessian(256)
+    hessian.add(correlated_inputs(2000, 256))
+    nearest = reconstruction_error(weight, round_to_nearest(weight, FOUR), hessian.mean())
+    plain = reconstruction_error(weight, gptq(weight, hessian.mean(), FOUR), hessian.mean())
+    ordered = reconstruction_error(weight, gptq(weight, hessian.mean(), FOUR, act_order=True), hessian.mean())
+    assert plain < 0.5 * nearest
+    assert ordered < 0.5 * nearest
+
+
+def test_gptq_with_a_channel_that_is_never_used_and_without_damping_enough_says_so() -> None:
+    weight, hessian = torch.randn(8, 64), Hessian(64)
+    x = torch.randn(500, 64)
+    x[:, 5] = 0
+    hessian.add(x)
+    found = gptq(weight, hessian.mean(), FOUR)
+    assert plain_weight(found)[:, 5].abs().max() == 0
+    broken = torch.full((64, 64), -1.0) + torch.eye(64)
+    with pytest.raises(UserError, match=r"--damping"):
+        gptq(weight, broken, FOUR)
+
+
+def test_awq_scales_keep_the_outputs_where_channels_stand_out() -> None:
+    torch.manual_seed(3)
+    weight, x = torch.randn(48, 128), torch.randn(400, 128)
+    x[:, [3, 40, 77]] *= 50
+    scheme = Scheme("int4", 32, symmetric=False)
+    scales = search_scales(weight, x, scheme)
+    assert scales[[3, 40, 77]].min() > scales.median()
+
+    def error(rounded: Tensor) -> float:
+        return float((x.double() @ (rounded - weight).double().t()).square().mean())
+
+    nearest = error(plain_weight(round_to_nearest(weight, scheme)))
+    scaled = error(plain_weight(round_to_nearest(weight * scales, scheme)) / scales)
+    assert scaled < 0.5 * nearest
+
+
+def test_clipping_never_makes_a_group_worse() -> None:
+    torch.manual_seed(4)
+    weight, x = torch.randn(40, 64), torch.randn(300, 64)
+    weight[:, ::32] *= 6
+    scheme = Scheme("int4", 32)
+    before, after = (plain_weight(round_to_nearest(w, scheme)) - weight for w in (weight, clip(weight, x, scheme)))
+    for run in (slice(0, 32), slice(32, 64)):
+        errors = [((x[:, run] @ d[:, run].t()) ** 2).sum(0) for d in (before, after)]
+        assert (errors[1] <= errors[0] * 1.0001).all()
+        assert errors[1].sum() < 0.97 * errors[0].sum()
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("int4", 7.5), ("fp8", None)])
+def test_rounding_to_nearest_stays_within_half_a_step(kind: str, steps: float | None) -> None:
+    weight = torch.randn(30, 100) * torch.logspace(-4, 4, 30).unsqueeze(1)
+    weight[7] = 0
+    scheme = Scheme("int4", 32) if kind == "int4" else scheme_named(kind)
+    error = (plain_weight(round_to_nearest(weight, scheme)) - weight).abs()
+    for run, part in zip(weight.split(scheme.group_size or 100, 1), error.split(scheme.group_size or 100, 1), strict=True):
+        largest = run.abs().amax(1, keepdim=True)
+        # The largest positive number of a symmetric int4 stands at 7.5 steps, half a step above the highest code.
+        bound = largest / steps * 0.501 if steps else (run.abs() / 16).maximum(largest / 448 / 1024) * 1.001
+        assert (part <= bound + 1e-30).all()
+    assert error[7].max() == 0
+
+
+def test_nibbles_go_round() -> None:
+    codes = torch.randint(0, 16, (5, 24), dtype=torch.uint8)
+    for order in (tuple(range(8)), AWQ_ORDER):
+        assert torch.equal(unpack_words(pack_words(codes, order), 24, order), codes)
+    assert torch.equal(unpack_words(pack_words(codes[:, :21]), 21), codes[:, :21])
+
+
+SHAPES = {
+    "llama": ModelShapes("llama", 61, 64, 2, 4, 4, 16, 96, 64, False, mlp_bias=True, attention_bias=True, output_bias=True),
+    "qwen3": ModelShapes("qwen3", 61, 64, 2, 4, 2, 32, 96, 64, True, qk_norm=True),
+}
+
+
+def float_folder(folder: Path, architecture: str) -> Path:
+    decoder = Decoder(SHAPES[architecture], select("reference"))
+    initialise(decoder, 1)
+    with torch.no_grad():
+        for name, tensor in to_huggingface(decoder):
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+            tensor.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.12 * noise)
+    save_model(decoder, folder, eos_token_id=2)
+    return folder
+
+
+def tokens_of(count: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(0, 61, (48,), generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+@pytest.mark.parametrize(("method", "act_order"), [*((method, False) for method in METHODS), ("gptq", True)])
+def test_a_quantised_folder_loads_as_what_was_calculated(
+    tmp_path: Path, packed_logits: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch, method: Any, architecture: str, act_order: bool
+) -> None:
+    source, target = float_folder(tmp_path / "float", architecture), tmp_path / "quantised"
+    made: dict[str, QuantizedWeight] = {}
+    real = quantize._all_tensors
+    monkeypatch.setattr(quantize, "_all_tensors", lambda decoder, found, *rest: made.update(found) or real(decoder, found, *rest))
+    seen: list[tuple[int, int]] = []
+    options = QuantizeOptions(method, group_size=32, act_order=act_order)
+    quantize_folder(source, target, options, select("reference"), tokens_of(), lambda *at: seen.append(at))
+    assert seen == [(1, 2), (2, 2)]
+    stored = read_format(target)
+    assert stored is not None
+    loaded: dict[str, QuantizedWeight] = {}
+    from tandem.model.quantization import load
+
+    read = load.read_weight
+    monkeypatch.setattr(load, "read_weight", lambda module, *rest: loaded.setdefault(module, read(module, *rest)))
+    decoder = load_quantized(target, stored, select("reference"))
+    assert made.keys() == loaded.keys()
+    for module, weight in made.items():
+        assert torch.equal(plain_weight(loaded[module]), plain_weight(weight)), module
+    tokens = tokens_of(2)
+    plain = load_model(source, select("reference"))
+    for ours, truth in zip(packed_logits(decoder, tokens), packed_logits(plain, tokens), strict=True):
+        limit = {"int8": 0.05, "fp8": 0.15}.get(method, 0.45)
+        assert (ours - truth).norm() / truth.norm() < limit
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "rtn"])
+def test_transformers_loads_a_quantised_folder(tmp_path: Path, packed_logits: Callable[..., list[Tensor]], method: Any) -> None:
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    source, target = float_folder(tmp_path / "float", "qwen3"), tmp_path / "quantised"
+    quantize_folder(source, target, QuantizeOptions(method, group_size=32), select("reference"), [], lambda *at: None)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    stored = read_format(target)
+    assert stored is not None
+    tokens = tokens_of(1)
+    ours = packed_logits(load_quantized(target, stored, select("reference")), tokens)[0]
+    theirs = peer(tokens[0].unsqueeze(0)).logits[0]
+    # compressed-tensors divides int8 inputs by max / 127.5 and we by max / 127, so their roundings differ.
+    assert (ours - theirs).norm() / theirs.norm() < {"rtn": 2e-5, "fp8": 0.02, "int8": 0.05}[method]
+
+
+def test_an_interrupted_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    source, target = float_folder(tmp_path / "float", "qwen3"), tmp_path / "quantised"
+    leftover = tmp_path / ".quantised.partial"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_text("half a file")
+
+    def die(done: int, layers: int) -> None:
+        raise KeyboardInterrupt
+
+    options = QuantizeOptions("int8")
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(source, target, options, select("reference"), [], die)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["float"]
+    quantize_folder(source, target, options, select("reference"), [], lambda *at: None)
+    with pytest.raises(UserError, match="exists and is not overwritten"):
+        quantize_folder(source, target, options, select("reference"), [], lambda *at: None)
+    assert json.loads((target / "config.json").read_text())["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (QuantizeOptions("hqq"), ["--method", "hqq"]),  # type: ignore[arg-type]
+        (QuantizeOptions("gptq", bits=3), ["--bits", "3"]),
+        (QuantizeOptions("awq", group_size=48), ["--group-size", "48"]),
+        (QuantizeOptions("gptq", damping=0.0), ["--damping", "0.0"]),
+        (QuantizeOptions("awq"), ["--calibration"]),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path, options: QuantizeOptions, words: list[str]) -> None:
+    source = float_folder(tmp_path / "float", "qwen3")
+    with pytest.raises(UserError) as caught:
+        quantize_folder(source, tmp_path / "out", options, select("reference"), [], lambda *at: None)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_calibration_text_is_cut_into_sequences_with_the_end_held_out(tmp_path: Path) -> None:
+    from tandem.text.characters import make_character_tokenizer
+    from tandem.text.tokenizer import Tokenizer
+
+    make_character_tokenizer("abc .", tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": "abc abc. " * 10}) + "\n" for _ in range(10)))
+    texts = calibration.read_texts(file)
+    used, held_out = calibration.sequences_of(texts, tokenizer, 20, 32)
+    assert (len(used), len(held_out)) == (20, 5)
+    assert {len(s) for s in [*used, *held_out]} == {32}
+    with pytest.raises(UserError, match="give more text"):
+        calibration.sequences_of(texts[:1], tokenizer, 20, 200)
+    file.write_text('{"text": "a"}\n{"nothing": 1}\n')
+    with pytest.raises(UserError, match="line 2"):
+        calibration.read_texts(file)
+
+
+def test_perplexity_is_that_of_transformers(peer_model: Callable[..., Any]) -> None:
+    from tandem.model.huggingface import load_tensors, read_shapes
+
+    peer = peer_model("llama", hidden_size=64, tie_word_embeddings=False)
+    tokens = tokens_of(3)
+    with torch.no_grad():
+        losses = [peer(t.unsqueeze(0), labels=t.unsqueeze(0)).loss.double() for t in tokens]
+    truth = float(torch.stack(losses).mean().exp())
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save_pretrained(folder)
+        decoder = Decoder(read_shapes(folder), select("reference"))
+    load_tensors(decoder, peer.state_dict().items())
+    assert calibration.perplexity(decoder, tokens) == pytest.approx(truth, rel=1e-4)
