@@ -8,11 +8,9 @@ tokens in shuffled order through a block table. "prompt shared" decodes groups o
     python benchmarks/attention.py [--seconds 0.5] [--out benchmarks/results]
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 from machine import machine, write_report
+from options import parser
 from torch import Tensor
 
 from tandem.kernels import BLOCK_TOKENS, KVLayer, PagedBatch, empty_cache, select, stored_dtype
@@ -147,10 +146,9 @@ def training_table(seconds: float) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for each call")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the report goes")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--seconds", type=float, default=0.5, help="time for each call")
+    options = made.parse_args()
     torch.set_num_threads(1)
     text = ["# Attention", "", machine(), "", *__doc__.split("\n\n")[1:2], "", "## Forward, over the paged cache", ""]
     text += [*forward_table(options.seconds), "", "## Forward and gradients, packed sequences", "", *training_table(options.seconds)]

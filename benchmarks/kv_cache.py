@@ -8,7 +8,6 @@ not round its own keys and values. Ours does, and the last column is what remain
     python benchmarks/kv_cache.py [--demonstrations 512] [--work FOLDER] [--out benchmarks/results]
 """
 
-import argparse
 import os
 from contextlib import closing
 from itertools import islice
@@ -18,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from machine import machine, write_report
+from options import parser
 from start_model import recipe_with, warm_model
 from torch import Tensor
 
@@ -85,11 +85,9 @@ def table(folder: Path, examples: list[Example]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--demonstrations", type=int, default=512, help="how many are scored")
-    parser.add_argument("--work", type=Path, default=Path("benchmarks/work"), help="where the warm model is kept")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the report goes")
-    options = parser.parse_args()
+    made = parser(__doc__, work="the warm model is")
+    made.add_argument("--demonstrations", type=int, default=512, help="how many are scored")
+    options = made.parse_args()
     torch.set_num_threads(1)
     folder = warm_model(options.work)
     recipe = recipe_with()

@@ -27,16 +27,17 @@ struct Source {
   const float *key_scales, *value_scales;
   int64_t key_tile_stride, value_tile_stride, scale_tile_stride;  // in numbers
   int64_t value_row_stride;
-  const int32_t* table;  // null: tile t is block t
+  const int32_t* table;  // null: tile t is block t - begin
+  int64_t begin;
 
   int64_t tiles_at_once() const { return kind == 0 ? SPAN_TILES : DECODED_TILES; }
 
   View key_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
-    if (kind == 0) return {static_cast<const float*>(keys), key_tile_stride, 0, table, 0};
+    if (kind == 0) return {static_cast<const float*>(keys), key_tile_stride, 0, table, begin};
     for_stored(kind, [&](auto stored) {
       using T = decltype(stored);
       for (int64_t t = first; t < last; ++t) {
-        const int64_t block = table ? table[t] : t;
+        const int64_t block = table ? table[t] : t - begin;
         const T* from = static_cast<const T*>(keys) + block * key_tile_stride;
         float* to = buffer + (t - first) * size * BLOCK_TOKENS;
         const V scale = IS_SCALED<T> ? load(key_scales + block * scale_tile_stride) : zero();
@@ -50,11 +51,11 @@ struct Source {
   }
 
   View value_view(int64_t first, int64_t last, int64_t size, float* buffer) const {
-    if (kind == 0) return {static_cast<const float*>(values), value_tile_stride, value_row_stride, table, 0};
+    if (kind == 0) return {static_cast<const float*>(values), value_tile_stride, value_row_stride, table, begin};
     for_stored(kind, [&](auto stored) {
       using T = decltype(stored);
       for (int64_t t = first; t < last; ++t) {
-        const int64_t block = table ? table[t] : t;
+        const int64_t block = table ? table[t] : t - begin;
         const T* from = static_cast<const T*>(values) + block * value_tile_stride;
         float* to = buffer + (t - first) * size * BLOCK_TOKENS;
         for (int64_t j = 0; j < BLOCK_TOKENS; ++j, from += value_row_stride, to += size) {
@@ -67,6 +68,15 @@ struct Source {
       }
     });
     return {buffer, size * BLOCK_TOKENS, size, nullptr, first};
+  }
+
+  // The tiles first <= t < last decoded into `memory`, for more rows than would decode them again and again.
+  Source decoded(int64_t first, int64_t last, int64_t size, Scratch& memory) const {
+    const int64_t tile = size * BLOCK_TOKENS, all = (last - first) * tile;
+    float* floats = memory.floats(2 * all);
+    key_view(first, last, size, floats);
+    value_view(first, last, size, floats + all);
+    return {0, floats, floats + all, nullptr, nullptr, tile, tile, 0, size, nullptr, first};
   }
 };
 
@@ -185,7 +195,12 @@ Rows rows_of(const Task& task, const Queries& q, int64_t i, int64_t* at) {
   return rows;
 }
 
-void run_task(const Task& task, const Queries& q, const Source& source) {
+void run_task(const Task& task, const Queries& q, Source source) {
+  if (source.kind != 0 && q.rows_of(task) > MAX_ROWS_AT_ONCE) {
+    thread_local Scratch memory;
+    const int64_t first = q.window ? std::max<int64_t>(0, task.first - q.window + 1) : 0;
+    source = source.decoded(first / BLOCK_TOKENS, (task.last + BLOCK_TOKENS - 1) / BLOCK_TOKENS, q.size, memory);
+  }
   for (int64_t i = 0; i < q.rows_of(task); i += MAX_ROWS_AT_ONCE) {
     int64_t at[MAX_ROWS_AT_ONCE];
     const Rows rows = rows_of(task, q, i, at);
@@ -275,8 +290,11 @@ void run_tasks(const std::vector<Task>& tasks, const Queries& q, int64_t work, S
   const int64_t count = static_cast<int64_t>(tasks.size()), at_once = std::max<int64_t>(1, count / (threads * 16));
   const bool few_rows = std::all_of(tasks.begin(), tasks.end(), [&](const Task& task) { return q.rows_of(task) <= MAX_ROWS_AT_ONCE; });
   if (threads > 1 && count < 4 * threads && few_rows) return run_in_pieces(tasks, q, threads, source_of);
+  Failure failure;
 #pragma omp parallel for schedule(dynamic, at_once) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < count; ++i) run_task(tasks[static_cast<size_t>(i)], q, source_of(tasks[static_cast<size_t>(i)]));
+  for (int64_t i = 0; i < count; ++i)
+    failure.guard([&] { run_task(tasks[static_cast<size_t>(i)], q, source_of(tasks[static_cast<size_t>(i)])); });
+  failure.raise();
 }
 
 int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, int64_t first, int64_t last, int64_t query_row) {
@@ -324,7 +342,8 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
               kv_heads * tile,
               kv_heads * BLOCK_TOKENS,
               size,
-              block_tables + task.sequence * table_width};
+              block_tables + task.sequence * table_width,
+              0};
     });
     return 0;
   });
@@ -365,7 +384,8 @@ int tandem_packed_attention(const float* q, const float* k, const float* v, cons
               BLOCK_TOKENS * row,
               0,
               row,
-              nullptr};
+              nullptr,
+              0};
     });
     return 0;
   });

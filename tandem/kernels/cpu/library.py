@@ -47,14 +47,15 @@ _OUT_OF_MEMORY = -1
 
 
 _NO_MEMORY = (
-    "a kernel found no memory for what it works with; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
-    "rollout.max_batched_tokens)"
+    b"a kernel found no memory for what it works with; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
+    b"rollout.max_batched_tokens)"
 )
+"""A constant, since the library keeps the pointer."""
 
 
 def _check(code: int, function: Any, arguments: Any) -> int:
     if code == _OUT_OF_MEMORY:
-        raise RunError(_NO_MEMORY)
+        raise RunError(_NO_MEMORY.decode())
     return code
 
 
@@ -69,7 +70,7 @@ class Library:
         direct = builtins.tandem_direct
         direct.restype, direct.argtypes = ctypes.py_object, (ctypes.c_char_p,)
         builtins.tandem_raise_as.argtypes = (ctypes.py_object, ctypes.c_char_p)
-        builtins.tandem_raise_as(RunError, _NO_MEMORY.encode())
+        builtins.tandem_raise_as(RunError, _NO_MEMORY)
         for name, (result, arguments) in _SIGNATURES.items():
             function = direct(name.encode())
             if not function:
