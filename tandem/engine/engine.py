@@ -80,7 +80,7 @@ class Engine:
         self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         embedding = decoder.embed_tokens
         self._state = SchedulerState(
-            limits_of(settings, shapes, 0 if speculative is None else speculative.disable_by_batch_size), allocator,
+            limits_of(settings, shapes, 0 if speculative is None else speculative.guessing_seqs(embedding.device.type)), allocator,
             PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
             adapter_key=self._adapters.key, host=BlockAllocator(settings.swap_blocks),
             costs=preemption_costs(
