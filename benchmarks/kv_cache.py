@@ -1,0 +1,104 @@
+"""What a KV cache of fewer bits costs: bytes of a token, and the log-probabilities of the sort recipe's warm model.
+
+The model scores the completions of demonstrations with keys and values rounded as the cache rounds them, which has the bits of
+decoding over that cache. "perplexity" is that of the completion tokens, "|change|" the mean and the largest change of a token's
+log-probability in nats against a whole cache, and "KL" the mean k3 estimate of it: the mismatch that a trainer would see that did
+not round its own keys and values. Ours does, and the last column is what remains.
+
+    python benchmarks/kv_cache.py [--demonstrations 512] [--work FOLDER] [--out benchmarks/results]
+"""
+
+import argparse
+import os
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from machine import machine, write_report
+from start_model import recipe_with, warm_model
+from torch import Tensor
+
+from tandem.engine.llm import LLM
+from tandem.engine.sampling_params import SamplingParams
+from tandem.kernels import select
+from tandem.layout.bytes import kv_bytes_per_token
+from tandem.model.attention import PackedContext
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_model
+from tandem.pod.prompts import prompt_source
+from tandem.text.tokenizer import Tokenizer
+from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
+
+Example = tuple[list[int], list[int]]
+
+
+def completion_logprobs(model: Decoder, examples: list[Example]) -> Tensor:
+    """The log-probabilities (nats) of all completion tokens, one example after the other."""
+    tokens, positions, bounds, rows, targets = [], [], [0], [], []
+    for prompt, completion in examples:
+        whole = prompt + completion
+        rows += range(bounds[-1] + len(prompt) - 1, bounds[-1] + len(whole) - 1)
+        targets += completion
+        tokens += whole
+        positions += range(len(whole))
+        bounds.append(len(tokens))
+    longest = max(len(prompt) + len(completion) for prompt, completion in examples)
+    with torch.no_grad():
+        context = PackedContext(torch.tensor(bounds, dtype=torch.int32), longest)
+        hidden = model(torch.tensor(tokens), torch.tensor(positions), context)[torch.tensor(rows)]
+        return model.kernels.token_logprobs(hidden, model.head_weight, torch.tensor(targets), 1.0).raw.double()
+
+
+def remaining(folder: Path, model: Decoder, examples: list[Example], name: KVCacheDtype) -> float:
+    """The largest difference between the log-probabilities that an engine drew its tokens with and the rounding model's."""
+    llm = LLM(folder, kv_cache_dtype=name)
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in examples]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=24, seed=1), use_tqdm=False)
+    drawn = [answer.outputs[0] for answer in answers]
+    scored = completion_logprobs(model, [(prompt, list(own.token_ids)) for (prompt, _), own in zip(examples, drawn, strict=True)])
+    return float((scored - torch.tensor([p for own in drawn for p in own.raw_logprobs], dtype=torch.float64)).abs().max())
+
+
+def table(folder: Path, examples: list[Example]) -> list[str]:
+    model = load_model(folder, select("cpu"))
+    whole = completion_logprobs(model, examples)
+    lines = [
+        "| cache | bytes a token | of fp32 | perplexity | mean abs change | largest | KL | rollout against trainer, largest |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    full = kv_bytes_per_token(model.shapes, "float32")
+    for name in KV_CACHE_DTYPES:
+        model.kv_cache_dtype = name
+        found = completion_logprobs(model, examples)
+        change = found - whole
+        taken = kv_bytes_per_token(model.shapes, "float32", name)
+        left = remaining(folder, model, examples[:64], name)
+        lines.append(
+            f"| {'float32' if name == 'auto' else name} | {taken} | {taken / full:.2f} | {(-found.mean()).exp():.5f} "
+            f"| {change.abs().mean():.1e} | {change.abs().max():.1e} | {(change.exp() - 1 - change).mean():.1e} | {left:g} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--demonstrations", type=int, default=512, help="how many are scored")
+    parser.add_argument("--work", type=Path, default=Path("benchmarks/work"), help="where the warm model is kept")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the report goes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = warm_model(options.work)
+    recipe = recipe_with()
+    with closing(prompt_source(recipe, folder)) as source:
+        shown = source.demonstrations(12345, 0.0, Tokenizer.from_folder(folder).eos_token_ids[0])
+        examples = [(list(d.prompt_token_ids), list(d.completion_token_ids)) for d in islice(shown, options.demonstrations)]
+    text = ["# KV cache", "", machine(), "", *__doc__.split("\n\n")[1:2], "", *table(folder, examples)]
+    print(f"wrote {write_report('kv-cache', chr(10).join(text), options.out)}")
+
+
+if __name__ == "__main__":
+    main()
