@@ -80,7 +80,7 @@ class Engine:
         self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         embedding = decoder.embed_tokens
         self._state = SchedulerState(
-            limits_of(settings, shapes, 0 if speculative is None else speculative.disable_by_batch_size), allocator,
+            limits_of(settings, shapes, 0 if speculative is None else speculative.guessing_seqs(embedding.device.type)), allocator,
             PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
             adapter_key=self._adapters.key, host=BlockAllocator(settings.swap_blocks),
             costs=preemption_costs(
@@ -284,6 +284,7 @@ class Engine:
                 raise
             for row, proposed, accepted in guessed:
                 draft_plan.advance(self._state, row, proposed, accepted)
+                self._step_tokens += proposed
             self._meter.stepped(self._state, decision, guessed, time.perf_counter() - began)
             self._note_first_tokens(decision)
             self._end(ended)
@@ -529,6 +530,7 @@ class Engine:
         state = self._state
         prefilling = len(state.prefilling.sequences) if state.prefilling is not None else 0
         running = len(state.decoding) + prefilling
+        guesses = self._meter.speculation
         return EngineStats(
             num_requests_running=running,
             num_requests_waiting=sum(len(answer.open) for answer in self._answers.values()) - running,
@@ -536,6 +538,10 @@ class Engine:
             num_preemptions=self._preemptions,
             step_tokens=self._step_tokens,
             num_requests=len(self._answers),
+            num_swaps=state.counts[Transition.SWAP_OUT],
+            num_drafts=guesses.proposals,
+            num_draft_tokens=guesses.proposed,
+            num_accepted_tokens=guesses.accepted,
         )
 
     def check_integrity(self) -> None:

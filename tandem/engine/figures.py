@@ -88,6 +88,10 @@ class Meter:
         if self._steps % _SAMPLE_EVERY == 0:
             self._sample_cache(state)
 
+    @property
+    def speculation(self) -> SpeculationFigures:
+        return SpeculationFigures(self._proposals, self._proposed, self._accepted)
+
     def figures(self) -> EngineFigures:
         return EngineFigures(
             steps=self._steps,
@@ -98,7 +102,7 @@ class Meter:
             kv_slots=self._slots,
             kv_unused=self._unused,
             first_token_s=tuple(self._first_token_s),
-            speculation=SpeculationFigures(self._proposals, self._proposed, self._accepted),
+            speculation=self.speculation,
         )
 
     def _note_padding(self, state: SchedulerState, decision: Decision) -> None:

@@ -24,7 +24,8 @@ class SpeculativeSettings:
     """``method``: ``draft`` guesses with the small ``model`` (a folder), ``ngram`` with what followed the last ``prompt_lookup_max`` to
     ``prompt_lookup_min`` tokens where they stood before, in the prompt or the completion (Saxena, 2023).
     ``num_speculative_tokens``: guesses of one step at most; where ``adaptive``, as many as have come true lately.
-    ``disable_by_batch_size``: nobody guesses while more sequences than this decode, since a full batch leaves no arithmetic to spare."""
+    ``disable_by_batch_size``: nobody guesses while more sequences than this decode, since a full batch leaves no arithmetic to spare;
+    ``None`` is 4 on a CPU, where eight rows cost nearly twice four, and 64 elsewhere."""
 
     method: str
     model: str | Path | None = None
@@ -32,13 +33,15 @@ class SpeculativeSettings:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     adaptive: bool = True
-    disable_by_batch_size: int = 64
+    disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UserError(f"speculative method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
             value = getattr(self, name)
+            if name == "disable_by_batch_size" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"speculative {name} is {value!r}; it must be a whole number of at least 1")
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -52,6 +55,12 @@ class SpeculativeSettings:
             raise UserError("speculative method is 'draft' and no model is given; name the folder of a small model of the same vocabulary")
         if self.method == "ngram" and self.model is not None:
             raise UserError(f"speculative model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
+
+    def guessing_seqs(self, device: str) -> int:
+        """Sequences that decode at most in a step in which any of them guesses, on a device of that type."""
+        if self.disable_by_batch_size is not None:
+            return self.disable_by_batch_size
+        return 4 if device == "cpu" else 64
 
     @property
     def worth(self) -> float:

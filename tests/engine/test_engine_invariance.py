@@ -119,6 +119,7 @@ def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
     assert generate(make(max_num_batched_tokens=23)) == expected, "in chunks"
     assert generate(make(kv_cache_tokens=128, enable_prefix_caching=False, max_num_batched_tokens=17)) == expected, "preempted"
     assert generate(make(kv_cache_tokens=128, preemption="swap", swap_tokens=512)) == expected, "swapped"
+    assert generate(make(kv_cache_tokens=128, preemption="swap", swap_tokens=512, speculative=SPECULATION["draft"])) == expected, "guessed"
     alone = [generate(make(), [prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
     assert alone == expected
     assert (generate(make_llm(kernels=kernels)) == expected) == (kv_cache_dtype == "auto")

@@ -80,7 +80,10 @@ def test_the_reference_kernels_are_within_1e_5_too(make_folder, make_llm, ranks)
     assert distance(found, generate(make_llm("llama", kernels="reference"))) < 1e-5
 
 
-SWAPPED = {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap", "speculative": {"method": "ngram", "prompt_lookup_min": 1}}
+SWAPPED = {
+    "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap",
+    "speculative": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64},
+}
 
 
 @pytest.mark.parametrize(

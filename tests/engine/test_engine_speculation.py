@@ -131,6 +131,34 @@ def test_an_update_that_does_not_fit_changes_neither_model(
     assert found.accepted == found.proposed
 
 
+@pytest.mark.parametrize("failing", [2, 3, 5, 9, 13])
+def test_a_step_that_fails_between_accepted_tokens_loses_and_repeats_none(
+    make_llm: Callable[..., LLM], draft: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    params = replace(PARAMS, stop=["a"], stop_token_ids=[9, 13], logprobs=1)
+    expected = outputs(make_llm(), params)
+    engine = make_llm(speculative=draft()).engine
+    assert engine.tokenizer is not None
+    for key, prompt in enumerate(PROMPTS):
+        engine.add_request(str(key), engine.tokenizer.encode(prompt, add_special_tokens=True), params, key=key)
+    real, calls = engine._runner._draw, iter(range(1, 10_000))
+
+    def draw(*given: Any) -> Any:
+        if next(calls) == failing:
+            raise RuntimeError("no memory")
+        return real(*given)
+
+    monkeypatch.setattr(engine._runner, "_draw", draw)
+    found, failed = {}, 0
+    while engine.has_unfinished_requests:
+        try:
+            found.update((output.request_id, output.outputs) for output in engine.step())
+        except RuntimeError:
+            failed += 1
+        engine.check_integrity()
+    assert failed == 1 and [found["0"], found["1"]] == expected
+
+
 def test_guesses_take_no_block_that_somebody_needs(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
     plain, guessing = make_llm(kv_cache_tokens=192), make_llm(kv_cache_tokens=192, speculative=draft(num_speculative_tokens=8))
     assert outputs(guessing) == outputs(plain)
