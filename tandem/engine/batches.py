@@ -1,6 +1,7 @@
 """Who may join those that run: the switch between static, dynamic and continuous batching.
 
-A static or a dynamic batch forms while rows, blocks and the budget last, and is closed from then on until nobody of it is left.
+A static or a dynamic batch forms while somebody waits and rows and blocks last, over as many steps as its prefills take; from then on
+it is closed until nobody of it is left.
 """
 
 from tandem.engine.lifecycle import State

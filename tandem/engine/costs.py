@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from tandem.layout.bytes import DTYPE_BYTES
+from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.types.kv_cache import KVCacheDtype
 
 _FLOPS = {"cpu": 1e11, "cuda": 4e14}
 """Matrix products a second in a prefill, by device: measured orders of magnitude, of which only the ratio to the next matters."""
@@ -30,14 +31,13 @@ class PreemptionCosts:
         return lost_tokens * (self.token_s + self.pair_s * (tokens - lost_tokens / 2))
 
 
-def preemption_costs(shapes: ModelShapes, dtype: str, device: str) -> PreemptionCosts:
+def preemption_costs(shapes: ModelShapes, dtype: str, device: str, kv_cache_dtype: KVCacheDtype = "auto") -> PreemptionCosts:
     """The costs of a model on a device of type ``device`` (``cpu`` or ``cuda``; others count as ``cuda``). A token takes two
     operations a parameter, and four for each component of a query and a token that it sees."""
     kind = device if device in _FLOPS else "cuda"
-    kv_bytes = 2 * shapes.num_layers * shapes.key_value_size * DTYPE_BYTES[dtype]
     return PreemptionCosts(
         token_s=2 * parameter_count(shapes) / _FLOPS[kind],
         pair_s=4 * shapes.num_layers * shapes.query_size / _FLOPS[kind],
-        swap_token_s=2 * kv_bytes / _COPY_BYTES_PER_S[kind],
+        swap_token_s=2 * kv_bytes_per_token(shapes, dtype, kv_cache_dtype) / _COPY_BYTES_PER_S[kind],
         swap_start_s=4 * shapes.num_layers * _COPY_START_S[kind],
     )

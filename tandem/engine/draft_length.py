@@ -1,20 +1,24 @@
-"""How many tokens to guess for a sequence: more where guesses come true, fewer where they do not, none for a while where they never do."""
+"""How many tokens to guess for a sequence: more where guesses come true, fewer where they do not, none for a while where too few do."""
 
 from dataclasses import dataclass
 
-_MISSES_BEFORE_REST = 4
+_MEMORY = 0.8
+"""What the share of right first guesses keeps of itself with each proposal."""
 _LONGEST_REST = 64
 
 
 @dataclass(slots=True)
 class DraftLength:
-    """Of one sequence. ``length``: tokens to propose next. ``misses``: proposals in a row of which nothing was accepted; from the
-    fourth on each is followed by twice as many steps without one. ``rest``: such steps that are left."""
+    """Of one sequence. ``most``: tokens to propose at most. ``worth``: the share of proposals whose first guess must be right to pay for
+    them; below it each proposal is followed by a rest, twice as long as the one before. ``length``: tokens to propose next. ``hits``: that
+    share lately. ``rest``: steps without a proposal that are left."""
 
     most: int
+    worth: float
     is_adaptive: bool = True
     length: int = 0
-    misses: int = 0
+    hits: float = 1.0
+    rests: int = 0
     rest: int = 0
 
     def __post_init__(self) -> None:
@@ -31,10 +35,10 @@ class DraftLength:
         """Take in what became of a proposal."""
         if not self.is_adaptive or not proposed:
             return
-        if accepted == proposed:
-            self.length = min(self.most, max(self.length, proposed + 1))
+        self.length = max(1, min(self.most, max(self.length, proposed + 1) if accepted == proposed else accepted + 1))
+        self.hits = _MEMORY * self.hits + (1 - _MEMORY) * (accepted > 0)
+        if self.hits >= self.worth:
+            self.rests = 0
         else:
-            self.length = max(1, min(self.most, accepted + 1))
-        self.misses = 0 if accepted else self.misses + 1
-        if self.misses >= _MISSES_BEFORE_REST:
-            self.rest = min(_LONGEST_REST, 1 << (self.misses - _MISSES_BEFORE_REST))
+            self.rests += 1
+            self.rest = min(_LONGEST_REST, 1 << self.rests)

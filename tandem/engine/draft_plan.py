@@ -9,7 +9,7 @@ def plan_drafts(state: SchedulerState, rows: tuple[int, ...], budget: int) -> tu
     """For each of ``rows`` the tokens that may be proposed, at most ``budget`` together, and the blocks that they take. Guesses take
     only blocks that nobody else is about to need: they never preempt."""
     changes: list[BlockChange] = []
-    if not state.speculating:
+    if not state.speculating or len(rows) > state.limits.guessing_seqs:
         return (), changes
     planned = []
     for row in rows:

@@ -13,7 +13,6 @@ from tandem.engine.adapters import Adapters
 from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_stop, output_of
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.block_copies import host_pool
-from tandem.engine.block_table import blocks_for
 from tandem.engine.costs import preemption_costs
 from tandem.engine.draft_length import DraftLength
 from tandem.engine.draft_model import DraftModel
@@ -23,10 +22,10 @@ from tandem.engine.integrity import check_state, sequences_of
 from tandem.engine.lifecycle import State, Transition, move
 from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.lora_request import LoRARequest
-from tandem.engine.ngram import NgramProposer
 from tandem.engine.outputs import RequestOutput, RequestTimes
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.proposers import draft_cache, make_proposer, new_draft
 from tandem.engine.ranks import Ranks
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
@@ -34,12 +33,13 @@ from tandem.engine.runner import Runner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
-from tandem.engine.speculative import Proposer, SpeculativeSettings
-from tandem.engine.state import Limits, PauseMode, SchedulerState
+from tandem.engine.speculative import SpeculativeSettings
+from tandem.engine.state import PauseMode, SchedulerState, limits_of
 from tandem.engine.stats import EngineStats
 from tandem.engine.streaming import Streams
 from tandem.engine.text_watch import TextWatch
-from tandem.kernels import KVLayer, empty_cache, stored_dtype
+from tandem.engine.updates import keep
+from tandem.kernels import empty_cache, stored_dtype
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
@@ -69,7 +69,6 @@ class Engine:
     ) -> None:
         shapes = decoder.shapes
         settings.check(shapes.max_positions)
-        _check_draft(decoder, draft, settings, speculative)
         self.settings = settings
         self.tokenizer = tokenizer
         self._decoder = decoder
@@ -81,12 +80,16 @@ class Engine:
         self._adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
         embedding = decoder.embed_tokens
         self._state = SchedulerState(
-            _limits(settings, decoder), allocator, PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
+            limits_of(settings, shapes, 0 if speculative is None else speculative.disable_by_batch_size), allocator,
+            PrefixCache(allocator, settings.finds_prefixes), version, self._read_back,
             adapter_key=self._adapters.key, host=BlockAllocator(settings.swap_blocks),
-            costs=preemption_costs(shapes, str(embedding.dtype).removeprefix("torch."), embedding.device.type),
+            costs=preemption_costs(
+                shapes, str(embedding.dtype).removeprefix("torch."), embedding.device.type, settings.kv_cache_dtype
+            ),
         )
         logprob_dtype = torch.promote_types(embedding.dtype, torch.float32)
         self._table = RowTable(settings.max_num_seqs, settings.max_model_len, logprob_dtype)
+        proposer = make_proposer(speculative, draft, shapes, settings, self._table)
         self._ranks = ranks
         if ranks is not None:
             sizes_of_pools = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
@@ -96,7 +99,6 @@ class Engine:
         self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, kv_dtype, embedding.device)
         caches = self._empty_cache()
         self._speculative = speculative
-        proposer = self._proposer(draft)
         host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
         self._runner = Runner(decoder, caches, self._table, self._adapters, ranks, host, proposer)
         self._meter = Meter()
@@ -158,7 +160,7 @@ class Engine:
         ]
         if draft_tokens and self._speculative is not None:
             for sequence in sequences:
-                sequence.draft = DraftLength(draft_tokens, self._speculative.adaptive)
+                sequence.draft = DraftLength(draft_tokens, self._speculative.worth, self._speculative.adaptive)
         self._meter.arrived(request_id)
         self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         if params.prompt_logprobs is not None:
@@ -317,7 +319,8 @@ class Engine:
 
     def _stopped_by_text(self, rows: Series[int]) -> list[int]:
         """Those of ``rows``, each of which has just drawn a token, whose stop text is complete with it."""
-        watched = [(row, sequence) for row, sequence in self._table.with_text_watch.items() if row in set(rows)]
+        drew = set(rows) if self._table.with_text_watch else set()
+        watched = [(row, sequence) for row, sequence in self._table.with_text_watch.items() if row in drew]
         if not watched:
             return []
         tokens = self._table.last_token[[row for row, _ in watched]].tolist()
@@ -385,7 +388,7 @@ class Engine:
         Requests under way keep their tokens; their keys and values are computed again under the new weights, except while the
         engine is paused with ``keep``. Where a set does not fit its model ``UserError`` is raised and the old weights stay.
         """
-        draft = None if draft_tensors is None else self._new_draft(draft_tensors)
+        draft = None if draft_tensors is None else new_draft(self._runner.proposer, draft_tensors)
         kept = list(self._state.decoding.values()) if self._state.pause is PauseMode.KEEP else []
         if self._state.pause is PauseMode.KEEP:
             self._read_back(kept)
@@ -405,34 +408,9 @@ class Engine:
                 self._runner.proposer.decoder = draft
         finally:
             if self._state.pause is PauseMode.KEEP:
-                self._keep(kept)
+                keep(self._state, self._table, kept)
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()
-
-    def _new_draft(self, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
-        """A packed draft model of ``tensors``, beside the one that is used."""
-        old = self._runner.proposer
-        if not isinstance(old, DraftModel):
-            raise UserError("draft_tensors are given and this engine has no draft model; leave them out or use speculative method 'draft'")
-        new = Decoder(old.decoder.shapes, old.decoder.kernels, dtype=old.decoder.embed_tokens.dtype, device=old.decoder.embed_tokens.device)
-        load_tensors(new, tensors)
-        new.pack()
-        return new
-
-    def _keep(self, sequences: list[Sequence]) -> None:
-        """Let what is under way go on with the keys and values it has, which nobody else may find: ``sequences``, whose tokens were
-        read back, the prefill under way, and what stands in host memory."""
-        state = self._state
-        held = list(sequences)
-        if state.prefilling is not None:
-            state.prefilling.keys = []
-            held += state.prefilling.sequences
-        held += [sequence for _, waiting in state.waiting if waiting.host_blocks for sequence in waiting.sequences]
-        for sequence in held:
-            sequence.is_mixed = True
-        if sequences:
-            self._table.join(sequences, [len(sequence.known_tokens) for sequence in sequences])
-        state.decode_rows = None
 
     def close(self) -> None:
         """End the other ranks of a tensor-parallel engine. It computes nothing any more then."""
@@ -525,7 +503,7 @@ class Engine:
         if self.is_sleeping:
             self._runner.caches = self._empty_cache()
             if isinstance(self._runner.proposer, DraftModel):
-                self._runner.proposer.caches = self._draft_cache(self._runner.proposer.decoder)
+                self._runner.proposer.caches = draft_cache(self._runner.proposer.decoder, self.settings.num_blocks)
 
     @property
     def is_sleeping(self) -> bool:
@@ -566,50 +544,3 @@ class Engine:
         open_sequences = {sequence for answer in self._answers.values() for sequence in answer.open}
         found = sequences_of(self._state)
         assert len(found) == len(set(found)) and set(found) == open_sequences, "a sequence is nowhere, or in two places"
-
-    # -- speculation ---------------------------------------------------------------------------------------------------
-
-    def _proposer(self, draft: Decoder | None) -> Proposer | None:
-        if self._speculative is None:
-            return None
-        if draft is None:
-            return NgramProposer(self._table, self._speculative.prompt_lookup_min, self._speculative.prompt_lookup_max)
-        draft.pack()
-        return DraftModel(draft, self._draft_cache(draft), self._table)
-
-    def _draft_cache(self, draft: Decoder) -> list[KVLayer]:
-        shapes, weights = draft.shapes, draft.embed_tokens
-        sizes = (self.settings.num_blocks, shapes.num_kv_heads, shapes.head_dim)
-        return empty_cache(sizes, shapes.num_layers, weights.dtype, weights.device)
-
-
-def _limits(settings: EngineSettings, decoder: Decoder) -> Limits:
-    windows = [decoder.shapes.window(layer) for layer in range(decoder.shapes.num_layers)]
-    return Limits(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        joins=settings.joins,
-        preemption=settings.preemption if settings.swap_blocks else "recompute",
-        watermark=int(settings.watermark * settings.num_blocks),
-        reservation=blocks_for(settings.max_model_len) if settings.kv == "static" else 0,
-        window=0 if None in windows else max(window or 0 for window in windows),
-    )
-
-
-def _check_draft(
-    decoder: Decoder, draft: Decoder | None, settings: EngineSettings, speculative: SpeculativeSettings | None
-) -> None:
-    if (draft is not None) != (speculative is not None and speculative.method == "draft"):
-        raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
-    if draft is None:
-        return
-    if draft.shapes.vocab_size != decoder.shapes.vocab_size:
-        raise UserError(
-            f"the draft model has a vocabulary of {draft.shapes.vocab_size} tokens and the model of {decoder.shapes.vocab_size}; "
-            "choose a draft model of the same family"
-        )
-    if draft.shapes.max_positions < settings.max_model_len:
-        raise UserError(
-            f"the draft model has {draft.shapes.max_positions} positions and max_model_len is {settings.max_model_len}; "
-            "lower max_model_len or choose another draft model"
-        )

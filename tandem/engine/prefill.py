@@ -70,16 +70,20 @@ def admit(state: SchedulerState, budget: int) -> Prefill | None:
     """Give the prefill that goes first its rows and all its blocks; ``None`` where they do not suffice."""
     prefill = head(state)
     if prefill is None or not batches.may_join(state, prefill) or len(prefill.sequences) > len(state.free_rows):
+        batches.close(state)
         return None
     length, place = len(prefill.tokens), look(state, prefill)
     computed = len(place.found) * BLOCK_TOKENS
     is_whole = state.limits.joins != "chunked" and not prefill.host_blocks
-    must_wait = is_whole and length - computed > budget
-    if must_wait or place.missing + margin(state, prefill, len(state.decoding)) > state.allocator.free_count:
+    if is_whole and length - computed > budget:
+        # In a step of its own: the batch goes on forming.
         state.allocator.release_all(place.found)
         return None
-    blocks = _take_blocks(state, prefill, place)
+    has_room = place.missing + margin(state, prefill, len(state.decoding)) <= state.allocator.free_count
+    blocks = _take_blocks(state, prefill, place) if has_room else None
     if blocks is None:
+        state.allocator.release_all(place.found)
+        batches.close(state)
         return None
     heapq.heappop(state.waiting)
     prefill.computed = prefill.cached = computed

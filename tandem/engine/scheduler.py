@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tandem.engine import batches, decode, growth, preemption, prefill
+from tandem.engine import decode, growth, preemption, prefill
 from tandem.engine.block_table import BlockChange, BlockCopy
 from tandem.engine.draft_plan import plan_drafts
 from tandem.engine.state import SchedulerState
@@ -59,8 +59,6 @@ def schedule(state: SchedulerState) -> Decision:
     while budget > 0:
         if state.prefilling is None and not preempted:
             state.prefilling = prefill.admit(state, budget)
-            if state.prefilling is None:
-                batches.close(state)
         current = state.prefilling
         if current is None:
             break

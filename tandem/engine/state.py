@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tandem.engine.block_allocator import BlockAllocator
-from tandem.engine.block_table import BlockCopy
+from tandem.engine.block_table import BlockCopy, blocks_for
 from tandem.engine.costs import PreemptionCosts
 from tandem.engine.lifecycle import Transition
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.request import Prefill, Sequence
+from tandem.engine.settings import EngineSettings
+from tandem.layout.shapes import ModelShapes
 from tandem.types import WeightVersion
 
 
@@ -30,7 +32,8 @@ class Limits:
     """``max_num_seqs``: rows, that is sequences that decode at once. ``max_num_batched_tokens``: the budget of one
     step; at least ``max_num_seqs``, so that every decoding sequence advances in every step. ``joins``, ``preemption``: as
     ``EngineSettings`` has them. ``watermark``: blocks that an admission leaves free. ``reservation``: blocks side by side that
-    a sequence takes at its admission (0: what its tokens need). ``window``: tokens that the widest layer looks back (0: all)."""
+    a sequence takes at its admission (0: what its tokens need). ``window``: tokens that the widest layer looks back (0: all).
+    ``guessing_seqs``: sequences that decode at most in a step in which any of them guesses."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -39,6 +42,22 @@ class Limits:
     watermark: int = 0
     reservation: int = 0
     window: int = 0
+    guessing_seqs: int = 0
+
+
+def limits_of(settings: EngineSettings, shapes: ModelShapes, guessing_seqs: int) -> Limits:
+    """The limits of an engine with ``settings`` and a model of ``shapes``."""
+    windows = [shapes.window(layer) for layer in range(shapes.num_layers)]
+    return Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        joins=settings.joins,
+        preemption=settings.preemption if settings.swap_blocks else "recompute",
+        watermark=int(settings.watermark * settings.num_blocks),
+        reservation=blocks_for(settings.max_model_len) if settings.kv == "static" else 0,
+        window=0 if None in windows else max(window or 0 for window in windows),
+        guessing_seqs=guessing_seqs,
+    )
 
 
 @dataclass

@@ -135,7 +135,7 @@ def round_rows(x: Tensor, kind: InputKind, group: int = 0) -> tuple[Tensor, Tens
     the scale is NaN and the codes are 0."""
     width = x.shape[1]
     group = group or width
-    runs = torch.nn.functional.pad(x.float(), (0, -width % group)).view(len(x), -1, group)
+    runs = torch.nn.functional.pad(x.float(), (0, -width % group)).view(len(x), -(-width // group), group)
     largest = runs.abs().amax(-1)
     scales = torch.where(largest.isfinite(), largest / (INT8_MAX if kind == "int8" else FP8_MAX), torch.nan)
     usable = (scales > 0).unsqueeze(-1)

@@ -84,7 +84,10 @@ def test_an_adapter_does_what_merged_weights_do(lora_llm, make_folder, adapters,
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 16}, {"kv_cache_tokens": 128}, {"max_num_seqs": 3, "enable_prefix_caching": False}],
+    [
+        {}, {"max_num_batched_tokens": 16}, {"kv_cache_tokens": 128}, {"max_num_seqs": 3, "enable_prefix_caching": False},
+        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap", "speculative": {"method": "draft", "model": 0}},
+    ],
     ids=str,
 )
 def test_a_mixed_batch_has_the_bits_of_each_request_alone(lora_llm, make_llm, adapters, kernels, settings) -> None:

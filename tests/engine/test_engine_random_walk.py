@@ -48,6 +48,7 @@ class Walk:
             watermark=rng.choice((0, 1)),
             reservation=blocks_for(LONGEST) if reserved else 0,
             window=rng.choice((0, 0, 7, 16, 33)),
+            guessing_seqs=rng.choice((2, 99)),
         )
         self.allocator = BlockAllocator(blocks)
         self.state = SchedulerState(
@@ -77,7 +78,7 @@ class Walk:
             cache_salt=rng.choice(("", "", "s")), adapter=rng.choice(("", "", "a")), max_length=top, draft_tokens=self.guesses,
         )
         self.arrivals += 1
-        sequences = [Sequence(request, i, rng.randrange(1 << 30), draft=DraftLength(3) if self.guesses else None) for i in range(n)]
+        sequences = [Sequence(request, i, rng.randrange(1 << 30), draft=DraftLength(3, 0.0) if self.guesses else None) for i in range(n)]
         self.requests[request.id] = sequences
         self.ends.update({s: rng.randrange(len(prompt) + 1, top + 1) for s in sequences})
         size = 1 if self.state.limits.reservation else n

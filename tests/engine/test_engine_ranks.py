@@ -80,7 +80,12 @@ def test_the_reference_kernels_are_within_1e_5_too(make_folder, make_llm, ranks)
     assert distance(found, generate(make_llm("llama", kernels="reference"))) < 1e-5
 
 
-@pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 17}, {"kv_cache_tokens": 128, "enable_prefix_caching": False}], ids=str)
+SWAPPED = {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap", "speculative": {"method": "ngram", "prompt_lookup_min": 1}}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_num_batched_tokens": 17}, {"kv_cache_tokens": 128, "enable_prefix_caching": False}, SWAPPED], ids=str
+)
 def test_chunks_copies_and_preemption_reach_every_rank(make_folder, make_llm, ranks, settings) -> None:
     assert generate(ranks(make_folder(), **settings)) == generate(make_llm())
 

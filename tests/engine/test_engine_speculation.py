@@ -157,7 +157,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_run_last() -> None:
 
 
 def test_the_draft_length_follows_what_comes_true() -> None:
-    length = DraftLength(4)
+    length = DraftLength(4, worth=0.4)
     assert length.next() == 4
     length.learn(4, 1)
     assert length.next() == 2
@@ -165,12 +165,29 @@ def test_the_draft_length_follows_what_comes_true() -> None:
     assert length.next() == 3
     length.learn(3, 0)
     assert length.next() == 1
-    for rest in (1, 2, 4, 8):
-        for _ in range(1 if rest > 1 else 3):
-            length.learn(1, 0)
+    # The share of hits is now 0.8, and falls to 0.8 of itself with each miss: after four it is 0.33.
+    for _ in range(3):
+        length.learn(1, 0)
+        assert length.next() == 1
+    for rest in (2, 4, 8, 16, 32, 64, 64):
+        length.learn(1, 0)
         assert [length.next() for _ in range(rest + 1)] == [0] * rest + [1]
-    length.learn(1, 1)
-    assert length.next() == 2 and length.misses == 0
+    while length.hits < 0.4:
+        length.learn(1, 1)
+    length.rest = 0
+    assert length.next() > 1 and length.rests == 0
+    fixed = DraftLength(4, worth=0.4, is_adaptive=False)
+    for _ in range(20):
+        fixed.learn(4, 0)
+    assert fixed.next() == 4
+
+
+def test_a_full_batch_does_not_guess(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
+    llm = make_llm(speculative=draft(disable_by_batch_size=3))
+    assert outputs(llm) == outputs(make_llm())
+    assert llm.engine.figures().speculation.proposals == 0
+    outputs(llm, replace(PARAMS, n=1))
+    assert llm.engine.figures().speculation.proposals > 0
 
 
 @pytest.mark.parametrize(
