@@ -46,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, default=128, help="columns that share a scale: 32, 64, 128, or 0 for whole rows")
     parser.add_argument("--calibration", help="text to calibrate and measure with: .jsonl with the field 'text', or plain text")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences at most")
-    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of each")
+    parser.add_argument("--sequence-length", type=int, help="tokens of each; 512, or the model's context where that is less")
     parser.add_argument("--damping", type=float, default=0.01, help="gptq: share of the mean diagonal added to the Hessian")
     parser.add_argument("--act-order", action="store_true", help="gptq: columns with large inputs first (desc_act)")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
@@ -63,9 +63,10 @@ def run(options: argparse.Namespace) -> int:
     positions = read_shapes(source).max_positions
     if options.samples < 1:
         raise UserError(f"--samples is {options.samples}; it must be at least 1")
-    if not 2 <= options.sequence_length <= positions:
-        raise UserError(f"--sequence-length is {options.sequence_length}; it must be from 2 to the model's {positions} positions")
-    sequences, held_out = _sequences(options, source)
+    length = min(512, positions) if options.sequence_length is None else options.sequence_length
+    if not 2 <= length <= positions:
+        raise UserError(f"--sequence-length is {length}; it must be from 2 to the model's {positions} positions")
+    sequences, held_out = _sequences(options, source, length)
     quantize_folder(source, target, chosen, select(), sequences, _progress)
     before, after = _measure(source, held_out), _measure(target, held_out)
     report = {"method": options.method, "before": before._asdict(), "after": after._asdict()}
@@ -74,14 +75,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sequences(options: argparse.Namespace, source: Path) -> "tuple[list[Tensor], list[Tensor]]":
+def _sequences(options: argparse.Namespace, source: Path, length: int) -> "tuple[list[Tensor], list[Tensor]]":
     from tandem.model.quantization.calibration import read_texts, sequences_of
     from tandem.text.tokenizer import Tokenizer
 
     if options.calibration is None:
         return [], []
     texts, tokenizer = read_texts(options.calibration), Tokenizer.from_folder(source)
-    return sequences_of(texts, tokenizer, options.samples, options.sequence_length)
+    return sequences_of(texts, tokenizer, options.samples, length)
 
 
 def _progress(done: int, layers: int) -> None:

@@ -34,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-tokens", type=int, default=0, help="size of each engine's KV cache (default: at most 1 GiB)")
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization", help="round plain weights: int8, fp8, int4, bf16 or fp16 (+head: the output head too)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of requests that bring none")
     parser.add_argument("--max-waiting", type=int, default=1024, help="requests beyond those that are computed; more get 429")
@@ -63,6 +64,7 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         model=folder, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_tokens=options.kv_cache_tokens,
         enable_prefix_caching=not options.no_prefix_caching, tensor_parallel_size=options.tensor_parallel,
+        quantization=options.quantization,
     )  # fmt: skip
     settings = ServerSettings(
         engine=engine, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),

@@ -235,6 +235,14 @@ class Decoder(nn.Module):
     def is_packed(self) -> bool:
         return self._packed is not None
 
+    def packed_matrices(self) -> list[dict[str, Any]]:
+        """The packed matrices of every layer by their place in it; the head stands in a last dictionary of its own. Empty where the
+        decoder is not packed."""
+        if self._packed is None:
+            return []
+        names = ("qkv", "output", "gate_up", "down", "experts")
+        return [*({name: getattr(step, name) for name in names} for step in self._packed), {"head": self._packed_head}]
+
     @torch.no_grad()
     def pack(self, fill: Callable[[int], None] | None = None) -> None:
         """Pack every matrix and the head for inference, and drop the plain matrices one by one (the embedding table

@@ -21,6 +21,7 @@ class EngineArguments:
     kv_cache_tokens: int = 0
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--task.name=größer", "größer"),
         ("--rollout.max_tokens=256", "leaves no room"),
         ("--rollout.top_p=0.9", "truncated_importance_cap"),
+        ("--rollout.quantization=int8", "old_logprobs to recompute"),
+        ("--rollout.quantization=int4", "must be one of"),
         ("--rollout.max_sequences=1", "a group runs at once"),
         ("--warm_up=null", "add a section 'warm_up'"),
         ("--model.path=x", "both are given"),

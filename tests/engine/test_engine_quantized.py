@@ -59,6 +59,8 @@ def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make,
         {"max_num_batched_tokens": 23},
         {"max_num_seqs": 2, "max_num_batched_tokens": 5},
         {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128},
         {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
         {
             "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap",
@@ -66,6 +68,20 @@ def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make,
         },
     ):
         assert generate(make_quantised(kind, kernels=kernels, **settings)) == expected, settings
+
+
+@pytest.mark.parametrize("kind", ["int8", "awq"])
+def test_with_quantised_keys_and_values_too_nothing_changes_a_bit(make_quantised: Make, kind: str) -> None:
+    expected = generate(make_quantised(kind, kv_cache_dtype="int8"))
+    assert expected != generate(make_quantised(kind))
+    for settings in ({"max_num_batched_tokens": 23}, {"kv_cache_tokens": 128, "enable_prefix_caching": False}):
+        assert generate(make_quantised(kind, kv_cache_dtype="int8", **settings)) == expected, settings
+
+
+def test_a_quantised_folder_has_digests_for_a_server(make_quantised: Make) -> None:
+    llm = make_quantised("awq", digest_weights=True)
+    assert len(llm.engine.weight_digests) > 10
+    assert generate(llm) == generate(make_quantised("awq"))
 
 
 def test_int8_engines_agree_with_and_without_a_compiler_on_what_they_draw(make_quantised: Make) -> None:

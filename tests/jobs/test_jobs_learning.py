@@ -42,3 +42,15 @@ def test_addition_gains_in_what_the_model_can_do_greedily(tmp_path: Path) -> Non
     assert before is not None
     # Two standard errors of the difference between two shares on 1,024 prompts are at most 0.044.
     assert result.greedy >= before["accuracy"] + 0.044
+
+
+@pytest.mark.full
+def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_trainer(tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "sort_int8.yaml", [f"run.directory={tmp_path}"])
+    result = train(recipe, recipe_path="sort_int8.yaml")
+    assert result.before is not None and result.before <= 0.55
+    assert result.reached
+    rows = read_rows(result.directory / "metrics.jsonl")
+    # Truly another policy, and a near one: at most a thousandth of a nat a token.
+    assert all(0 < row["mismatch_kl"] < 1e-3 for row in rows if "mismatch_kl" in row)
+    assert any(row["actor/importance_weight"] != 1 for row in rows if "actor/importance_weight" in row)

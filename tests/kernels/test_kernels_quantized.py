@@ -119,11 +119,10 @@ def test_a_row_has_the_same_bits_in_any_batch(kernels: Kernels, kind: str, colum
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_no_bit(cpu_kernels: Kernels, kind: str) -> None:
-    x, packed = torch.randn(900, 520), cpu_kernels.pack_quantized(weight_of(kind, 700, 520))
+    x, packed = torch.randn(300, 520), cpu_kernels.pack_quantized(weight_of(kind, 700, 520))
     alone = cpu_kernels.linear_packed(x, packed, None)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(cpu_kernels.linear_packed(x, packed, None), alone)
+    torch.set_num_threads(2)
+    assert torch.equal(cpu_kernels.linear_packed(x, packed, None), alone)
 
 
 def test_integer_products_have_the_same_bits_with_and_without_a_compiler() -> None:
@@ -141,6 +140,11 @@ def test_a_number_that_is_not_finite_reaches_the_outputs_of_its_row(kernels: Ker
     out = product(kernels, x, weight_of(kind, 50, 64))
     assert not out[1].isfinite().any()
     assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_are_no_outputs(kernels: Kernels, kind: str) -> None:
+    assert product(kernels, torch.empty(0, 64), weight_of(kind, 50, 64)).shape == (0, 50)
 
 
 def test_parts_stand_side_by_side(kernels: Kernels) -> None:

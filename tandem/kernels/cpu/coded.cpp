@@ -1,11 +1,12 @@
 // Linear layers whose weights are stored in few bits and multiplied in fp32: int4 and int8 with a scale (and zero) a group, fp8,
 // bf16 and fp16.
 //
-// A panel's block of k is decoded to fp32 and then multiplied as a plain one, so that the bits are those of the plain product with
-// the decoded weight.
+// A panel's block of k is decoded to fp32 and then multiplied as a plain one; few rows use each number as it is decoded. Either way
+// the bits are those of the plain product with the decoded weight.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "gemm.h"
 #include "parallel.h"
@@ -119,6 +120,92 @@ constexpr Decode DECODE[5][2] = {{decode_rows<INT4, false>, decode_rows<INT4, tr
                                  {decode_rows<BF16, false>, decode_rows<BF16, false>},
                                  {decode_rows<FP16, false>, decode_rows<FP16, false>}};
 
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6;      // as many sums as the registers hold
+constexpr int64_t FEW_ROWS = 6;  // more are quicker with the decoded numbers written down
+#else
+constexpr int TILE_ROWS = 1;
+constexpr int64_t FEW_ROWS = 1;
+#endif
+
+struct Few {
+  const float* x;
+  const uint8_t* packed;
+  const float *scales, *zeros, *bias;
+  int64_t k, group, out_stride, columns;
+  float* out;
+};
+
+// ROWS rows and one panel, each number used as it is decoded: the same chains of multiply-adds as a plain product's.
+template <int KIND, bool HAS_ZEROS, int ROWS>
+void multiply_few(const Few& t) {
+  constexpr bool HAS_SCALES = KIND == INT4 || KIND == INT8 || KIND == FP8;
+  constexpr int VECTORS = PANEL / LANES;
+  constexpr int64_t BYTES = KIND == INT4 ? PANEL / 2 : HAS_SCALES ? PANEL : PANEL * 2;
+  const uint8_t* from = t.packed;
+  V scale[VECTORS], zero_of[VECTORS];
+  for (int64_t k0 = 0; k0 < t.k; k0 += K_BLOCK) {
+    V acc[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
+    const int64_t end = std::min(t.k, k0 + K_BLOCK);
+    for (int64_t i = k0; i < end;) {
+      const int64_t group = i / t.group, stop = std::min(end, (group + 1) * t.group);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) {
+        if (HAS_SCALES) scale[v] = load(t.scales + group * PANEL + v * LANES);
+        if (HAS_ZEROS) zero_of[v] = load(t.zeros + group * PANEL + v * LANES);
+      }
+      for (; i < stop; ++i, from += BYTES)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+          V value = codes_at<KIND>(from, v);
+          if (HAS_ZEROS) value = sub(value, zero_of[v]);
+          if (HAS_SCALES) value = mul(value, scale[v]);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(set1(t.x[r * t.k + i]), value, acc[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) {
+        const int count = static_cast<int>(std::min<int64_t>(LANES, t.columns - v * LANES));
+        if (count <= 0) continue;
+        float* to = t.out + r * t.out_stride + v * LANES;
+        V value = k0 > 0 ? add(load_n(to, count), acc[r][v]) : acc[r][v];
+        if (t.bias && end == t.k) value = add(value, load_n(t.bias + v * LANES, count));
+        store_n(to, value, count);
+      }
+  }
+}
+
+using MultiplyFew = void (*)(const Few&);
+template <int KIND, bool HAS_ZEROS, int... ROWS>
+constexpr void fill(MultiplyFew* table, std::integer_sequence<int, ROWS...>) {
+  ((table[ROWS] = multiply_few<KIND, HAS_ZEROS, ROWS + 1>), ...);
+}
+struct FewFunctions {
+  MultiplyFew of[5][2][TILE_ROWS] = {};
+  template <int KIND, bool HAS_ZEROS>
+  constexpr void fill_kind() {
+    fill<KIND, HAS_ZEROS>(of[KIND][HAS_ZEROS], std::make_integer_sequence<int, TILE_ROWS>{});
+  }
+  constexpr FewFunctions() {
+    fill_kind<INT4, false>();
+    fill_kind<INT4, true>();
+    fill_kind<INT8, false>();
+    fill_kind<INT8, true>();
+    fill_kind<FP8, false>();
+    fill_kind<FP8, true>();
+    fill_kind<BF16, false>();
+    fill_kind<FP16, false>();
+  }
+};
+constexpr FewFunctions FEW;
+
 class CodedWeight : public Codes {
  public:
   CodedWeight(int kind, const uint8_t* packed, const float* scales, const float* zeros, int64_t k, int64_t group)
@@ -173,6 +260,19 @@ void tandem_coded_pack(int kind, const uint8_t* codes, int64_t n, int64_t k, uin
 // out[m, n] = x[m, k] (decoded weight)[n, k]^T + bias. scales and zeros are [panel][group][64], or null.
 void tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const float* scales, const float* zeros, int64_t group,
                          const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
+  if (m <= FEW_ROWS && k > 0) {
+    const int64_t panels = (n + PANEL - 1) / PANEL, groups = (k + group - 1) / group;
+    const int threads = threads_for(m * n * k + n * k);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t first = panel * PANEL, at = panel * groups * PANEL;
+      Few t = {x, packed + panel * k * bytes_a_row(kind), scales ? scales + at : nullptr, zeros ? zeros + at : nullptr,
+               bias ? bias + first : nullptr, k, group, n, n - first, out + first};
+      for (int64_t row = 0; row < m; row += TILE_ROWS, t.x += TILE_ROWS * k, t.out += TILE_ROWS * n)
+        FEW.of[kind][zeros != nullptr][std::min<int64_t>(TILE_ROWS, m - row) - 1](t);
+    }
+    return;
+  }
   const CodedWeight codes(kind, packed, scales, zeros, k, group);
   multiply({m, n, k, {x, k, 1}, {nullptr, Layout::CODED, 0, &codes}, out, n, bias, false});
 }

@@ -29,15 +29,14 @@ class Chunk(NamedTuple):
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a ``.jsonl`` file (the field ``text`` of each line), or of any other file its paragraphs. Raises
-    ``UserError``."""
+    """The texts of a ``.jsonl`` file (the field ``text`` of each line), or any other file as one text. Raises ``UserError``."""
     path = Path(path)
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"calibration '{path}' cannot be read as text: {error}") from None
     if path.suffix != ".jsonl":
-        texts = [part.strip() + "\n\n" for part in content.split("\n\n") if part.strip()]
+        texts = [content] if content.strip() else []
     else:
         texts = [_text_of(line, number, path) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
     if not texts:

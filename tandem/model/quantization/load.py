@@ -218,7 +218,7 @@ def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) 
 
 def held_bytes(decoder: Decoder) -> int:
     """Bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
-    packed = [*(decoder._packed or ()), decoder._packed_head]
+    packed = [list(matrices.values()) for matrices in decoder.packed_matrices()]
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*decoder.parameters(), *_tensors_in(packed))}
     return sum(held.values())
 
