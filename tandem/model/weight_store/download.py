@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.model.weight_store.manifest import Manifest, Part, StoredFile
 from tandem.model.weight_store.objects import Digest, RemoteFile, RemoteFolder
-from tandem.types import RunError
+from tandem.types import RunError, UserError
 
 RANGE_BYTES = 8 << 20
 STREAMS = 4
@@ -29,6 +29,29 @@ def fetch(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progress: Pr
     Raises ``RunError`` where a file does not have the digest that its folder publishes, or changes on the way; ``OSError``
     as the disk does."""
     (entry / "model").mkdir(parents=True, exist_ok=True)
+    try:
+        _fetch_files(remote, manifest, entry, on_progress)
+    except (RunError, UserError):
+        # A folder that is written anew meanwhile has files that are short or gone: what broke the reading is the change.
+        if not _is_changed(remote, manifest):
+            raise
+    else:
+        if remote.list() == manifest.files:
+            return
+    manifest.stored.clear()
+    manifest.part = None
+    manifest.write(entry)
+    raise RunError(f"'{remote.url}' changed while it was downloaded; start again")
+
+
+def _is_changed(remote: RemoteFolder, manifest: Manifest) -> bool:
+    try:
+        return remote.list() != manifest.files
+    except (RunError, UserError):
+        return False
+
+
+def _fetch_files(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progress: Progress | None) -> None:
     digests = remote.published_digests(manifest.files)
     sizes = {file.name: file.size_bytes for file in manifest.files}
     here = sum(sizes[name] for name in manifest.stored)
@@ -40,10 +63,6 @@ def fetch(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progress: Pr
             report = None if on_progress is None else lambda size, start=before: on_progress(start + size, manifest.total_bytes)
             _fetch_file(remote, file, digests.get(file.name), manifest, entry, pool, report)
             here += file.size_bytes
-    if remote.list() != manifest.files:
-        manifest.stored.clear()
-        manifest.write(entry)
-        raise RunError(f"'{remote.url}' changed while it was downloaded; start again")
 
 
 def file_xxh3(path: Path) -> str:

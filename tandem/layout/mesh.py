@@ -1,0 +1,82 @@
+"""The device mesh: which rank stands where along each kind of parallelism. Imports no torch.
+
+Ranks are numbered with ``tensor`` innermost, then ``context``, ``data`` and ``pipeline``: neighbours talk most, and a node
+holds neighbours. ``expert`` is no axis of its own: experts are spread over runs of ``expert`` neighbours among the ranks that
+see different tokens (``data`` times ``context``), as in Megatron-Core.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["pipeline", "data", "context", "tensor"]
+AXES: tuple[Axis, ...] = ("pipeline", "data", "context", "tensor")
+"""Outermost first."""
+GroupName = Literal["pipeline", "data", "context", "tensor", "tokens", "expert", "expert_data", "world"]
+"""Besides the axes: ``tokens`` (data times context: the ranks that hold the same weights and see different tokens), ``expert``
+(those that share the experts of a layer), ``expert_data`` (those of ``tokens`` that hold the same experts), ``world``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """How many ranks along each axis. ``expert`` divides ``data * context``."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a shape that is none."""
+        for name in (*AXES, "expert"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the mesh has {getattr(self, name)} ranks along '{name}'; it must be at least 1")
+        if self.data * self.context % self.expert:
+            raise ValueError(f"'expert' is {self.expert}; it must divide data x context = {self.data * self.context}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """``shape`` seen from ``rank``."""
+
+    shape: MeshShape
+    rank: int
+
+    def __post_init__(self) -> None:
+        self.shape.check()
+        if not 0 <= self.rank < self.shape.world:
+            raise ValueError(f"rank {self.rank} of {self.shape.world} does not exist")
+
+    def coordinate(self, axis: Axis) -> int:
+        """This rank's place along ``axis``."""
+        return self.rank // self._stride(axis) % int(getattr(self.shape, axis))
+
+    def group(self, name: GroupName) -> tuple[int, ...]:
+        """The ranks of this rank's group ``name``, ascending; this rank's place in it is its rank there."""
+        if name == "world":
+            return tuple(range(self.shape.world))
+        if name in AXES:
+            return self._varied({name})
+        tokens = self._varied({"data", "context"})
+        if name == "tokens":
+            return tokens
+        place, size = tokens.index(self.rank), self.shape.expert
+        if name == "expert":
+            return tokens[place // size * size : (place // size + 1) * size]
+        return tokens[place % size :: size]
+
+    def _stride(self, axis: Axis) -> int:
+        return math.prod(int(getattr(self.shape, inner)) for inner in AXES[AXES.index(axis) + 1 :])
+
+    def _varied(self, axes: set[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one along ``axes`` at most."""
+        ranks = [0]
+        for axis in AXES:
+            places = range(int(getattr(self.shape, axis))) if axis in axes else (self.coordinate(axis),)
+            ranks = [rank + place * self._stride(axis) for rank in ranks for place in places]
+        return tuple(ranks)

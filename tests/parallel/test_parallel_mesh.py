@@ -1,0 +1,75 @@
+"""The mesh and its collectives: who stands where, and sums in rank order."""
+
+from collections import Counter
+
+import pytest
+import torch
+from ranks import Here, Ranks
+
+from tandem.layout.mesh import AXES, Mesh, MeshShape
+
+SHAPES = [MeshShape(), MeshShape(data=2, tensor=2), MeshShape(2, 2, 2), MeshShape(data=4, context=2, expert=4), MeshShape(3, 2, 2, 2, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", [*AXES, "tokens", "expert", "expert_data", "world"])
+def test_the_groups_of_a_kind_part_the_world_between_them(shape: MeshShape, name: str) -> None:
+    groups = {Mesh(shape, rank).group(name) for rank in range(shape.world)}
+    assert Counter(rank for group in groups for rank in group) == Counter(range(shape.world))
+    assert len({len(group) for group in groups}) == 1
+    assert all(rank in Mesh(shape, rank).group(name) for rank in range(shape.world))
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_lie_farthest_apart() -> None:
+    mesh = Mesh(MeshShape(data=2, tensor=2, pipeline=2, context=2), 5)
+    assert mesh.group("tensor") == (4, 5)
+    assert mesh.group("context") == (5, 7)
+    assert mesh.group("data") == (1, 5)
+    assert mesh.group("pipeline") == (5, 13)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(data=2, expert=3), MeshShape(data=0), MeshShape(tensor=-1)])
+def test_a_mesh_that_cannot_be_is_refused(shape: MeshShape) -> None:
+    with pytest.raises(ValueError, match=r"expert|at least 1"):
+        Mesh(shape, 0)
+
+
+def collectives(here: Here, width: int) -> dict[str, torch.Tensor]:
+    world = here.groups["world"]
+    generator = torch.Generator().manual_seed(here.mesh.rank)
+    x = torch.randn(world.size, width, generator=generator)
+    counts = [(world.rank + to) % 3 for to in range(world.size)]
+    rows = torch.arange(sum(counts)) + 100 * world.rank
+    arriving = [(source + world.rank) % 3 for source in range(world.size)]
+    sent = torch.full((3,), float(world.rank))
+    world.broadcast(sent, 1, "a test")
+    return {
+        "x": x,
+        "gathered": world.all_gather(x, "a test"),
+        "scattered": world.reduce_scatter(x, "a test"),
+        "reduced": world.all_reduce(x, "a test"),
+        "exchanged": world.all_to_all(rows, counts, arriving, "a test"),
+        "broadcast": sent,
+    }
+
+
+def test_sums_are_taken_in_rank_order_and_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: Ranks) -> None:
+    found = ranks.run(MeshShape(data=3), collectives, 37)
+    parts = [answer["x"] for answer in found]
+    total = parts[0] + parts[1] + parts[2]
+    for rank, answer in enumerate(found):
+        assert torch.equal(answer["gathered"], torch.stack(parts))
+        assert torch.equal(answer["scattered"], total[rank])
+        assert torch.equal(answer["reduced"], total)
+        assert torch.equal(answer["broadcast"], torch.ones(3))
+
+
+def test_rows_reach_the_rank_they_are_sent_to_none_included(ranks: Ranks) -> None:
+    found = ranks.run(MeshShape(data=3), collectives, 2)
+    for rank, answer in enumerate(found):
+        rows = []
+        for source in range(3):
+            counts = [(source + to) % 3 for to in range(3)]
+            first = sum(counts[:rank])
+            rows += [100 * source + first + i for i in range(counts[rank])]
+        assert answer["exchanged"].tolist() == rows
