@@ -30,7 +30,8 @@ def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if is_tall else x).to(matrices.dtype)
+    found: Tensor = (x.mT if is_tall else x).to(matrices.dtype)
+    return found
 
 
 class Muon:

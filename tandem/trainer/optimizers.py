@@ -21,7 +21,7 @@ def make_optimizer(model: Decoder, config: TrainerConfig) -> Optimizer:
 
 def stacked_parts(names: list[str], shapes: ModelShapes) -> Stacked:
     """The rows of each matrix in the parameters that stack several: q, k and v; gate and up."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name in names:
         if "qkv_proj" in name:
             found[name] = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
