@@ -16,6 +16,7 @@ from tandem.model.huggingface import load_model
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
+from tandem.runtime.heap import keep_freed_memory
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.step import train_step
@@ -36,6 +37,7 @@ def rate() -> float:
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[3]))
+    keep_freed_memory()
     kernels = select("auto")
     models = {kind: load_model(Path(sys.argv[1]), kernels) for kind in ("packed", "varied")}
     optimizers = {kind: AdamW(model.named_parameters(), SETTINGS) for kind, model in models.items()}

@@ -23,6 +23,7 @@ from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.model.huggingface import load_model
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
+from tandem.runtime.heap import keep_freed_memory
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -49,6 +50,7 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         listener.started(str(directory), recipe.run.max_steps, None)
         threads = recipe.machine.threads or available_cores()
         torch.set_num_threads(threads)
+        keep_freed_memory()
         start = _start_model(recipe, directory, listener)
         sequence, held_out = _data(recipe, journal)
         kernels = select(recipe.machine.kernels)
@@ -59,7 +61,9 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
                 f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
                 "which shows its numbers and not its speed"
             )
-        optimizer = make_optimizer(model, recipe.trainer)
+        optimizer = make_optimizer(model, recipe.trainer, directory)
+        if recipe.trainer.offload == "cpu":
+            listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
         found = newest_committed(directory / "checkpoints")
         guard, step = StepGuard(recipe.trainer), 0
         if found is not None:

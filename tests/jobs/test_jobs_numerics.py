@@ -114,6 +114,16 @@ def test_run_that_diverges_skips_counts_keeps_the_batches_and_stops_in_one_line(
     assert sum(len(s.token_ids) for s in batch) <= 4 * 48 and all(s.loss_mask[0] == 0 and all(s.loss_mask[1:]) for s in batch)
 
 
+def test_offloaded_run_has_the_bits_of_one_in_memory_and_leaves_no_file(data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    run = begin(data, tmp_path, "trainer.offload=nvme", f"trainer.offload_folder={away}")
+    assert rows(run) == plain and list(away.iterdir()) == []
+    wanted = (run / "checkpoints/step-7/optimizer.safetensors").read_bytes()
+    shutil.rmtree(run / "checkpoints/step-7")
+    resume(run)
+    assert rows(run) == plain and (run / "checkpoints/step-7/optimizer.safetensors").read_bytes() == wanted
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -121,6 +131,7 @@ def test_run_that_diverges_skips_counts_keeps_the_batches_and_stops_in_one_line(
         ("trainer.precision=int4", "must be one of fp32, bf16, fp16, fp8"),
         ("trainer.loss_scale=1000", "it must be a power of two"),
         ("trainer.max_skipped_steps=-1", "it must be 0 or more"),
+        ("trainer.offload_folder=/tmp", "set that to nvme"),
         ("trainer.muon_iterations=0", "it must be between 1 and 20"),
     ],
 )
