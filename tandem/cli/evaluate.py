@@ -42,11 +42,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.task is not None and options.recipe is None:
-        if options.task == "perplexity" or options.task.startswith("lm-eval:"):
-            from tandem.cli.evaluate_text import run_text
+    if options.recipe is None and options.task is not None and (options.task == "perplexity" or options.task.startswith("lm-eval:")):
+        from tandem.cli.evaluate_text import run_text
 
-            return run_text(options)
+        return run_text(options)
     if options.data is not None:
         raise UserError("--data is of --task perplexity; a task's own data stands in its recipe")
     from tandem.engine.llm import LLM

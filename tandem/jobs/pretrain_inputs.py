@@ -1,5 +1,6 @@
 """What is looked at before a pretraining run begins: the model, the data, whether they belong together and fit the machine."""
 
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -7,7 +8,8 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
-from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import optimizer_bytes
+from tandem.layout.training_bytes import run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
@@ -29,22 +31,36 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
         for path, dataset in datasets:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
-        weights = weight_bytes(shapes, recipe.trainer.dtype)
         tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
-        needed = 2 * weights + optimizer_bytes(shapes) + tokens * activation_bytes_per_token(shapes)
+        needed = training_bytes(shapes, recipe.trainer, tokens)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
-                "machine.memory_gib"
+                "machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme"
             )
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None)
+        _check_disk(recipe.run.directory, disk, "'checkpoint.keep' is what a run keeps; lower it, make room, or name another 'run.directory'")
+        if recipe.trainer.offload_folder:
+            moments = optimizer_bytes(shapes, recipe.trainer.optimizer)
+            _check_disk(recipe.trainer.offload_folder, moments, "make room, or name another 'trainer.offload_folder'")
         total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
             f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the process itself",
+            f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
         ]
+
+
+def _check_disk(folder: str, needed: int, fix: str) -> None:
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise RunError(f"'{folder}' will need {needed / 2**20:,.0f} MiB and has {free / 2**20:,.0f} free; {fix}")
 
 
 def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_size: int) -> None:

@@ -1,5 +1,6 @@
 """Tensors that live in a file and are brought to memory a piece at a time, the next one while the present one is worked on."""
 
+import ctypes
 import errno
 import mmap
 import os
@@ -94,7 +95,7 @@ class Pager:
     def _transfer(self, call: Callable[..., int], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
         """``os.preadv`` or ``os.pwrite`` of every tensor's slice, to the last byte."""
         for index, tensor in zip(group, tensors, strict=True):
-            left = memoryview(tensor.numpy()).cast("B")
+            left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
             at = self._starts[index] + where.start * self._dtype.itemsize
             while left:
                 try:

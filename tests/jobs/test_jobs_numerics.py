@@ -124,6 +124,21 @@ def test_offloaded_run_has_the_bits_of_one_in_memory_and_leaves_no_file(data: Pa
     assert rows(run) == plain and (run / "checkpoints/step-7/optimizer.safetensors").read_bytes() == wanted
 
 
+def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*overrides: str) -> str:
+        with pytest.raises(RunError) as caught:
+            begin(data, tmp_path, *overrides)
+        assert not (tmp_path / "run").exists() and len(str(caught.value).splitlines()) == 1
+        return str(caught.value)
+
+    # fp32 weights, gradients and two moments of 0.1M numbers, activations beside them: some megabytes.
+    assert "trainer.optimizer adamw8bit or trainer.offload nvme" in refused("machine.memory_gib=0.0015")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**23 if Path(folder) == tmp_path else 2**10))
+    assert "'checkpoint.keep'" in refused("checkpoint.keep=50")
+    assert "'trainer.offload_folder'" in refused("trainer.offload=nvme", "trainer.offload_folder=/proc", "checkpoint.keep=1")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
