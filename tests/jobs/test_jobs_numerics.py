@@ -139,6 +139,13 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
     assert "'trainer.offload_folder'" in refused("trainer.offload=nvme", "trainer.offload_folder=/proc", "checkpoint.keep=1")
 
 
+def test_run_whose_steps_are_left_out_ends_with_a_report(data: Path, tmp_path: Path) -> None:
+    run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100")
+    found = rows(run)
+    assert [row.get("train/skipped_steps") for row in found] == [None, 1, 2, 3, 4, 5, 6]
+    assert "<h2>Loss</h2>" in (run / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
