@@ -26,7 +26,8 @@ OTHERS = (
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
     "engine": ["--quick", "--models", "3.7M"],
-    "grpo_step": ["--steps", "2"], "training": ["--rounds", "2", "--threads", "1"], "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
+    "grpo_step": ["--steps", "2"], "training": ["--rounds", "2", "--threads", "1"],
+    "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
 }
 
 

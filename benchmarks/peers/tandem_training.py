@@ -16,7 +16,7 @@ from tandem.model.huggingface import load_model
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
-from tandem.runtime.heap import keep_freed_memory
+from tandem.runtime.heap import freed_memory_kept
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.step import train_step
@@ -37,7 +37,6 @@ def rate() -> float:
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[3]))
-    keep_freed_memory()
     kernels = select("auto")
     models = {kind: load_model(Path(sys.argv[1]), kernels) for kind in ("packed", "varied")}
     optimizers = {kind: AdamW(model.named_parameters(), SETTINGS) for kind, model in models.items()}
@@ -57,4 +56,5 @@ def main() -> None:
         answer(loss=result.metrics["train/loss"], **took)
 
 
-main()
+with freed_memory_kept():
+    main()

@@ -23,7 +23,7 @@ from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.model.huggingface import load_model
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
-from tandem.runtime.heap import keep_freed_memory
+from tandem.runtime.heap import freed_memory_kept
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -50,7 +50,7 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         listener.started(str(directory), recipe.run.max_steps, None)
         threads = recipe.machine.threads or available_cores()
         torch.set_num_threads(threads)
-        keep_freed_memory()
+        stack.enter_context(freed_memory_kept())
         start = _start_model(recipe, directory, listener)
         sequence, held_out = _data(recipe, journal)
         kernels = select(recipe.machine.kernels)
