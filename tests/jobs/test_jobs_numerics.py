@@ -18,6 +18,7 @@ from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
+from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import VOLATILE
 from tandem.trainer.kept_batch import read_batch
 from tandem.types import RunError, UserError
@@ -36,7 +37,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(data: Path, directory: Path, *overrides: str) -> Path:
+class Heard(Listener):
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
+def begin(data: Path, directory: Path, *overrides: str, listener: Listener | None = None) -> Path:
     recipe = {
         "algorithm": {"name": "pretrain"},
         "model": {
@@ -53,7 +64,7 @@ def begin(data: Path, directory: Path, *overrides: str) -> Path:
     }  # fmt: skip
     directory.mkdir(exist_ok=True)
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train(load_config(directory / "recipe.yaml", list(overrides)))
+    train(load_config(directory / "recipe.yaml", list(overrides)), listener=listener)
     return directory / "run"
 
 
@@ -79,7 +90,9 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 @pytest.mark.parametrize("choice", CHOICES)
 def test_each_choice_learns_and_a_run_cut_short_goes_on_to_the_same_bits(choice: str, data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    run = begin(data, tmp_path, *CHOICES[choice])
+    heard = Heard()
+    run = begin(data, tmp_path, *CHOICES[choice], listener=heard)
+    assert any(f"{choice} is emulated here" in said for said in heard.said) == (choice in ("bf16", "fp16", "fp8"))
     whole = rows(run)
     losses = [row["train/loss"] for row in whole]
     assert losses[-1] < losses[0] - 0.2 and losses != [row["train/loss"] for row in plain]
@@ -140,8 +153,11 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
 
 
 def test_run_whose_steps_are_left_out_ends_with_a_report(data: Path, tmp_path: Path) -> None:
-    run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100")
+    heard = Heard()
+    run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100", "trainer.offload=cpu", listener=heard)
+    assert "offload cpu changes nothing here" in heard.said[0]
     found = rows(run)
+    assert sum("it is left out (" in said for said in heard.said) == 6
     assert [row.get("train/skipped_steps") for row in found] == [None, 1, 2, 3, 4, 5, 6]
     assert "<h2>Loss</h2>" in (run / "report.html").read_text()
 
