@@ -124,13 +124,14 @@ class LLM:
             decoder = ranks.decoder
         else:
             decoder = load_decoder(
-                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization
+                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization,
+                deterministic=deterministic,
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         draft = None
         if guessing is not None and guessing.model is not None:
-            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed)
+            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed, deterministic=deterministic)
         self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights, guessing, draft)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
