@@ -6,7 +6,7 @@ runs as it is, and its kernels are compiled and its tiles are chosen. Smaller ba
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class _CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __call__(self, step: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()

@@ -58,9 +58,9 @@ class DeviceRows:
     def draw(self, kernels: Kernels, index: Tensor, logits: Tensor) -> SampledRows:
         """Draw a token for each of the rows ``index[R]`` from ``logits[R, V]``, with the number of its own position, and move the rows on."""
         lengths = self.length.index_select(0, index)
-        settings = [x.index_select(0, index) for x in (self.temperature, self.top_k, self.top_p, self.min_p)]
+        temperature, top_p, min_p = self._numbers.index_select(1, index)
         uniform = uniforms(self.random_key.index_select(0, index), lengths)
-        drawn = kernels.sample_rows(logits, *settings, uniform)
+        drawn = kernels.sample_rows(logits, temperature, self.top_k.index_select(0, index), top_p, min_p, uniform)
         self.last_token.index_copy_(0, index, drawn.tokens)
         self.length.index_copy_(0, index, lengths + (index != self.padding))
         return drawn

@@ -59,7 +59,7 @@ class LLM:
     kernels), and refuse what else would change bits; else with fewer exchanges. A rank that is silent for ``rank_deadline_s``
     ends the engine. ``digest_weights``: keep digests of the weights in ``engine.weight_digests``.
 
-    ``batching``, ``kv``, ``preemption`` and ``watermark``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
+    ``batching``, ``kv``, ``preemption``, ``watermark``, ``overlap`` and ``cuda_graphs``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
     host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
     ``speculative_config``: ``{"method": "ngram"}`` or ``{"method": "draft", "model": folder}`` and what else
     ``SpeculativeSettings`` has. """
@@ -75,7 +75,7 @@ class LLM:
         enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
         quantization: str | None = None,
         batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
-        speculative: Mapping[str, Any] | None = None,
+        speculative: Mapping[str, Any] | None = None, overlap: str = "auto", cuda_graphs: str = "auto",
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
@@ -108,6 +108,8 @@ class LLM:
             swap_blocks=blocks_for(swap_tokens),
             watermark=watermark,
             deterministic=deterministic,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
         settings.check(shapes.max_positions)
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)

@@ -10,7 +10,7 @@ from paged_sequences import Paged, bounds_of, exact, make
 from torch import Tensor
 from triton_interpreter import interpreted
 
-from tandem.kernels import BLOCK_TOKENS, KVLayer, empty_cache
+from tandem.kernels import BLOCK_TOKENS, KVLayer, PagedBatch, empty_cache
 from tandem.kernels.kv_dtype import decode, encode
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton.kernels import TritonKernels
@@ -32,7 +32,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def rows_that_differ(op: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...] = (1, 2, 7, 16, 33)) -> list[int]:
+def rows_that_differ(op: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...] = (1, 7, 33)) -> list[int]:
     """The numbers of rows at which ``op`` gives a row other bits than in the whole of ``x``."""
     whole = op(x)
     starts = {count: count * 5 % (len(x) - count + 1) for count in counts}
@@ -78,7 +78,7 @@ def test_tiles_grow_with_the_rows_only_while_every_multiprocessor_has_one() -> N
     assert all(tile.rows % 64 == 0 and tile.warps % 4 == 0 for tile in tiles)
 
 
-@pytest.mark.parametrize("width", [16, 30, 99])
+@pytest.mark.parametrize("width", [16, 99])
 def test_rows_of_norms_gates_and_logprobs_are_right_and_keep_their_bits(width: int) -> None:
     x, weight, other = torch.randn(40, width) * 3, torch.rand(width), torch.randn(40, width)
     wide = x.double()
@@ -138,8 +138,8 @@ def _numbers() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-CASES = [(32, 4, 2, None), (24, 3, 1, 20), (80, 2, 2, 7)]
-LENGTHS = [1, 40, 130]
+CASES = [(24, 3, 1, 20), (80, 4, 2, None)]
+LENGTHS = [1, 12, 100]
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads", "window"), CASES)
@@ -153,16 +153,16 @@ def test_attention_is_attention_and_decoding_chunks_and_whole_prompts_have_the_s
     for splits in (True, False):
         paged, out = Paged(interpreted(splits), LENGTHS, size, kv_heads), torch.full_like(qkv[0], math.nan)
         # 64 is where the second split begins. The last steps are of one token for each sequence.
-        for chunks in ({1: 9, 2: 63}, {0: 1, 2: 1, 1: 29}, {1: 1, 2: 64}, {1: 1, 2: 1}, {2: 1}):
+        for chunks in ({1: 9, 2: 63}, {0: 1, 2: 1, 1: 1}, {1: 1, 2: 34}, {1: 1, 2: 1}, {2: 1}):
             paged.step(chunks, qkv, size**-0.5, window, out)
         assert torch.equal(out, whole), splits
 
 
 def test_attention_does_not_depend_on_neighbouring_sequences() -> None:
     q, k, v = make(LENGTHS, 16, 2, 1)
-    whole = KERNELS.packed_attention(q, k, v, bounds_of(LENGTHS), 130, 0.2, None)
-    alone = KERNELS.packed_attention(q[1:41], k[1:41], v[1:41], bounds_of([40]), 40, 0.2, None)
-    assert torch.equal(alone, whole[1:41])
+    whole = KERNELS.packed_attention(q, k, v, bounds_of(LENGTHS), 100, 0.2, None)
+    alone = KERNELS.packed_attention(q[1:13], k[1:13], v[1:13], bounds_of([12]), 12, 0.2, None)
+    assert torch.equal(alone, whole[1:13])
 
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])
@@ -178,7 +178,7 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(which: str) -> N
 
 
 def test_blocks_behind_the_window_are_never_read() -> None:
-    length, window = 100, 20
+    length, window = 75, 20
     qkv = make([length], 16, 2, 1)
     expected = KERNELS.packed_attention(*qkv, bounds_of([length]), length, 0.25, window)
     for splits in (True, False):
@@ -190,7 +190,7 @@ def test_blocks_behind_the_window_are_never_read() -> None:
         assert torch.equal(out[-1], expected[-1])
 
 
-@pytest.mark.parametrize("size", [6, 24, 32])
+@pytest.mark.parametrize("size", [6, 24])
 def test_rope_is_the_references_and_gives_a_token_the_same_bits_in_any_batch(size: int) -> None:
     table, q_norm, k_norm = torch.randn(40, size), torch.rand(size), torch.rand(size)
     qkv, positions = torch.randn(40, 5 * size), torch.arange(40)
@@ -233,8 +233,6 @@ def _last(scales: Tensor | None) -> Tensor | None:
 
 
 def _attend_over(cache: KVLayer, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
-    from tandem.kernels import PagedBatch
-
     rounded = (KERNELS.round_kv(k, dtype), KERNELS.round_kv(v, dtype))
     expected = KERNELS.packed_attention(q, *rounded, bounds_of([37]), 37, 0.25, None)
     batch = PagedBatch(
@@ -254,17 +252,15 @@ SETTINGS = {  # temperature, top_k, top_p, min_p
 def test_sampling_draws_what_the_reference_draws_in_float64() -> None:
     rows = len(SETTINGS)
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*SETTINGS.values(), strict=True))
-    for seed in range(2):
-        torch.manual_seed(seed)
-        logits, uniform = torch.randn(rows, 67) * 2, torch.rand(rows, dtype=torch.float64)
-        # Equals at every border, and tokens that a rule has banned.
-        logits = (logits * 2).round() / 2
-        logits[:, 11] = -math.inf
-        found = KERNELS.sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
-        expected = TRUTH.sample_rows(logits.double(), temperature, top_k, top_p, min_p, uniform)
-        assert torch.equal(found.tokens, expected.tokens)
-        assert (found.sampling - expected.sampling).abs().max() < 1e-5
-        assert torch.equal(found.raw, KERNELS.logits_logprobs(logits, found.tokens))
+    logits, uniform = torch.randn(rows, 67) * 2, torch.rand(rows, dtype=torch.float64)
+    # Equals at every border, and tokens that a rule has banned.
+    logits = (logits * 2).round() / 2
+    logits[:, 11] = -math.inf
+    found = KERNELS.sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
+    expected = TRUTH.sample_rows(logits.double(), temperature, top_k, top_p, min_p, uniform)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert (found.sampling - expected.sampling).abs().max() < 1e-5
+    assert torch.equal(found.raw, KERNELS.logits_logprobs(logits, found.tokens))
 
 
 def test_sampling_gives_a_row_the_same_token_and_bits_in_any_batch() -> None:
@@ -289,7 +285,7 @@ def test_bf16_is_near_float64_and_keeps_its_bits() -> None:
 
 
 def test_a_wrong_call_raises_before_anything_runs() -> None:
-    with pytest.raises(ValueError, match="linear x"):
+    with pytest.raises(ValueError, match="linear weight"):
         KERNELS.linear(torch.randn(3, 5), torch.randn(4, 6), None)
     with pytest.raises(ValueError, match="multiple"):
         KERNELS.packed_attention(*make([4], 16, 3, 2), bounds_of([4]), 4, 0.25, None)

@@ -42,7 +42,7 @@ def tiles_for(dtype: torch.dtype) -> Tiles:
     too, which waits for memory however many rows it fills up."""
     if dtype in (torch.bfloat16, torch.float16):
         return Tiles(64, 64, 256, _HALF)
-    return Tiles(32, 32, 256, _FULL, attention_stages=1)
+    return Tiles(32, 32, 256, _FULL, attention_warps=8, attention_stages=1)
 
 
 def linear_tile(tiles: tuple[LinearTile, ...], rows: int, columns: int, processors: int) -> LinearTile:

@@ -26,9 +26,10 @@ def _load_keys(k, scales, table, at, read, head, d, start_row, kv_heads, PAGED: 
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
             wide = decode_fp8(found) if CODES == 2 else found.to(tl.float32)
             found = wide * scale[None, :]
-        return found
-    offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
-    return tl.load(k + offset[None, :] + d[:, None], mask=mask, other=0)
+    else:
+        offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
+        found = tl.load(k + offset[None, :] + d[:, None], mask=mask, other=0)
+    return found
 
 
 @triton.jit
@@ -43,9 +44,10 @@ def _load_values(v, scales, table, at, read, head, d, start_row, kv_heads, PAGED
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
             wide = decode_fp8(found) if CODES == 2 else found.to(tl.float32)
             found = wide * scale[:, None]
-        return found
-    offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
-    return tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+    else:
+        offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
+        found = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+    return found
 
 
 @triton.jit

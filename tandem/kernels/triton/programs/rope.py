@@ -9,7 +9,7 @@ from tandem.kernels.triton.programs.common import encode_fp8, encode_int8
 @triton.jit
 def _coded(first, second, is_inner, CODES: tl.constexpr):
     """Codes of 8 bits for rows whose halves are ``first`` and ``second``, and the scale of each row (see ``kv_dtype``)."""
-    most = 127.0 if CODES == 1 else 448.0
+    most: tl.constexpr = 127.0 if CODES == 1 else 448.0
     finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
     is_whole = tl.min(tl.where(finite | ~is_inner, 1, 0), 1) > 0
     largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
@@ -20,8 +20,12 @@ def _coded(first, second, is_inner, CODES: tl.constexpr):
     b = tl.where(usable, tl.div_rn(second, wide), 0.0)
     scale = tl.where(is_whole, scale, float("nan"))
     if CODES == 1:
-        return encode_int8(a), encode_int8(b), scale
-    return encode_fp8(a), encode_fp8(b), scale
+        first_codes = encode_int8(a)
+        second_codes = encode_int8(b)
+    else:
+        first_codes = encode_fp8(a)
+        second_codes = encode_fp8(b)
+    return first_codes, second_codes, scale
 
 
 @triton.jit
