@@ -47,6 +47,7 @@ class RankSettings:
     size: int
     deterministic: bool
     deadline_s: float
+    quantization: str | None = None
 
     def device_of(self, rank: int) -> torch.device:
         """CPUs are shared; each rank has a GPU of its own."""
@@ -60,7 +61,7 @@ class RankSettings:
         """This rank's part of the model."""
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
-            deterministic=self.deterministic,
+            quantization=self.quantization, deterministic=self.deterministic,
         )
 
 
