@@ -81,6 +81,7 @@ class LLM:
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         check_kv_cache_dtype(kv_cache_dtype)
         torch_dtype = _dtype(dtype)
+        _check_device(device)
         guessing = None if speculative is None else speculative_settings(speculative)
         self._held: HeldModel | None = None
         if is_remote(model):
@@ -330,6 +331,17 @@ def _check_ranks(shapes: ModelShapes, size: int, deterministic: bool, deadline_s
         Cut(0, size, deterministic).check(shapes)
     except ValueError as error:
         raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except RuntimeError:
+        raise UserError(f"engine device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'") from None
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"engine device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise UserError(f"engine device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices, use one of them or 'cpu'")
 
 
 def _show(done: int, asked: int) -> None:

@@ -267,3 +267,12 @@ def test_an_unknown_switch_is_refused(make_llm: Callable[..., LLM], wrong: dict[
 def test_overlap_with_speculation_is_refused(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(UserError, match="speculation needs each token"):
         make_llm(overlap="on", speculative={"method": "ngram"})
+
+
+@pytest.mark.parametrize(
+    ("device", "wrong"),
+    [("cuda:99", "this machine has . CUDA devices, use one of them or 'cpu'"), ("gpu", "must be 'cpu', 'cuda'"), ("meta", "must be 'cpu', 'cuda'")],
+)
+def test_a_device_that_is_not_there_is_refused(make_llm: Callable[..., LLM], device: str, wrong: str) -> None:
+    with pytest.raises(UserError, match=f"engine device is '{device}'; .*{wrong}"):
+        make_llm(device=device)
