@@ -77,7 +77,8 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         model=folder, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_tokens=options.kv_cache_tokens,
         enable_prefix_caching=not options.no_prefix_caching, tensor_parallel_size=options.tensor_parallel,
-        overlap=options.overlap, cuda_graphs=options.cuda_graphs, quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype, swap_tokens=options.swap_tokens,
+        overlap=options.overlap, cuda_graphs=options.cuda_graphs,
+        quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype, swap_tokens=options.swap_tokens,
         speculative=None if options.speculative_config is None else _object(options.speculative_config),
         enable_lora=options.enable_lora or bool(adapters), max_loras=options.max_loras or max(1, len(adapters)), max_lora_rank=options.max_lora_rank,
     )  # fmt: skip

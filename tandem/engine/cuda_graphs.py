@@ -1,7 +1,7 @@
 """Decoding steps as CUDA graphs: hundreds of launches become one.
 
 A graph is made for a *bucket*, a number of rows and of block-table columns, the second time that a step needs it: the first time the step
-runs as it is, and its kernels are compiled and its tiles are chosen. Smaller batches are filled up with the padding row.
+runs in the bucket's shapes as it is, and its kernels are compiled and loaded. Smaller batches are filled up with the padding row.
 """
 
 import logging
@@ -51,8 +51,8 @@ class DecodeGraphs:
         self._weights = weights
         self._capture = capture or _CudaCapture(device)
         self._seen: tuple[object, ...] = ()
-        self._warm: set[Bucket] = set()
-        self._graphs: dict[Bucket, tuple[Tensor, Replay]] = {}
+        self._static: dict[Bucket, Tensor] = {}
+        self._graphs: dict[Bucket, Replay] = {}
         self._is_off = False
 
     @property
@@ -63,7 +63,7 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Give back all graphs and their memory."""
         self._graphs.clear()
-        self._warm.clear()
+        self._static.clear()
 
     def run(self, index: Tensor, columns: int) -> SampledRows:
         """One step of the rows ``index[R]``; what it draws is overwritten by the next."""
@@ -71,27 +71,29 @@ class DecodeGraphs:
         if len(weights) != len(self._seen) or any(new is not old for new, old in zip(weights, self._seen, strict=True)):
             self.forget()
             self._seen = weights
+        if self._is_off:
+            return self._step(index, columns)
         bucket = bucket_of(len(index), columns, self._most.rows, self._most.columns)
-        if self._is_off or bucket not in self._warm:
-            self._warm.add(bucket)
-            return self._step(index, bucket.columns)
-        if bucket not in self._graphs and not self._make(bucket):
-            return self._step(index, bucket.columns)
-        static, replay = self._graphs[bucket]
+        if bucket not in self._static:
+            self._static[bucket] = torch.full((bucket.rows,), self._padding, dtype=torch.int64, device=self._device)
+        elif bucket not in self._graphs:
+            self._make(bucket)
+        if self._is_off:
+            return self._step(index, columns)
+        static = self._static[bucket]
         static[: len(index)].copy_(index)
         static[len(index) :].fill_(self._padding)
-        drawn = replay()
+        drawn = self._graphs[bucket]() if bucket in self._graphs else self._step(static, bucket.columns)
         return SampledRows(*(values[: len(index)] for values in drawn))
 
-    def _make(self, bucket: Bucket) -> bool:
-        static = torch.full((bucket.rows,), self._padding, dtype=torch.int64, device=self._device)
+    def _make(self, bucket: Bucket) -> None:
+        static = self._static[bucket]
         try:
-            self._graphs[bucket] = static, self._capture(lambda: self._step(static, bucket.columns))
+            self._graphs[bucket] = self._capture(lambda: self._step(static, bucket.columns))
         except RuntimeError as error:
             _LOG.warning("cuda_graphs: a decoding step cannot be captured (%s); going on without graphs", str(error).splitlines()[0])
             self.forget()
             self._is_off = True
-        return not self._is_off
 
 
 class _CudaCapture:

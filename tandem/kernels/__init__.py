@@ -41,14 +41,24 @@ __all__ = [
 
 
 def select(
-    choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", deterministic: bool = True
+    choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", deterministic: bool = True,
+    attention: str | None = None,
 ) -> Kernels:
     """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 on a CPU where they can be built, and Triton's on a CUDA device
     where they are installed (and says in the log why not otherwise), else the reference. ``deterministic``: keep the law of ``api``, which
-    only Triton's can do without. Raises ``UserError`` where ``cpu`` or ``triton`` is asked for and cannot be had."""
+    only Triton's can do without. ``attention``: packed attention of another package (``attention_backends``). Raises ``UserError`` where
+    ``cpu``, ``triton`` or ``attention`` is asked for and cannot be had."""
+    found = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
+    if attention is None:
+        return found
+    from tandem.kernels.attention_backends import with_attention
+
+    return with_attention(found, attention, dtype, torch.device(device), deterministic)
+
+
+def _select(choice: KernelChoice, dtype: torch.dtype, on_gpu: bool, deterministic: bool) -> Kernels:
     from tandem.kernels import reference
 
-    on_gpu = torch.device(device).type == "cuda"
     if choice == "triton" or (choice == "auto" and on_gpu and dtype != torch.float64):
         from tandem.kernels import triton
 

@@ -100,7 +100,8 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     heads, norm = (8, 2, size), torch.zeros(size, dtype=dtype)
     q, k, v = kernels.rope(qkv, positions, table, heads, norm, norm, 1e-6)
     starts = torch.tensor([0, 64], dtype=torch.int32)
-    kernels.packed_attention(q, k, v, starts, 64, 0.1, None)
+    kernels.packed_attention(q.requires_grad_(), k, v, starts, 64, 0.1, None).sum().backward()
+    q = q.detach()
     for stored in (dtype, torch.int8, torch.float8_e4m3fn):
         (cache,) = empty_cache((64, 2, size), 1, stored, device)
         kernels.rope_to_cache(qkv, positions, table, heads, norm, norm, 1e-6, cache, positions)

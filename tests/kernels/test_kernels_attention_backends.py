@@ -52,7 +52,8 @@ def test_a_backend_that_is_asked_for_computes_packed_attention(kernels: Kernels,
 def test_a_backend_with_other_bits_is_refused_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, torch_attention)
     with pytest.raises(UserError, match=r"'flash_attention_3' is refused in deterministic mode: .*; leave it out, or set deterministic to False"):
-        with_attention(kernels, "flash_attention_3", torch.float32, CPU, deterministic=True)
+        select(kernels.name, attention="flash_attention_3")  # type: ignore[arg-type]
+    assert select(kernels.name, attention="flash_attention_3", deterministic=False).name == kernels.name  # type: ignore[arg-type]
 
 
 def test_a_backend_with_our_bits_is_taken_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,22 @@ def _numbers() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(3, 1, None), (2, 2, 9)])
+def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int, kv_heads: int, window: int | None) -> None:
+    lengths, grads = [1, 75, 20], []
+    qkv, weights = make(lengths, 24, heads, kv_heads), torch.randn(96, heads, 24)
+    for attend, dtype in (
+        (lambda q, k, v: KERNELS.packed_attention(q, k, v, bounds_of(lengths), 75, 0.2, window), torch.float32),
+        (lambda q, k, v: exact(q, k, v, bounds_of(lengths), 0.2, window), torch.float64),
+    ):
+        given = [x.detach().to(dtype, copy=True).requires_grad_() for x in qkv]
+        (attend(*given) * weights).sum().backward()
+        grads.append([x.grad for x in given])
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours is not None and theirs is not None
+        assert error(ours, theirs) < 1e-6
+
+
 CASES = [(24, 3, 1, 20), (80, 4, 2, None)]
 LENGTHS = [1, 12, 100]
 

@@ -8,21 +8,23 @@ from tandem.kernels.triton.launch import IS_INTERPRETED, UNFUSED, check, dense, 
 from tandem.kernels.triton.programs import attention as programs
 from tandem.kernels.triton.tiles import Tiles
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_PARTIAL = 1 << 28
 """Bytes of partial results that splitting may take."""
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles) -> Tensor:
-    """See ``Kernels.packed_attention``."""
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles, log_total: Tensor | None = None
+) -> Tensor:
+    """See ``Kernels.packed_attention``. ``log_total[T, Hq]`` fp32, where given, takes the logarithms to base 2 of the sums of weights."""
     tokens, _, size = q.shape
     check("attention q", q, None, None, size)
     check("attention k", k, tokens, None, size)
     check("attention v", v, *k.shape)
     k, v = dense(k), dense(v)
     starts = cu_seqlens.to(q.device)
-    return _launch(q, k, v, None, None, starts, starts, starts, k.shape[1], scale, window, tiles, None)
+    return _launch(q, k, v, None, None, starts, starts, starts, k.shape[1], scale, window, tiles, None, log_total=log_total)
 
 
 def paged(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, tiles: Tiles, splits: bool | None) -> Tensor:
@@ -46,6 +48,7 @@ def paged(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: in
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, starts: Tensor, lengths: Tensor, tables: Tensor,
     kv_heads: int, scale: float, window: int | None, tiles: Tiles, splits: int | None, codes: int = 0,
+    log_total: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``splits``: ``None`` for packed keys; paged, 0 for one program over all of them, else how many at most."""
     q = dense(q)
@@ -68,8 +71,9 @@ def _launch(
     grid = (_places(sequences, tokens, group, tiles), kv_heads, splits or 1)
     programs.attention[grid](
         q, k, v, k if k_scales is None else k_scales, v if v_scales is None else v_scales, tables, starts, lengths, out,
-        partial, partial_largest, partial_total, sequences, 0 if splits is None else tables.shape[1], query_heads, kv_heads,
-        scale * _LOG2_E, splits or 0,
+        out if log_total is None else log_total, partial, partial_largest, partial_total,
+        sequences, 0 if splits is None else tables.shape[1], query_heads, kv_heads,
+        scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None,
         GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=splits is not None,
         CODES=codes, D=size, BLOCK_M=rows, BLOCK_N=tiles.attention_keys, BLOCK_D=block_d, WIDEN=IS_INTERPRETED,
         num_warps=tiles.attention_warps, num_stages=tiles.attention_stages, **UNFUSED,

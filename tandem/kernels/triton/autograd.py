@@ -1,5 +1,5 @@
-"""Gradients. The forward pass is this room's; the backward pass is torch's, of the same formula in the reference kernels, computed again from
-the inputs, since only the forward pass has bits to keep."""
+"""Gradients. The forward pass is this room's, and so is the backward pass of attention; the others' is torch's, of the same formula in the reference
+kernels, computed again from the inputs, since only the forward pass has bits to keep."""
 
 import itertools
 from collections.abc import Callable
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.kernels.triton import attention, attention_backward
 from tandem.kernels.triton import rows as row_calls
+from tandem.kernels.triton.tiles import Tiles
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -84,6 +86,22 @@ class GroupedLinear(torch.autograd.Function):
             if end > start and grad_weight is not None:
                 grad_weight[g] = grad[rows].t() @ x[rows]
         return grad_x, grad_weight, None, None
+
+
+class PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles
+    ) -> Tensor:
+        log_total = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total)
+        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens)
+        ctx.settings = scale, window, tiles
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *attention_backward.packed(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 
 class TokenLogprobs(torch.autograd.Function):

@@ -153,11 +153,9 @@ class TritonKernels:
     ) -> Tensor:
         if q.dtype not in DTYPES:
             return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window)
-        out: Tensor = through_reference(
-            lambda q, k, v: attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype]),
-            lambda q, k, v: self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window), q, k, v,
-        )  # fmt: skip
-        return out
+        if wants_grad(q, k, v):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])  # type: ignore[no-any-return]
+        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])
 
     def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
         if q.dtype not in DTYPES:

@@ -20,13 +20,15 @@ class LinearTile(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """``attention_rows`` x ``attention_keys``: a tile of scores. ``split``: absolute positions that are summed from zero. ``linear``: the smallest
-    tile first; all of them must give an output the same bits. ``vocabulary``: ids a block of a row of logits."""
+    tile first; all of them must give an output the same bits. ``vocabulary``: ids a block of a row of logits.
+    ``backward``: rows and keys of a tile of attention's gradients."""
 
     attention_rows: int
     attention_keys: int
     split: int
     linear: tuple[LinearTile, ...]
     vocabulary: int = 2048
+    backward: int = 32
     attention_warps: int = 4
     attention_stages: int = 2
 
@@ -41,7 +43,7 @@ def tiles_for(dtype: torch.dtype) -> Tiles:
     """For numbers of ``dtype``. Tiles of 64 rows and more in 16 bits are multiplied by the same instruction, whose k is 16: the decoding of one row
     too, which waits for memory however many rows it fills up."""
     if dtype in (torch.bfloat16, torch.float16):
-        return Tiles(64, 64, 256, _HALF)
+        return Tiles(64, 64, 256, _HALF, backward=64)
     return Tiles(32, 32, 256, _FULL, attention_warps=8, attention_stages=1)
 
 

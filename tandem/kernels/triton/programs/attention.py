@@ -102,8 +102,8 @@ def _merge(largest, total, acc, split_largest, split_total, split_acc):
 
 @triton.jit
 def attention(
-    q, k, v, k_scales, v_scales, tables, starts, lengths, out, partial, partial_largest, partial_total, sequences, table_width,
-    query_heads, kv_heads, scale_log2, splits,
+    q, k, v, k_scales, v_scales, tables, starts, lengths, out, log_total, partial, partial_largest, partial_total, sequences, table_width,
+    query_heads, kv_heads, scale_log2, splits, KEEPS_TOTAL: tl.constexpr,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
     PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -112,7 +112,8 @@ def attention(
 
     Grid: (tiles, key-value heads, splits or 1). ``starts[S + 1]``: where sequences start in ``q[T, Hq, D]``. Paged, ``lengths[S]`` are their
     tokens in the cache, the new ones at the end; packed, they are those of q. ``IS_SPLIT``: this program's split alone goes to ``partial[T, Hq,
-    splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; else all of them, in order, to ``out[T, Hq, D]``."""
+    splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; else all of them, in order, to ``out[T, Hq, D]``, and with
+    ``KEEPS_TOTAL`` the logarithm to base 2 of the sum of weights to ``log_total[T, Hq]``."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
     place = tl.program_id(0)
     head = tl.program_id(1)
@@ -164,6 +165,8 @@ def attention(
             largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
         result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
         tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+        if KEEPS_TOTAL:
+            tl.store(log_total + at, largest + tl.log2(total), mask=is_row)
 
 
 @triton.jit
