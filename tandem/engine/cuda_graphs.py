@@ -106,7 +106,8 @@ class _CudaCapture:
     def __call__(self, step: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of a server may go on with the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             drawn = step()
         self._pool = self._pool or graph.pool()
 

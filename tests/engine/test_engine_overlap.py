@@ -112,6 +112,8 @@ def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callab
     graphs = with_graphs(llm)
     assert generate(llm) == expected
     assert generate(llm) == expected
+    rows = overlap_of(llm)._rows
+    assert int(rows.length[rows.padding]) == 1
     # Five rows and three are no bucket: both were filled up.
     assert {bucket.rows for bucket in graphs.buckets} <= {1, 2, 4, 6}
     assert graphs.buckets
