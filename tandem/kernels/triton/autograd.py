@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.triton import attention, attention_backward
-from tandem.kernels.triton import rows as row_calls
+from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.tiles import Tiles
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -115,7 +115,7 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature, ctx.multiply, ctx.rows_at_once = temperature, multiply, rows_at_once
         parts = [
-            row_calls.logprobs(multiply(x, weight, None), y, temperature, block)
+            logit_calls.logprobs(multiply(x, weight, None), y, temperature, block)
             for x, y in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True)
         ]
         raw, scaled, entropy = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -18,6 +18,7 @@ from tandem.kernels.quantized import (
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton import attention, autograd, rope, rows
 from tandem.kernels.triton import linear as products
+from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.autograd import through_reference, wants_grad
 from tandem.kernels.triton.launch import DTYPES, IS_INTERPRETED
 from tandem.kernels.triton.tiles import INTERPRETED, Tiles, tiles_for
@@ -182,11 +183,11 @@ class TritonKernels:
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         if logits.dtype not in DTYPES:
             return self._reference.logits_logprobs(logits, targets)
-        return rows.logprobs(logits, targets, None, self._tiles[logits.dtype].vocabulary).raw
+        return logit_calls.logprobs(logits, targets, None, self._tiles[logits.dtype].vocabulary).raw
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
         if logits.dtype not in DTYPES:
             return self._reference.sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
-        return rows.sample(logits, temperature, top_k, top_p, min_p, uniform, self._tiles[logits.dtype].vocabulary)
+        return logit_calls.sample(logits, temperature, top_k, top_p, min_p, uniform, self._tiles[logits.dtype].vocabulary)
