@@ -14,8 +14,6 @@ from tandem.engine.answers import Answer, completion_of, finish_of, is_hidden_st
 from tandem.engine.block_allocator import BlockAllocator
 from tandem.engine.block_copies import host_pool
 from tandem.engine.costs import preemption_costs
-from tandem.engine.cuda_graphs import Bucket, DecodeGraphs
-from tandem.engine.device_rows import DeviceRows
 from tandem.engine.draft_length import DraftLength
 from tandem.engine.draft_model import DraftModel
 from tandem.engine.figures import EngineFigures, Meter
@@ -25,7 +23,7 @@ from tandem.engine.lifecycle import State, Transition, move
 from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput, RequestTimes
-from tandem.engine.overlap import Flight, Overlap
+from tandem.engine.overlap import Flight, make_overlap, overlaps_steps
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.proposers import draft_cache, make_proposer, new_draft
@@ -97,7 +95,7 @@ class Engine:
         if ranks is not None:
             sizes_of_pools = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
             ranks.run("allocate", sizes_of_pools, lambda: None)
-        overlaps = _overlaps(settings, embedding.device, ranks, speculative)
+        overlaps = overlaps_steps(settings, embedding.device, ranks is not None, speculative is not None)
         # One block more than is handed out, for rows that only fill up a batch.
         sizes = (settings.num_blocks + overlaps, decoder.local.num_kv_heads, shapes.head_dim)
         kv_dtype = stored_dtype(settings.kv_cache_dtype, embedding.dtype)
@@ -106,7 +104,7 @@ class Engine:
         self._speculative = speculative
         host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
         self._runner = Runner(decoder, caches, self._table, self._adapters, ranks, host, proposer)
-        self._overlap = self._make_overlap() if overlaps else None
+        self._overlap = make_overlap(self._runner, settings) if overlaps else None
         self._flight: Flight | None = None
         self._attended: set[str] = set()
         self._meter = Meter()
@@ -626,21 +624,3 @@ class Engine:
         open_sequences = {sequence for answer in self._answers.values() for sequence in answer.open}
         found = sequences_of(self._state)
         assert len(found) == len(set(found)) and set(found) == open_sequences, "a sequence is nowhere, or in two places"
-
-    def _make_overlap(self) -> Overlap:
-        runner, table, decoder = self._runner, self._table, self._decoder
-        device = decoder.embed_tokens.device
-        rows = DeviceRows(table, device, scratch=self.settings.num_blocks)
-        overlap = Overlap(runner, rows)
-        if device.type == "cuda" and self.settings.cuda_graphs == "auto":
-            most = Bucket(self.settings.max_num_seqs, table.block_tables.shape[1])
-            overlap.graphs = DecodeGraphs(overlap.decode, rows.padding, most, device, lambda: (*decoder.packed, runner.caches))
-        return overlap
-
-
-def _overlaps(settings: EngineSettings, device: torch.device, ranks: Ranks | None, speculative: SpeculativeSettings | None) -> bool:
-    """Whether steps are launched ahead. Raises ``UserError`` where that is asked for and cannot be."""
-    why = "speculation needs each token before the next step" if speculative is not None else "other ranks follow each step" if ranks is not None else ""
-    if settings.overlap == "on" and why:
-        raise UserError(f"engine overlap is 'on' and {why}; set it to 'auto' or 'off'")
-    return settings.overlap == "on" or (settings.overlap == "auto" and device.type == "cuda" and not why)

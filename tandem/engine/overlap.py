@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from tandem.engine.block_copies import Moves, apply_moves
-from tandem.engine.cuda_graphs import DecodeGraphs
+from tandem.engine.cuda_graphs import Bucket, DecodeGraphs, Replay
 from tandem.engine.device_rows import DeviceRows, to_device
 from tandem.engine.flat_batch import add_chunks, decode_batch
 from tandem.engine.request import Sequence
 from tandem.engine.row_table import Selection
 from tandem.engine.runner import Runner
 from tandem.engine.scheduler import Chunk, Decision
+from tandem.engine.settings import EngineSettings
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch, SampledRows
 from tandem.model.attention import PagedContext
+from tandem.types import UserError
 
 
 @dataclass(slots=True)
@@ -41,8 +43,8 @@ class Overlap:
     ``graphs``, where given, replays steps in which everybody decodes."""
 
     def __init__(self, runner: Runner, rows: DeviceRows, graphs: DecodeGraphs | None = None) -> None:
-        self._runner = runner
-        self._rows = rows
+        self.runner = runner
+        self.rows = rows
         self.graphs = graphs
         self._is_current = False
         self._index: tuple[Selection | None, Tensor] = (None, torch.empty(0, dtype=torch.int64))
@@ -54,7 +56,7 @@ class Overlap:
     @torch.inference_mode()
     def launch(self, decision: Decision, decoding: Mapping[int, Sequence]) -> Flight:
         """Start one step; ``decoding``: whose the rows are."""
-        runner, rows = self._runner, self._rows
+        runner, rows = self.runner, self.rows
         apply_moves(runner.caches, runner.host, Moves(decision.swap_outs, decision.swap_ins, decision.copies))
         if decision.changes:
             runner.table.change_blocks(decision.changes)
@@ -91,23 +93,23 @@ class Overlap:
         if len(held) < len(selection.rows):
             if not held:
                 return
-            selection = self._runner.table.narrow(selection, held)
+            selection = self.runner.table.narrow(selection, held)
             places = torch.tensor(held)
             drawn = SampledRows(*(values.index_select(0, places) for values in drawn))
-        self._runner.take_down(selection, drawn, ended, stopped)
+        self.runner.take_down(selection, drawn, ended, stopped)
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
         """A step in which each of the rows ``index[R]`` feeds one token. Asks the host nothing: this is what a graph holds."""
-        decoder, rows = self._runner.decoder, self._rows
+        decoder, rows = self.runner.decoder, self.rows
         tokens, positions, batch = rows.next_tokens(index, width)
-        hidden = decoder(tokens, positions, PagedContext(batch, self._runner.caches))
+        hidden = decoder(tokens, positions, PagedContext(batch, self.runner.caches))
         return rows.draw(decoder.kernels, index, decoder.logits(hidden))
 
     def _mixed(self, chunks: tuple[Chunk, ...], index: Tensor, width: int) -> Tensor | None:
         """The logits of the rows ``index``, which feed a token each, and of those that ``chunks`` end with; ``None`` where there are neither."""
-        runner, device = self._runner, index.device
+        runner, device = self.runner, index.device
         added = add_chunks(decode_batch(runner.table, torch.empty(0, dtype=torch.int64)), chunks)
-        tokens, positions, fed = self._rows.next_tokens(index, max(width, added.paged.block_tables.shape[1]))
+        tokens, positions, fed = self.rows.next_tokens(index, max(width, added.paged.block_tables.shape[1]))
         count, own = len(index), added.paged
         tables = torch.nn.functional.pad(own.block_tables, (0, fed.block_tables.shape[1] - own.block_tables.shape[1]))
         batch = PagedBatch(
@@ -130,15 +132,39 @@ class Overlap:
 
     def _index_of(self, selection: Selection) -> Tensor:
         if self._index[0] is not selection:
-            self._index = selection, to_device(selection.index, self._rows.length.device)
+            self._index = selection, to_device(selection.index, self.rows.length.device)
         return self._index[1]
 
     def _width(self, decision: Decision) -> int:
         """Columns of block tables that cover every row that decodes; the host may know one token less of a row than it has."""
         if not decision.decode:
             return 1
-        longest = int(self._runner.table.length[list(decision.decode)].max()) + 1
-        return min((longest - 1) // BLOCK_TOKENS + 1, self._rows.block_tables.shape[1])
+        longest = int(self.runner.table.length[list(decision.decode)].max()) + 1
+        return min((longest - 1) // BLOCK_TOKENS + 1, self.rows.block_tables.shape[1])
+
+
+def overlaps_steps(settings: EngineSettings, device: torch.device, has_ranks: bool, has_speculation: bool) -> bool:
+    """Whether an engine launches steps ahead. Raises ``UserError`` where that is asked for and cannot be."""
+    why = "speculation needs each token before the next step" if has_speculation else "other ranks follow each step" if has_ranks else ""
+    if settings.overlap == "on" and why:
+        raise UserError(f"engine overlap is 'on' and {why}; set it to 'auto' or 'off'")
+    return settings.overlap == "on" or (settings.overlap == "auto" and device.type == "cuda" and not why)
+
+
+def make_overlap(runner: Runner, settings: EngineSettings) -> Overlap:
+    """For an engine whose caches have a block more than ``settings.num_blocks``."""
+    rows = DeviceRows(runner.table, runner.device, scratch=settings.num_blocks)
+    overlap = Overlap(runner, rows)
+    if runner.device.type == "cuda" and settings.cuda_graphs == "auto":
+        overlap.graphs = decode_graphs(overlap, settings)
+    return overlap
+
+
+def decode_graphs(overlap: Overlap, settings: EngineSettings, capture: Callable[[Replay], Replay] | None = None) -> DecodeGraphs:
+    """Graphs of the decoding steps of ``overlap``. ``capture``: as ``DecodeGraphs`` has it."""
+    runner, rows = overlap.runner, overlap.rows
+    most = Bucket(settings.max_num_seqs, rows.block_tables.shape[1])
+    return DecodeGraphs(overlap.decode, rows.padding, most, runner.device, lambda: (*runner.decoder.packed, runner.caches), capture)
 
 
 def _to_host(drawn: SampledRows) -> tuple[SampledRows, torch.cuda.Event | None]:

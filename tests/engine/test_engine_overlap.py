@@ -11,7 +11,7 @@ from tandem.engine.cuda_graphs import Bucket, DecodeGraphs, Replay, bucket_of
 from tandem.engine.lifecycle import Transition
 from tandem.engine.llm import LLM
 from tandem.engine.outputs import CompletionOutput
-from tandem.engine.overlap import Overlap
+from tandem.engine.overlap import Overlap, decode_graphs
 from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
 from tandem.model.huggingface import read_tensors
 from tandem.types import RunError, UserError, WeightVersion
@@ -56,10 +56,8 @@ def overlap_of(llm: LLM) -> Overlap:
 
 def with_graphs(llm: LLM) -> DecodeGraphs:
     """Give ``llm`` graphs, whose replay on a CPU is the step itself over the graph's tensors."""
-    engine, overlap = llm.engine, overlap_of(llm)
-    most = Bucket(engine.settings.max_num_seqs, overlap._rows.block_tables.shape[1])
-    weights = lambda: (*engine._decoder.packed, engine._runner.caches)
-    overlap.graphs = DecodeGraphs(overlap.decode, overlap._rows.padding, most, engine._runner.device, weights, captured)
+    overlap = overlap_of(llm)
+    overlap.graphs = decode_graphs(overlap, llm.engine.settings, captured)
     return overlap.graphs
 
 
@@ -112,7 +110,7 @@ def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callab
     graphs = with_graphs(llm)
     assert generate(llm) == expected
     assert generate(llm) == expected
-    rows = overlap_of(llm)._rows
+    rows = overlap_of(llm).rows
     assert int(rows.length[rows.padding]) == 1
     # Five rows and three are no bucket: both were filled up.
     assert {bucket.rows for bucket in graphs.buckets} <= {1, 2, 4, 6}

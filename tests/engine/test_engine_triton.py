@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.cuda_graphs import Bucket, DecodeGraphs
 from tandem.engine.llm import LLM
+from tandem.engine.overlap import decode_graphs
 from tandem.engine.sampling_params import SamplingParams
 from tandem.kernels import Kernels, select
 from tandem.model.attention import PackedContext
@@ -47,10 +47,7 @@ def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_refe
     engine = llm.engine
     overlap = engine._overlap
     assert overlap is not None
-    columns = overlap._rows.block_tables.shape[1]
-    overlap.graphs = DecodeGraphs(
-        overlap.decode, overlap._rows.padding, Bucket(4, columns), torch.device("cpu"), lambda: (engine._runner.caches,), lambda step: step
-    )
+    overlap.graphs = decode_graphs(overlap, engine.settings, lambda step: step)
     answers = llm.generate(prompts, params, request_keys=[0, 1])
     expected = make_llm(architecture, kernels="reference").generate(prompts, params, request_keys=[0, 1])
     kernels = select("triton")

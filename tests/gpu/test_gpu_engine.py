@@ -92,7 +92,7 @@ def test_a_decoding_step_never_waits_for_the_device(folders: list[Path]) -> None
     overlap = llm.engine._overlap
     assert overlap is not None
     generate(llm)
-    index = torch.zeros(4, dtype=torch.int64) + overlap._rows.padding
+    index = torch.zeros(4, dtype=torch.int64) + overlap.rows.padding
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
