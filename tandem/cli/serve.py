@@ -7,12 +7,15 @@ are finished, then the server ends.
 examples:
   tandem serve runs/sort/model
   tandem serve runs/sort/model --port 8001 --served-model-name sort --instances 2
+  tandem serve models/qwen --lora-modules sql=adapters/sql --speculative-config '{"method": "ngram"}'
   tandem serve runs/sort/model --host 0.0.0.0 --api-key @key.txt --control-key @control.txt
 """
 
 import argparse
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 from tandem.types import UserError
 
@@ -35,6 +38,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization", help="round plain weights: int8, fp8, int4, bf16 or fp16 (+head: the output head too)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of keys and values: auto (the model's), bfloat16, int8 or fp8_e4m3")
+    parser.add_argument("--swap-tokens", type=int, default=0, help="keys and values that host memory holds of preempted sequences")
+    parser.add_argument("--speculative-config", metavar="JSON", help='guess tokens: \'{"method": "ngram"}\' or \'{"method": "draft", "model": FOLDER}\'')
+    parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, served as models of their own")
+    parser.add_argument("--enable-lora", action="store_true", help="take adapters, those of /v1/load_lora_adapter too")
+    parser.add_argument("--max-loras", type=int, help="adapters that an engine holds at once (default: those of --lora-modules)")
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of requests that bring none")
     parser.add_argument("--max-waiting", type=int, default=1024, help="requests beyond those that are computed; more get 429")
@@ -60,19 +70,39 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
     from tandem.serving.server import run_server
     from tandem.serving.settings import EngineArguments, ServerSettings
 
+    adapters = tuple(_module(given) for given in options.lora_modules)
     engine = EngineArguments(
         model=folder, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_tokens=options.kv_cache_tokens,
         enable_prefix_caching=not options.no_prefix_caching, tensor_parallel_size=options.tensor_parallel,
-        quantization=options.quantization,
+        quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype, swap_tokens=options.swap_tokens,
+        speculative=None if options.speculative_config is None else _object(options.speculative_config),
+        enable_lora=options.enable_lora or bool(adapters), max_loras=options.max_loras or max(1, len(adapters)), max_lora_rank=options.max_lora_rank,
     )  # fmt: skip
     settings = ServerSettings(
-        engine=engine, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
+        engine=engine, adapters=adapters, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
     )  # fmt: skip
     return run_server(settings)
+
+
+def _module(given: str) -> tuple[str, str]:
+    name, equals, folder = given.partition("=")
+    if not (name and equals and folder):
+        raise UserError(f"--lora-modules has '{given}'; give each adapter as NAME=FOLDER")
+    return name, folder
+
+
+def _object(given: str) -> dict[str, Any]:
+    try:
+        found = json.loads(given)
+    except ValueError as error:
+        raise UserError(f"--speculative-config is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"--speculative-config is {given}; it must be a JSON object")
+    return found
 
 
 def _key(given: str) -> str:

@@ -89,7 +89,7 @@ class LLM:
             model = self._held.path
         shapes = read_shapes(model)
         _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
-        check_quantization(model, quantization, tensor_parallel_size)
+        check_quantization(model, quantization, tensor_parallel_size, deterministic)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
@@ -118,7 +118,7 @@ class LLM:
             ranks = Ranks(
                 RankSettings(
                     str(model), kernels, str(torch_dtype).removeprefix("torch."), device, load_format, seed, tensor_parallel_size,
-                    deterministic, rank_deadline_s,
+                    deterministic, rank_deadline_s, quantization,
                 )
             )
             decoder = ranks.decoder

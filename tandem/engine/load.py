@@ -18,15 +18,16 @@ from tandem.types import UserError
 LoadFormat = Literal["auto", "dummy"]
 
 
-def check_quantization(model: str | Path, quantization: str | None, ranks: int) -> CheckpointFormat | None:
+def check_quantization(model: str | Path, quantization: str | None, ranks: int = 1, deterministic: bool = True) -> CheckpointFormat | None:
     """The format of a quantised folder, ``None`` for a plain one. Raises ``UserError`` for what cannot go together."""
     stored = read_format(model)
     if quantization is not None:
         scheme_named(quantization)
     if stored is not None and quantization is not None:
         raise UserError(f"'{model}' is quantised already ({stored.layout}); leave quantization out, or take the float checkpoint")
-    if (stored is not None or quantization is not None) and ranks > 1:
-        raise UserError("quantised weights are not cut over tensor-parallel ranks; use tensor_parallel_size 1")
+    if (stored is not None or quantization is not None) and ranks > 1 and not deterministic:
+        # A scale belongs to a row, or a part of it: a cut through the columns would give a rank others than one process has.
+        raise UserError("quantised weights are cut by rows only, which deterministic=False is not; leave it out or use tensor_parallel_size 1")
     return stored
 
 
@@ -38,11 +39,11 @@ def load_decoder(
     part. ``pack``: weights of a folder are packed for inference as they are read. ``quantization``: how plain matrices are
     rounded when the decoder is packed, now and after every update; a quantised folder says it itself."""
     chosen = select(kernels, dtype)
-    stored = check_quantization(model, quantization, 1 if group is None else group.cut.size)
+    stored = check_quantization(model, quantization) if group is None else check_quantization(model, quantization, group.cut.size, group.cut.deterministic)
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":
         if stored is not None:
-            return load_quantized(model, stored, chosen, dtype=dtype, device=device)
+            return load_quantized(model, stored, chosen, dtype=dtype, device=device, group=group)
         return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme)
     decoder = Decoder(read_shapes(model), chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)

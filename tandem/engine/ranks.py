@@ -47,6 +47,7 @@ class RankSettings:
     size: int
     deterministic: bool
     deadline_s: float
+    quantization: str | None = None
 
     def device_of(self, rank: int) -> torch.device:
         """CPUs are shared; each rank has a GPU of its own."""
@@ -59,7 +60,8 @@ class RankSettings:
     def load(self, group: RankGroup) -> Decoder:
         """This rank's part of the model."""
         return load_decoder(
-            self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group
+            self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
+            quantization=self.quantization,
         )
 
 

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from tandem.serving import control, generate, openai, probes
+from tandem.serving import adapters, control, generate, openai, probes
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.guard import Guard
 from tandem.serving.instance import InstanceDied
@@ -57,6 +57,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _defect)
     _inference(app, state)
     app.include_router(control.router(state))
+    app.include_router(adapters.router(state.adapters))
     app.include_router(probes.router(state))
     app.add_middleware(Guard, state=state)
     return app
@@ -78,7 +79,7 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [_model(state, name) for name in state.settings.names]}
+        return {"object": "list", "data": [_model(state, name) for name in (*state.settings.names, *state.adapters.names)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -100,9 +101,11 @@ def _inference(app: FastAPI, state: ServerState) -> None:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
+    adapter = state.adapters.get(name)
     return {
-        "id": name, "object": "model", "created": state.created, "owned_by": "tandem", "root": state.settings.engine.model,
-        "parent": None, "max_model_len": state.max_model_len,
+        "id": name, "object": "model", "created": state.created, "owned_by": "tandem",
+        "root": state.settings.engine.model if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.model_name, "max_model_len": state.max_model_len,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.engine.llm import LLM
+from tandem.engine.lora_request import LoRARequest
 from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.structured_outputs import StructuredOutputsParams
 from tandem.model.huggingface import read_tensors
@@ -43,7 +44,7 @@ class EngineLoop:
             "pause": self._pause, "resume": self._resume, "abort_requests": self._abort_requests, "sleep": self._sleep,
             "wake_up": self._wake_up, "reset_prefix_cache": self._reset_prefix_cache, "start_weight_update": self._start_weight_update,
             "update_weights": self._update_weights, "finish_weight_update": self._finish_weight_update,
-            "weight_info": self._weight_info, "weight_checker": self._weight_checker,
+            "weight_info": self._weight_info, "weight_checker": self._weight_checker, "add_lora": self._add_lora, "remove_lora": self._remove_lora,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -120,7 +121,8 @@ class EngineLoop:
     def _add(self, request: EngineRequest, params: SamplingParams) -> None:
         self._engine.add_request(
             request.id, request.prompt_token_ids, params, key=request.key, first_index=request.first_index,
-            priority=request.priority, cache_salt=request.cache_salt,
+            priority=request.priority, cache_salt=request.cache_salt, num_draft_tokens=request.num_draft_tokens,
+            lora_request=None if request.adapter is None else LoRARequest(*request.adapter),
         )  # fmt: skip
 
     def _abort(self, request_id: str) -> bool:
@@ -181,6 +183,19 @@ class EngineLoop:
 
     def _reset_prefix_cache(self) -> dict[str, Any]:
         self._engine.reset_prefix_cache()
+        return {}
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def _add_lora(self, adapter: list[Any]) -> dict[str, Any]:
+        return {"digest": self._engine.add_lora(LoRARequest(*adapter))}
+
+    def _remove_lora(self, adapter: str) -> dict[str, Any]:
+        if any(held.adapter is not None and held.adapter[0] == adapter for held, _ in self._held.values()):
+            raise UserError(f"adapter '{adapter}' is asked for by requests that wait for /resume; abort them first")
+        # An engine that was started again has not read it.
+        if adapter in self._engine.list_loras():
+            self._engine.remove_lora(adapter)
         return {}
 
     # -- weights -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from tandem.engine.outputs import CompletionOutput, RequestOutput
+from tandem.serving.adapters import adapter_meta
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.logprobs import by_token_id, prompt_logprobs
 from tandem.serving.messages import EngineRequest
@@ -22,6 +23,7 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
     """One prompt, as a text or as token ids."""
     if (body.prompt is None) == (body.prompt_token_ids is None):
         raise invalid("give either 'prompt' or 'prompt_token_ids'", "prompt")
+    adapter = state.check_model(body.model)
     tokens = body.prompt_token_ids
     if tokens is None:
         tokens = await encode(state.tokenizer, body.prompt or "", add_special_tokens=True)
@@ -33,6 +35,7 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
     asked = EngineRequest(
         id=f"{name}-0", prompt_token_ids=tokens, params=sampling_params(sampling, max_tokens=sampling.max_tokens, logprobs=sampling.logprobs),
         stream=bool(body.stream), key=key, first_index=body.first_index or 0, priority=body.priority or 0, cache_salt=body.cache_salt or "",
+        num_draft_tokens=body.num_draft_tokens, adapter=adapter_meta(adapter),
     )  # fmt: skip
     if body.stream:
         return await begin(request, _events(state, asked, name))

@@ -6,10 +6,11 @@ import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.serving import control
+from tandem.serving import adapters, control
 from tandem.serving.errors import ApiError, unauthorised, unavailable
 from tandem.serving.state import ServerState
 
+CONTROL = frozenset((*control.PATHS, *adapters.PATHS))
 PUBLIC = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/openapi.json", "/docs")
 
 
@@ -36,7 +37,7 @@ class Guard:
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
-        if scope["path"] in PUBLIC or scope["path"] in control.PATHS:
+        if scope["path"] in PUBLIC or scope["path"] in CONTROL:
             await self._app(scope, replay, send)
             return
         self._state.open_requests += 1
@@ -51,7 +52,7 @@ class Guard:
         if path in PUBLIC:
             return
         key = _bearer(scope)
-        if path in control.PATHS:
+        if path in CONTROL:
             if settings.control_key is None:
                 raise unauthorised("control calls are refused: the server was started without a control key")
             if not _equal(key, settings.control_key):

@@ -17,7 +17,8 @@ from tandem.types import WeightVersion
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt for an engine. ``params``: keyword arguments of ``SamplingParams``, checked by the engine, with
-    ``structured_outputs`` as those of ``StructuredOutputsParams``. The rest as in ``Engine.add_request``."""
+    ``structured_outputs`` as those of ``StructuredOutputsParams``. ``adapter``: name, id and folder of its LoRA adapter. The
+    rest as in ``Engine.add_request``."""
 
     id: str
     prompt_token_ids: list[int]
@@ -27,6 +28,8 @@ class EngineRequest:
     first_index: int = 0
     priority: int = 0
     cache_salt: str = ""
+    num_draft_tokens: int | None = None
+    adapter: list[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

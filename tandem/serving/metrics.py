@@ -22,7 +22,7 @@ class Metrics:
     def __init__(self, model_name: str, engines: int) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._preemptions = [0] * engines
+        self._before = [EngineStats(0, 0, 0.0, 0, 0, 0)] * engines
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, _LABELS, registry=self.registry)
@@ -42,7 +42,14 @@ class Metrics:
         )  # fmt: skip
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that were answered.")
         self._generated = counter("vllm:generation_tokens", "Tokens generated.")
-        self._preempted = counter("vllm:num_preemptions", "Preemptions.")
+        self._since_start = {
+            "num_preemptions": counter("vllm:num_preemptions", "Preemptions."),
+            "num_swaps": counter("tandem:num_swaps", "Preemptions that kept their keys and values in host memory."),
+            "num_drafts": counter("vllm:spec_decode_num_drafts", "Guesses that were tried."),
+            "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed."),
+            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
+        }
+        """Figures that an engine counts from its own start."""
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.")
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens that the prefix cache held.")
         self._success = counter("vllm:request_success", "Requests that were answered.", (*_LABELS, "finished_reason"))
@@ -59,7 +66,7 @@ class Metrics:
         # A counter that exists from the start, so that a rate over it does.
         for engine in range(engines):
             labels = self._labels(engine)
-            for metric in (self._prompt, self._generated, self._preempted, self._queries, self._hits, self._restarts):
+            for metric in (self._prompt, self._generated, self._queries, self._hits, self._restarts, *self._since_start.values()):
                 metric.labels(*labels)
             for gauge_ in (self._running, self._waiting, self._usage):
                 gauge_.labels(*labels).set(0)
@@ -74,7 +81,7 @@ class Metrics:
         """The engine is there, with an empty cache."""
         prefix_caching = str(info.enable_prefix_caching)
         self._cache_config.labels(*self._labels(engine), str(info.block_size), str(info.num_blocks), prefix_caching).set(1)
-        self._preemptions[engine] = 0
+        self._before[engine] = EngineStats(0, 0, 0.0, 0, 0, 0)
 
     def restarted(self, engine: int) -> None:
         labels = self._labels(engine)
@@ -87,8 +94,9 @@ class Metrics:
         self._running.labels(*labels).set(stats.num_requests_running)
         self._waiting.labels(*labels).set(stats.num_requests_waiting)
         self._usage.labels(*labels).set(stats.kv_cache_usage)
-        self._preempted.labels(*labels).inc(max(0, stats.num_preemptions - self._preemptions[engine]))
-        self._preemptions[engine] = stats.num_preemptions
+        for name, metric in self._since_start.items():
+            metric.labels(*labels).inc(max(0, getattr(stats, name) - getattr(self._before[engine], name)))
+        self._before[engine] = stats
         if stats.step_tokens:
             self._iteration.labels(*labels).observe(stats.step_tokens)
 

@@ -9,7 +9,9 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import CompletionOutput, RequestOutput
+from tandem.serving.adapters import adapter_meta
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from tandem.serving.messages import EngineRequest
@@ -80,7 +82,7 @@ class Job:
 
 async def completions(state: ServerState, body: CompletionRequest, request: Request) -> Response:
     """``POST /v1/completions``."""
-    _check_model(state, body)
+    adapter = _check_model(state, body)
     prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens is not False)
     echo, scores = bool(body.echo), body.prompt_logprobs
     if echo and scores is None and (body.logprobs is not None or body.max_tokens == 0):
@@ -108,7 +110,7 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
     name = f"cmpl-{body.request_id or uuid.uuid4().hex}"
     job = Job(
         id=name, model=body.model or state.model_name, object="text_completion",
-        chunk_object="text_completion", requests=_requests(state, body, name, prompts, params), n=body.n or 1,
+        chunk_object="text_completion", requests=_requests(state, body, name, prompts, params, adapter), n=body.n or 1,
         return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options,
     )  # fmt: skip
     return await _answer(state, job, request, bool(body.stream))
@@ -116,7 +118,7 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
 
 async def chat_completions(state: ServerState, body: ChatCompletionRequest, request: Request) -> Response:
     """``POST /v1/chat/completions``."""
-    _check_model(state, body)
+    adapter = _check_model(state, body)
     if body.top_logprobs and not body.logprobs:
         raise invalid("'top_logprobs' is given without 'logprobs'; set 'logprobs' to true", "top_logprobs")
     count = (body.top_logprobs or 0) if body.logprobs else None
@@ -143,28 +145,31 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     job = Job(
         id=name, model=body.model or state.model_name, object="chat.completion",
-        chunk_object="chat.completion.chunk", requests=_requests(state, body, name, [prompt], params), n=body.n or 1,
+        chunk_object="chat.completion.chunk", requests=_requests(state, body, name, [prompt], params, adapter), n=body.n or 1,
         return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options, opening=opening,
     )  # fmt: skip
     return await _answer(state, job, request, bool(body.stream))
 
 
-def _check_model(state: ServerState, body: OpenAIFields) -> None:
+def _check_model(state: ServerState, body: OpenAIFields) -> LoRARequest | None:
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is given without 'stream'; set 'stream' to true", "stream_options")
-    state.check_model(body.model)
+    return state.check_model(body.model)
 
 
 def _known(state: ServerState, tokens: list[int]) -> list[int]:
     return [token for token in tokens if token < state.tokenizer.vocab_size]
 
 
-def _requests(state: ServerState, body: OpenAIFields, name: str, prompts: list[list[int]], params: dict[str, Any]) -> list[EngineRequest]:
+def _requests(
+    state: ServerState, body: OpenAIFields, name: str, prompts: list[list[int]], params: dict[str, Any], adapter: LoRARequest | None
+) -> list[EngineRequest]:
     # With a seed the answer depends on the request alone; without one no two requests draw the same.
     return [
         EngineRequest(
             id=f"{name}-{i}", prompt_token_ids=tokens, params=params, stream=bool(body.stream),
             key=i if body.seed is not None else state.pool.next_key(), priority=body.priority or 0, cache_salt=body.cache_salt or "",
+            num_draft_tokens=body.num_draft_tokens, adapter=adapter_meta(adapter),
         )
         for i, tokens in enumerate(prompts)
     ]  # fmt: skip

@@ -69,6 +69,7 @@ class OpenAIFields(SamplingFields):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     cache_salt: str | None = None
+    num_draft_tokens: Count | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -123,8 +124,10 @@ class GenerateSampling(SamplingFields):
 
 
 class GenerateRequest(Body):
-    """``key`` and ``first_index`` as in ``Engine.add_request``: with the seed they fix every random number."""
+    """``key`` and ``first_index`` as in ``Engine.add_request``: with the seed they fix every random number. ``model``: the
+    model's name, or an adapter's."""
 
+    model: str | None = None
     prompt: str | None = None
     prompt_token_ids: list[TokenId] | None = None
     sampling_params: GenerateSampling | None = None
@@ -132,6 +135,7 @@ class GenerateRequest(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     cache_salt: str | None = None
+    num_draft_tokens: Count | None = None
     key: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     first_index: Count | None = None
 
@@ -153,6 +157,18 @@ class DetokenizeRequest(Body):
 
 class AbortRequest(Body):
     request_ids: list[str] | None = None
+
+
+class LoadAdapter(Body):
+    """``load_inplace``: the name may be taken, and stands for this adapter from now on."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool | None = None
+
+
+class UnloadAdapter(Body):
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StartUpdate(Body):

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tandem.serving.adapters import ServedAdapters
 from tandem.serving.app import make_app
 from tandem.serving.metrics import Metrics
 from tandem.serving.pool import Pool
@@ -31,7 +32,8 @@ def run_server(settings: ServerSettings) -> int:
     listener = listen(settings.host, settings.port)
     _raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
-    state = ServerState(settings, Pool(settings, metrics), metrics, tokenizer)
+    pool = Pool(settings, metrics)
+    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names))
     with listener:
         return asyncio.run(_serve(state, listener))
 
@@ -151,7 +153,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     settings = state.settings
     host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
     _say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")
-    loading = asyncio.create_task(state.pool.start())
+    loading = asyncio.create_task(_load(state))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -162,7 +164,8 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     loading.result()
     state.is_started = True
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
-    _say(f"serving {', '.join(settings.names)} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
+    names = ", ".join((*settings.names, *state.adapters.names))
+    _say(f"serving {names} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
     await stopping
     state.is_draining = True
     if state.open_requests:
@@ -177,6 +180,13 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     left = state.open_requests
     _say("stopped" if not left else f"stopped after {settings.drain_s:g} s; {left} requests were cut off")
     return 0 if not left else 1
+
+
+async def _load(state: ServerState) -> None:
+    """Every engine, and the adapters that are served from the start."""
+    await state.pool.start()
+    for name, folder in state.settings.adapters:
+        await state.adapters.load(name, folder)
 
 
 def _raise_file_limit() -> None:

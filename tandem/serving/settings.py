@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.types import UserError
 
@@ -22,11 +23,18 @@ class EngineArguments:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    swap_tokens: int = 0
+    speculative: dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """``port`` 0 takes a free one. ``served_model_names``: the names that clients may ask for; the first is answered.
+    ``adapters``: the name and the folder of each LoRA adapter that is served from the start.
     ``api_keys``: a request needs one of them (none: anybody may ask). ``control_key``: needed by control calls; without
     one they are refused. ``instances``: engines, each in a process of its own with ``threads`` threads.
     ``max_waiting``: requests under way at once, besides those that the engines' rows hold; more are answered with 429.
@@ -38,6 +46,7 @@ class ServerSettings:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, str], ...] = ()
     control_key: str | None = None
     instances: int = 1
     threads: int = 1
@@ -72,5 +81,9 @@ class ServerSettings:
             raise UserError(f"server port is {self.port}; it must be from 0 to 65535")
         if any(not name for name in (*self.names, *self.api_keys)) or self.control_key == "":
             raise UserError("a model name or key of the server is empty; give it at least one character")
+        names = [*self.names, *(name for name, _ in self.adapters)]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"'{name}' names two things that are served; give each adapter a name of its own")
         if self.control_key in self.api_keys:
             raise UserError("the control key is also an API key; clients could then stop the server, so give it another value")

@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.engine.lora_request import LoRARequest
+from tandem.serving.adapters import ServedAdapters
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.metrics import Metrics
 from tandem.serving.pool import Pool
@@ -21,6 +23,7 @@ class ServerState:
     pool: Pool
     metrics: Metrics
     tokenizer: Tokenizer
+    adapters: ServedAdapters
     is_started: bool = False
     is_draining: bool = False
     open_requests: int = 0
@@ -50,11 +53,13 @@ class ServerState:
             return "asleep"
         return None if self.pool.has_engine else "no engine"
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ``ApiError`` for a model that is not served here."""
-        if name is not None and name not in self.settings.names:
-            known = ", ".join(self.settings.names)
+    def check_model(self, name: str | None) -> LoRARequest | None:
+        """The adapter of that name, ``None`` for the model itself. Raises ``ApiError`` for a model that is not served here."""
+        adapter = self.adapters.get(name)
+        if name is not None and adapter is None and name not in self.settings.names:
+            known = ", ".join((*self.settings.names, *self.adapters.names))
             raise ApiError(404, f"the model '{name[:100]}' is not served here; there is {known}", param="model", code="model_not_found")
+        return adapter
 
     def chat_template(self) -> ChatTemplate:
         """Raises ``ApiError`` where the model's tokenizer has none."""

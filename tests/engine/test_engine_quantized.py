@@ -1,5 +1,6 @@
 """The gate of exactness with quantised weights, and updates that are rounded as they arrive."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,26 @@ def test_what_cannot_go_together_is_one_clear_line(make_quantised: Make, make_fo
         LLM(awq, quantization="int8")
     with pytest.raises(UserError, match="tensor_parallel_size 1"):
         LLM(make_folder("qwen3", 0), quantization="int8", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("kind", ["int8+head", "awq", "gptq"])
+def test_two_ranks_hold_half_of_the_quantised_rows_each_and_have_the_bits_of_one(
+    make_quantised: Make, make_folder: Callable[..., Path], kind: str
+) -> None:
+    one = make_quantised(kind)
+    expected = generate(one)
+    new = list(to_huggingface(load_model(make_folder("qwen3", 5), select("reference"))))
+    with contextlib.closing(make_quantised(kind, tensor_parallel_size=2, kv_cache_tokens=128, max_num_batched_tokens=23)) as two:
+        assert two.engine._decoder._packed is not None
+        packed = two.engine._decoder._packed[0].output
+        assert isinstance(packed, PackedQuantized)
+        assert packed.rows * 2 == one.engine._decoder.shapes.hidden_size
+        assert generate(two) == expected
+        for llm in (one, two):
+            llm.update_weights(new, WeightVersion(0, 1))
+        assert generate(two) == generate(one) != expected
+
+
+def test_quantised_weights_are_not_cut_through_their_columns(make_quantised: Make) -> None:
+    with pytest.raises(UserError, match="cut by rows only"):
+        make_quantised("int8", tensor_parallel_size=2, deterministic=False)

@@ -10,12 +10,14 @@ from torch import Tensor
 from tandem.kernels.api import Kernels
 from tandem.kernels.quantized import QuantizedWeight
 from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder, Linear
-from tandem.model.huggingface import read_tensors, to_huggingface
+from tandem.model.huggingface import part_of, read_tensors, to_huggingface
 from tandem.model.huggingface_config import read_shapes
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
 from tandem.model.quantization.formats import CheckpointFormat
 from tandem.model.quantization.scheme import Scheme, Stored
+from tandem.model.tensor_parallel import RankGroup
 from tandem.types import UserError
 
 Tensors = dict[str, Tensor]
@@ -34,13 +36,13 @@ def scheme_of(stored: CheckpointFormat) -> Scheme:
 @torch.no_grad()
 def load_quantized(
     folder: str | Path, stored: CheckpointFormat, kernels: Kernels, *, dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", group: RankGroup | None = None,
 ) -> Decoder:
-    """The model of a quantised folder, packed. Raises ``UserError`` naming the tensor that is missing or wrong."""
+    """The model of a quantised folder, or one rank's rows of it, packed. Raises ``UserError`` naming the tensor that is missing or wrong."""
     shapes = read_shapes(folder)
     if shapes.experts is not None:
         raise UserError(f"model '{folder}' is a quantised mixture of experts, which is not read; take the float checkpoint")
-    decoder = Decoder(shapes, kernels, dtype=dtype, device=device)
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
     decoder.quantization = scheme_of(stored)
     try:
         tensors: Tensors = {}
@@ -77,15 +79,26 @@ def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
     for _, modules in projections(decoder):
         for module in modules:
             if not _is_plain(module, stored, tensors):
-                quantised[module] = read_weight(module, stored, tensors, tuple(wanted[f"{module}.weight"]))
+                name = f"{module}.weight"
+                whole = read_weight(module, stored, tensors, tuple(wanted[name]))
+                quantised[module] = rows_of(whole, cut_slices(decoder.shapes, name, tuple(wanted[name]), decoder.cut)[0])
     for name, parameter in own.items():
         if name.removesuffix(".weight") not in quantised:
-            parameter.copy_(_plain(name, tensors, tuple(wanted[name])))
+            parameter.copy_(part_of(decoder, name, _plain(name, tensors, tuple(wanted[name]))))
     for linear, modules in projections(decoder):
         if any(module in quantised for module in modules):
             parts: list[Stored] = [quantised.get(m) or own[f"{m}.weight"].clone() for m in modules]
             linear.stored, linear.weight = tuple(parts), None
     _check_rest(decoder.shapes, tensors)
+
+
+def rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """Some rows of ``weight``, which quantise and multiply as they do among all: scales and zeros are those of rows."""
+    return weight._replace(
+        codes=weight.codes[rows],
+        scales=None if weight.scales is None else weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+    )
 
 
 def _is_plain(module: str, stored: CheckpointFormat, tensors: Tensors) -> bool:
