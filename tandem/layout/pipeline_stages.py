@@ -1,6 +1,7 @@
 """Which layers stand on which stage of a pipeline. Imports no torch."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,9 @@ class Span(NamedTuple):
 
     def holds(self, name: str, tied: bool) -> bool:
         """Whether a stage has the parameter of this Hugging Face name. The last one has a copy of a ``tied`` embedding."""
-        if name.startswith("model.layers."):
-            return self.start <= int(name.split(".")[2]) < self.stop
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer:
+            return self.start <= int(layer[1]) < self.stop
         if name.startswith("model.embed_tokens"):
             return self.is_first or (self.is_last and tied)
         return self.is_last
