@@ -91,7 +91,8 @@ class ReferenceKernels:
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         rows = itertools.pairwise(bounds.tolist())
         parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]
-        return torch.cat(parts) if parts else x.new_empty(0, weight.shape[1])
+        # Without a row the gradient is 0, and not absent.
+        return torch.cat(parts) if parts else self.linear(x, weight[0], None)
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
         probabilities = logits.to(_compute_dtype(logits.dtype)).softmax(-1)

@@ -8,19 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels
+from tandem.kernels.api import Kernels, TokenLogprobs
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext
+from tandem.model.context_parallel import SharedContext
 from tandem.model.layer import Layer, Linear, Norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, LayerWeights, run_layer
 from tandem.model.lora import LoraBatch
 from tandem.model.moe import ExpertLayer
+from tandem.model.parallel import Collectives, ModelParallel, training_collectives
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
+from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.tensor_parallel import RankGroup, collectives
+from tandem.model.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -29,11 +33,13 @@ class Decoder(nn.Module):
 
     Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
     has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``. With a ``group``
-    it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks.
+    it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks; with ``parallel`` it
+    trains together with them.
     ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
     With a ``span`` it is a pipeline stage: it holds those layers, the first stage the embedding, the last the final norm, the head
     and a copy of a tied embedding; what it does not hold is no attribute.
-    ``around_layer``, where given, stands around every layer of a packed batch.
+    ``around_layer``, where given, stands around every layer of a packed batch; with ``recompute`` other than ``none`` it must let
+    exceptions pass, for a recomputation ends with one.
     """
 
     lm_head: Linear | None
@@ -47,13 +53,15 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         group: RankGroup | None = None,
         span: Span | None = None,
+        parallel: ModelParallel | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.shapes = shapes
         self.kernels = kernels
-        self.group = group
-        self.cut = WHOLE if group is None else group.cut
+        self.group, self.parallel = group, parallel
+        assert group is None or parallel is None, "a part infers or trains"
+        self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
         self.local = local = local_shapes(shapes, self.cut)
         self.span = span = span or whole(shapes.num_layers)
         self.dtype, tied = dtype, shapes.tie_embeddings
@@ -68,10 +76,11 @@ class Decoder(nn.Module):
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if span.is_last and not tied else None
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
-        self._before, self._after = collectives(group)
+        self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
         self.quantization: Scheme | None = None
         self.around_layer: AroundLayer | None = None
+        self.recompute: Recompute = "none"
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
 
@@ -80,7 +89,8 @@ class Decoder(nn.Module):
         lora: LoraBatch | None = None, received: Tensor | None = None,
     ) -> Tensor:
         """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
-        the rows that a ``PagedContext`` wants.
+        the rows that a ``PagedContext`` wants. With ``parallel`` every rank is given the whole packed batch, and returns the hidden
+        states that ``token_logprobs`` takes: its own.
 
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
@@ -109,14 +119,22 @@ class Decoder(nn.Module):
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
         assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
+        shared: AttentionContext | SharedContext = context
+        collectives, expert_ranks = self._collectives, None
+        if self.parallel is not None and isinstance(context, PackedContext):
+            shared, own = self.parallel.share(context, len(tokens))
+            tokens, positions = tokens[own], positions[own]
+            collectives, expert_ranks = training_collectives(self.parallel, len(tokens)), self.parallel.expert
+        kernels, around = self.kernels, None
+        if isinstance(context, PackedContext):
+            kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
         batch = LayerBatch(
-            self.kernels, linear, positions, self._cos_sin, context, stored_dtype(self.kv_cache_dtype, self.dtype),
-            self._before, self._after, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype),
+            collectives, expert_ranks, router_logits, lora, layers is self._packed and lora is None and self.group is None,
         )
-        around = self.around_layer if isinstance(context, PackedContext) else None
         x: Tensor | None = None
         if self.span.is_first:
-            residual = self._embed(tokens)
+            residual = self._embed(tokens, collectives)
         else:
             assert received is not None
             # Nothing changes when -0 is added to it; the sum and its gradient are then taken as in one process.
@@ -131,14 +149,32 @@ class Decoder(nn.Module):
             return x + residual
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self.group is None:
+    def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
+        if self.cut.size == 1:
             return F.embedding(tokens, self.embed_tokens)
         own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
         held = (own >= 0) & (own < self.local.vocab_size)
         found = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
         # Nothing changes when -0 is added to it, +0 and -0 included.
-        return self.group.total(found.masked_fill(~held.unsqueeze(1), -0.0))
+        return collectives.embedded(found.masked_fill(~held.unsqueeze(1), -0.0))
+
+    def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
+        """The log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens``;
+        ``hidden`` is what ``forward`` returned for it. With ``parallel`` every rank gets all of them."""
+        if self.parallel is None:
+            return self.kernels.token_logprobs(hidden.index_select(0, rows), self.head_weight, targets, temperature)
+        return shared_logprobs(self.kernels, self.parallel, hidden, self._head_part, rows, targets, temperature, tokens)
+
+    def packed_logits(self, hidden: Tensor, tokens: int) -> Tensor:
+        """The logits [tokens, V] of a packed batch, whole on every rank; ``hidden`` is what ``forward`` returned for it."""
+        if self.parallel is None:
+            return self.logits(hidden)
+        return shared_logits(self.kernels, self.parallel, hidden, self._head_part, tokens)
+
+    @property
+    def _head_part(self) -> Head:
+        part = vocabulary_part(self.shapes, self.cut)
+        return Head(self.head_weight, self.cut.rank * part, part, self.shapes.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden[R, H]`` -> [R, V]; on ranks but the first, their own columns."""

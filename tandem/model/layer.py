@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.experts = self.gate_up_proj = self.down_proj = None
         if experts is not None and whole_experts is not None:
             down = (rows, whole_experts.intermediate_size)
-            self.experts = Experts(experts, hidden, dtype, device, down)
+            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // cut.expert_size)
         else:
             self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)

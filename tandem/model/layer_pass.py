@@ -8,8 +8,11 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.model.attention import AttentionContext, AttentionLayer, attend
+from tandem.model.context_parallel import SharedContext
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import ExpertLayer, mixture
+from tandem.model.parallel import Collectives
+from tandem.runtime.communicator import Communicator
 
 
 class LayerWeights(NamedTuple):
@@ -30,17 +33,18 @@ class LayerWeights(NamedTuple):
 
 
 class LayerBatch(NamedTuple):
-    """What every layer of one forward pass is given. ``linear``: the product for plain or for packed weights. ``before`` and
-    ``after`` stand around the matrices of ``row`` placement. ``fused_mlp``: a packed MLP may be one call."""
+    """What every layer of one forward pass is given. ``linear``: the product for plain or for packed weights. ``collectives``
+    stand around the matrices. ``expert_ranks``: those that experts are divided between. ``fused_mlp``: a packed MLP may be one
+    call."""
 
     kernels: Kernels
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     positions: Tensor
     cos_sin: Tensor
-    context: AttentionContext
+    context: AttentionContext | SharedContext
     kv_dtype: torch.dtype
-    before: Callable[[Tensor], Tensor]
-    after: Callable[[Tensor], Tensor]
+    collectives: Collectives
+    expert_ranks: Communicator | None
     router_logits: list[Tensor] | None
     lora: LoraBatch | None
     fused_mlp: bool
@@ -62,20 +66,21 @@ def run_layer(
     """(x, residual) -> (x, residual). The norm of the sum stands at the start, so that a layer reads its own parameters only.
     ``rows`` int64: the only ones that are asked for after the attention (``None``: all)."""
     kernels, attention, lora = batch.kernels, weights.attention, batch.lora
-    before, after = batch.before, batch.after
+    enter, before, after, *_ = batch.collectives
     changes = _UNCHANGED if lora is None else lora.layers[attention.index]
     if x is None:
         x = kernels.rms_norm(residual, weights.input_norm, attention.eps)
     else:
         x, residual = kernels.add_rms_norm(x, residual, weights.input_norm, attention.eps)
-    qkv = _project(batch, x, weights.qkv, weights.qkv_bias, changes.qkv)
+    qkv = _project(batch, enter(x), weights.qkv, weights.qkv_bias, changes.qkv)
     x = attend(kernels, attention, qkv, batch.positions, batch.cos_sin, batch.context, batch.kv_dtype)
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
     x = after(_project(batch, before(x), weights.output, weights.output_bias, changes.output))
     x, residual = kernels.add_rms_norm(x, residual, weights.mlp_norm, attention.eps)
+    x = enter(x)
     if weights.experts is not None:
-        return after(mixture(kernels, weights.experts, x, batch.router_logits, before)), residual
+        return after(mixture(kernels, weights.experts, x, batch.router_logits, before, batch.expert_ranks)), residual
     gate_up, down = weights.gate_up, weights.down
     if batch.fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         return kernels.gated_mlp_packed(x, gate_up, weights.gate_up_bias, down, weights.down_bias), residual

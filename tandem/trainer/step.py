@@ -40,9 +40,7 @@ def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> Toke
     """The model's log-probabilities of a micro-batch's targets [R]."""
     context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
     hidden = model(micro_batch.tokens, micro_batch.positions, context)
-    return model.kernels.token_logprobs(
-        hidden.index_select(0, micro_batch.rows), model.head_weight, micro_batch.targets, temperature
-    )
+    return model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
 
 
 def train_step(
