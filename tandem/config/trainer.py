@@ -26,6 +26,8 @@ class TrainerConfig:
     ``muon_momentum``, ``muon_iterations``: of Muon, which shares ``learning_rate`` and ``weight_decay``.
     ``max_grad_norm``: global norm to which gradients are clipped; 0 turns clipping off.
     ``micro_batch_tokens``: tokens in one forward and backward at most (a single longer sequence has its own).
+    ``recompute``: what the backward pass computes again instead of keeping: nothing, what costs little (``selective``: norms, rotation, the
+    gate), or whole layers (``full``). The bits of gradients do not change.
     ``dtype``: of weights, gradients and moments.
     ``precision``: what linear layers multiply in: ``fp32`` (``dtype``), or 16 bits (``bf16``, ``fp16``) or 8 (``fp8``) with weights, moments
     and gradients of weights in fp32.
@@ -50,6 +52,7 @@ class TrainerConfig:
     muon_iterations: int = 5
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 16384
+    recompute: Literal["none", "full", "selective"] = "none"
     dtype: Literal["float32", "float64"] = "float32"
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     loss_scale: float = 65536.0

@@ -31,12 +31,12 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
         weights = weight_bytes(shapes, recipe.trainer.dtype)
         tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
-        needed = 2 * weights + optimizer_bytes(shapes) + tokens * activation_bytes_per_token(shapes)
+        needed = 2 * weights + optimizer_bytes(shapes) + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
-                "machine.memory_gib"
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set "
+                "trainer.recompute to full or raise machine.memory_gib"
             )
         total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length

@@ -53,6 +53,7 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         sequence, held_out = _data(recipe, journal)
         kernels = select(recipe.machine.kernels)
         model = load_model(start, kernels)
+        model.recompute = recipe.trainer.recompute
         model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
         if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
             listener.message(
