@@ -16,7 +16,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.sharding import Cut, cut_slices, is_held
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, to_huggingface
-from tandem.model.parallel import ModelParallel
+from tandem.model.parallel import model_parallel
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
@@ -84,8 +84,7 @@ def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
 def build(case: Case, groups: Mapping[GroupName, Communicator] | None) -> Decoder:
     parallel = None
     if groups is not None:
-        cut = Cut(groups["tensor"].rank, groups["tensor"].size, case.deterministic, groups["expert"].rank, groups["expert"].size)
-        parallel = ModelParallel(cut, groups["tensor"], groups["context"], groups["expert"], case.sequence)
+        parallel = model_parallel(groups, sequence=case.sequence, deterministic=case.deterministic)
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
     model.recompute = case.recompute
