@@ -6,13 +6,12 @@ tokens of a packed batch in runs.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.layout.mesh import GroupName
 from tandem.layout.sharding import WHOLE, Cut
 from tandem.model.attention import PackedContext
 from tandem.model.collective_ops import (
@@ -62,15 +61,6 @@ class ModelParallel:
             return context, slice(0, tokens)
         counts = tuple(end - start for start, end in itertools.pairwise(bounds))
         return SharedContext(context.cu_seqlens, context.max_seqlen, self.context, counts), slice(bounds[rank], bounds[rank + 1])
-
-
-def model_parallel(groups: Mapping[GroupName, Communicator], *, sequence: bool, deterministic: bool) -> ModelParallel | None:
-    """Of a rank of a mesh whose ``groups`` these are; ``None`` where nothing of a model is shared."""
-    tensor, context, expert = groups["tensor"], groups["context"], groups["expert"]
-    if tensor.size == context.size == expert.size == 1:
-        return None
-    cut = Cut(tensor.rank, tensor.size, deterministic, expert.rank, expert.size)
-    return ModelParallel(cut, tensor, context, expert, sequence and tensor.size > 1)
 
 
 class Collectives(NamedTuple):

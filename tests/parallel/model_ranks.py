@@ -16,13 +16,13 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.sharding import Cut, cut_slices, is_held
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, to_huggingface
-from tandem.model.parallel import model_parallel
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.parallel.placement import is_counted_here, placement, sum_partial_gradients
+from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.step import predict
 from tandem.types import TrainSequence
 
@@ -81,10 +81,8 @@ def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
     }
 
 
-def build(case: Case, groups: Mapping[GroupName, Communicator] | None) -> Decoder:
-    parallel = None
-    if groups is not None:
-        parallel = model_parallel(groups, sequence=case.sequence, deterministic=case.deterministic)
+def build(case: Case, here: Here | None) -> Decoder:
+    parallel = None if here is None else Ranks(here.mesh, here.groups, case.deterministic, case.sequence).model_parallel()
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
     model.recompute = case.recompute
@@ -96,7 +94,7 @@ def train(here: Here | None, case: Case) -> Trained:
     """``case`` on this rank, or in one process where there is none."""
     torch.set_num_threads(1)
     groups = None if here is None else here.groups
-    model = build(case, groups)
+    model = build(case, here)
     data = (0, 1) if groups is None else (groups["data"].rank, groups["data"].size)
     every = sequences_of(case)
     own = list(range(len(every)))[data[0] :: data[1]]
