@@ -124,7 +124,9 @@ class PretrainRun:
             self.metrics.sync()
             folder = self.directory / "checkpoints"
             companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-            saved = save_checkpoint(folder, step, self.model, self.optimizer, {"guard": self.guard.state()}, companions)
+            balance = self.model.router_balance
+            state = {"guard": self.guard.state(), "router_bias": {} if balance is None else balance.state()}
+            saved = save_checkpoint(folder, step, self.model, self.optimizer, state, companions)
             self.journal.commit_checkpoint(step, saved.digest)
             prune(folder, self.recipe.checkpoint.keep)
 

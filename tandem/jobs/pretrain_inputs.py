@@ -11,6 +11,7 @@ from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, wei
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
+from tandem.trainer.balance import check_balance
 from tandem.types import RunError, UserError
 
 
@@ -24,6 +25,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             if not folder.is_dir():
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
+        check_balance(shapes, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]

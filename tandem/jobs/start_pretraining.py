@@ -30,8 +30,10 @@ from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
 from tandem.runtime.run_lock import RunLock
+from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.save import load_checkpoint, newest_committed
 from tandem.types import UserError
 
@@ -53,6 +55,7 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         sequence, held_out = _data(recipe, journal)
         kernels = select(recipe.machine.kernels)
         model = load_model(start, kernels)
+        model.router_balance = make_balance(model, recipe.trainer, alone())
         model.recompute = recipe.trainer.recompute
         model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
         if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
@@ -64,7 +67,10 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         found = newest_committed(directory / "checkpoints")
         guard, step = StepGuard(recipe.trainer), 0
         if found is not None:
-            guard.load_state(load_checkpoint(found.folder, model, optimizer).get("guard", {}))
+            state = load_checkpoint(found.folder, model, optimizer)
+            guard.load_state(state.get("guard", {}))
+            if model.router_balance is not None:
+                model.router_balance.load_state(state.get("router_bias", {}))
             step = found.step
         _check_numerics(journal, numerics_record(threads, kernels.name))
         journal.cut_after(step)

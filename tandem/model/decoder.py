@@ -23,6 +23,7 @@ from tandem.model.parallel import Collectives, ModelParallel, training_collectiv
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
+from tandem.model.router_balance import RouterBalance
 from tandem.model.tensor_parallel import RankGroup, collectives
 from tandem.model.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.types.kv_cache import KVCacheDtype
@@ -81,6 +82,7 @@ class Decoder(nn.Module):
         self.quantization: Scheme | None = None
         self.around_layer: AroundLayer | None = None
         self.recompute: Recompute = "none"
+        self.router_balance: RouterBalance | None = None
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
 
@@ -128,9 +130,10 @@ class Decoder(nn.Module):
         kernels, around = self.kernels, None
         if isinstance(context, PackedContext):
             kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
+        balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
-            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype),
-            collectives, expert_ranks, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
+            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
         )
         x: Tensor | None = None
         if self.span.is_first:

@@ -65,6 +65,9 @@ def train_step(
     scale = 1.0 if guard is None else guard.scale
     total = 0.0
     optimizer.zero_grad()
+    balance = model.router_balance
+    if balance is not None:
+        balance.begin(sum(m.tokens.numel() for m in micro_batches), scale)
     metrics: dict[str, float] = {}
     for done, micro_batch in enumerate(micro_batches, start=1):
         share = loss(predict(model, micro_batch, temperature), micro_batch)
@@ -90,5 +93,7 @@ def train_step(
     updated = bool(micro_batches) and verdict == "taken"
     if updated:
         optimizer.step(learning_rate)
+    if balance is not None:
+        metrics |= balance.end(updated)
     metrics |= {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)

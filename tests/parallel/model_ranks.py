@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,11 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
+from tandem.trainer.balance import make_balance
 from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.parallel.placement import is_counted_here, placement, sum_partial_gradients
-from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.step import predict
 from tandem.types import TrainSequence
 
@@ -48,6 +49,8 @@ class Case:
     temperature: float = 1.0
     steps: int = 3
     recompute: Literal["none", "full", "selective"] = "none"
+    balance_loss: float = 0.0
+    bias_rate: float = 0.0
 
 
 @dataclass
@@ -61,6 +64,8 @@ class Trained:
     norms: list[float]
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    overloads: list[float] = field(default_factory=list)
+    biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def sequences_of(case: Case) -> list[TrainSequence]:
@@ -86,6 +91,8 @@ def build(case: Case, here: Here | None) -> Decoder:
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
     model.recompute = case.recompute
+    config = TrainerConfig(router_balance_loss=case.balance_loss, router_bias_rate=case.bias_rate)
+    model.router_balance = make_balance(model, config, alone() if here is None else Ranks(here.mesh, here.groups))
     load_tensors(model, weights_of(case.shapes).items())
     return model
 
@@ -105,6 +112,8 @@ def train(here: Here | None, case: Case) -> Trained:
     trained = Trained(logits, logprobs, [], [], {}, {})
     for step in range(case.steps):
         optimizer.zero_grad()
+        if model.router_balance is not None:
+            model.router_balance.begin(len(micro_batch.tokens))
         share = loss_of(predict(model, micro_batch, case.temperature), micro_batch)
         share.loss.backward()
         if groups is None:
@@ -116,6 +125,9 @@ def train(here: Here | None, case: Case) -> Trained:
             trained.gradients = whole(model, {name: p.grad for name, p in model.named_parameters()}, groups)
         trained.norms.append(clip(model, optimizer, groups))
         optimizer.step(LEARNING_RATE)
+        if model.router_balance is not None:
+            trained.overloads.append(model.router_balance.end(updated=True)["router/max_overload"])
+            trained.biases = dict(model.router_balance.biases)
     trained.parameters = whole(model, dict(model.named_parameters()), groups)
     return trained
 
@@ -208,6 +220,8 @@ def check(found: list[Trained], wanted: Trained) -> None:
         assert distance(rank.logits, {i: wanted.logits[i] for i in rank.logits}) < close
         assert distance(rank.logprobs, {i: wanted.logprobs[i] for i in rank.logprobs}) < close
         assert distance(rank.gradients, wanted.gradients) < close
+        assert rank.overloads == wanted.overloads
+        assert all(torch.equal(rank.biases[layer], bias) for layer, bias in wanted.biases.items())
         for values, others in ((rank.losses, wanted.losses), (rank.norms, wanted.norms)):
             assert all(abs(a - b) <= (1e-5 if is_float32 else 1e-10) * abs(b) for a, b in zip(values, others, strict=True))
         if is_float32:
