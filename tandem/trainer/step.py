@@ -13,6 +13,8 @@ from tandem.model.decoder import Decoder
 from tandem.trainer.guard import StepGuard, Verdict
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.parallel.ranks import Ranks
 from tandem.types import RunError
 
 
@@ -56,8 +58,12 @@ def train_step(
     temperature: float = 1.0,
     on_progress: Progress | None = None,
     guard: StepGuard | None = None,
+    sums: GradientSums | None = None,
 ) -> StepResult:
     """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
+
+    ``sums``: of the ranks that train together, over which ``optimizer`` stands. Each is given its own micro-batches, at least one
+    (``micro_batch.blank``); loss, metrics and gradient are those of all of them.
 
     Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
     one, ``RunError`` is raised.
@@ -68,22 +74,25 @@ def train_step(
     balance = model.router_balance
     if balance is not None:
         balance.begin(sum(m.tokens.numel() for m in micro_batches), scale)
+    if sums is not None:
+        sums.expect(len(micro_batches))
     metrics: dict[str, float] = {}
+    maxima: dict[str, float] = {}
     for done, micro_batch in enumerate(micro_batches, start=1):
         share = loss(predict(model, micro_batch, temperature), micro_batch)
         (share.loss if scale == 1.0 else share.loss * scale).backward()
+        if sums is not None:
+            sums.end_backward()
         total += share.loss.item()
         for name, value in share.sums.items():
             metrics[name] = metrics.get(name, 0.0) + value.item()
         for name, value in share.maxima.items():
-            metrics[name] = max(metrics.get(name, 0.0), value.item())
+            maxima[name] = max(maxima.get(name, 0.0), value.item())
         if on_progress is not None:
             on_progress(done, len(micro_batches))
-    if scale != 1.0:
-        for parameter in optimizer.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / scale)
-    grad_norm = optimizer.clip() if micro_batches else 0.0
+    if sums is not None:
+        total, metrics, maxima = over_ranks(sums.ranks, total, metrics, maxima)
+    grad_norm = optimizer.clip(scale) if micro_batches else 0.0
     verdict: Verdict = "taken"
     if guard is not None:
         verdict = guard.judge(grad_norm, total)
@@ -95,5 +104,17 @@ def train_step(
         optimizer.step(learning_rate)
     if balance is not None:
         metrics |= balance.end(updated)
-    metrics |= {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
+    metrics |= maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)
+
+
+def over_ranks(
+    ranks: Ranks, loss: float, sums: dict[str, float], maxima: dict[str, float]
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The loss and the metrics of the global batch, from each rank's shares; the names are those of every rank."""
+    loss, *added = ranks.sums([loss, *sums.values()], "the loss")
+    found = dict(zip(sums, added, strict=True))
+    if not maxima:
+        return loss, found, {}
+    largest = [max(column) for column in zip(*ranks.all_values(list(maxima.values()), "largest values"), strict=True)]
+    return loss, found, dict(zip(maxima, largest, strict=True))
