@@ -284,8 +284,11 @@ class Decoder(nn.Module):
 
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
         shapes = self.local
-        # Partial products are summed over the ranks, a bias is to be added once.
-        biased = self.cut.deterministic or self.cut.rank == 0
+        # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
+        # the sum, so that all have its gradient at the same moment.
+        is_summed = not self.cut.deterministic and self.cut.size > 1
+        late = is_summed and self.parallel is not None
+        biased = not is_summed or (not late and self.cut.rank == 0)
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         steps = []
         for place, layer in enumerate(self._layers()):
@@ -308,6 +311,8 @@ class Decoder(nn.Module):
                     down,
                     layer.down_proj.bias if layer.down_proj is not None and biased else None,
                     experts[place],
+                    layer.o_proj.bias if late else None,
+                    layer.down_proj.bias if layer.down_proj is not None and late else None,
                 )
             )
         return steps

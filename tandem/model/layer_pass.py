@@ -18,7 +18,8 @@ from tandem.runtime.communicator import Communicator
 
 
 class LayerWeights(NamedTuple):
-    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in."""
+    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
+    ``summed_output_bias`` and ``summed_down_bias``: in place of the other two where they are added after ranks have summed."""
 
     input_norm: Tensor
     attention: AttentionLayer
@@ -32,6 +33,8 @@ class LayerWeights(NamedTuple):
     down: Any
     down_bias: Tensor | None
     experts: ExpertLayer | None
+    summed_output_bias: Tensor | None = None
+    summed_down_bias: Tensor | None = None
 
 
 class LayerBatch(NamedTuple):
@@ -80,6 +83,8 @@ def run_layer(
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
     x = after(_project(batch, before(x), weights.output, weights.output_bias, changes.output))
+    if weights.summed_output_bias is not None:
+        x = x + weights.summed_output_bias
     x, residual = kernels.add_rms_norm(x, residual, weights.mlp_norm, attention.eps)
     x = enter(x)
     if weights.experts is not None:
@@ -89,7 +94,8 @@ def run_layer(
     if batch.fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         return kernels.gated_mlp_packed(x, gate_up, weights.gate_up_bias, down, weights.down_bias), residual
     x = kernels.silu_mul(_project(batch, x, gate_up, weights.gate_up_bias, changes.gate_up))
-    return after(_project(batch, before(x), down, weights.down_bias, changes.down)), residual
+    x = after(_project(batch, before(x), down, weights.down_bias, changes.down))
+    return (x if weights.summed_down_bias is None else x + weights.summed_down_bias), residual
 
 
 def _project(batch: LayerBatch, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
