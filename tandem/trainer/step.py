@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class LossShare(NamedTuple):
 
 Loss = Callable[[TokenLogprobs, MicroBatch], LossShare]
 Progress = Callable[[int, int], None]
+Phase = Literal["forward", "backward", "reduce", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,12 @@ def train_step(
     on_progress: Progress | None = None,
     guard: StepGuard | None = None,
     sums: GradientSums | None = None,
+    on_phase: Callable[[Phase], None] = lambda phase: None,
 ) -> StepResult:
     """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
 
     ``sums``: of the ranks that train together, over which ``optimizer`` stands. Each is given its own micro-batches, at least one
-    (``micro_batch.blank``); loss, metrics and gradient are those of all of them.
+    (``micro_batch.blank``); loss, metrics and gradient are those of all of them. ``on_phase`` hears what begins now.
 
     Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
     one, ``RunError`` is raised.
@@ -76,7 +78,9 @@ def train_step(
     metrics: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for done, micro_batch in enumerate(micro_batches, start=1):
+        on_phase("forward")
         share = loss(predict(model, micro_batch, temperature), micro_batch)
+        on_phase("backward")
         (share.loss if scale == 1.0 else share.loss * scale).backward()
         if sums is not None:
             sums.end_backward()
@@ -87,6 +91,7 @@ def train_step(
             maxima[name] = max(maxima.get(name, 0.0), value.item())
         if on_progress is not None:
             on_progress(done, len(micro_batches))
+    on_phase("reduce")
     if sums is not None:
         total, metrics, maxima = over_ranks(sums.ranks, total, metrics, maxima)
     grad_norm = optimizer.clip(scale) if micro_batches else 0.0
@@ -98,6 +103,7 @@ def train_step(
         raise RunError(f"{what}: training has diverged; lower trainer.learning_rate or lengthen its warm-up")
     updated = bool(micro_batches) and verdict == "taken"
     if updated:
+        on_phase("optimizer")
         optimizer.step(learning_rate)
     metrics |= maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)

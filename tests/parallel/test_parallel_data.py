@@ -1,7 +1,5 @@
 """Data parallelism and ZeRO against one process, and against each other bit for bit."""
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.layout.mesh import MeshShape
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.micro_batch import MicroBatch, blank, collate
+from tandem.trainer.micro_batch import blank, collate
 from tandem.trainer.parallel import ranks as parallel_ranks
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.replica import make_replica
