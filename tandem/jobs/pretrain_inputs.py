@@ -47,7 +47,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
                 "machine.memory_gib"
             )
-        total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
+        total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
