@@ -1,0 +1,193 @@
+"""Pipeline parallelism: one rank's part of the forward and backward of a step, by a schedule that is plain data."""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.layout.pipeline_stages import Span
+from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, schedule
+from tandem.model.attention import PackedContext
+from tandem.model.decoder import Decoder
+from tandem.runtime.communicator import Communicator, Pending
+from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.step import Loss, LossShare, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """``sums`` and ``maxima``: the metrics of the step's micro-batches, on the rank of the last stage; empty on others.
+    ``peak_stash``: the most micro-batches, counted once for each stage, that this rank held activations of."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    peak_stash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """This rank's place in a pipeline. ``model``: a decoder of this rank's stages; ``spans``: the layers of every stage;
+    ``ranks``: those of the pipeline. Stage s stands on rank s mod p."""
+
+    model: Decoder
+    spans: Sequence[Span]
+    ranks: Communicator
+    order: ScheduleName = "1f1b"
+
+    def shape(self, micro_batches: int) -> PipelineShape:
+        return PipelineShape(self.ranks.size, micro_batches, len(self.spans) // self.ranks.size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.ranks.rank == self.ranks.size - 1
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
+        tracer: Tracer = NO_TRACE,
+    ) -> Passed:
+        """Add the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the micro-batches. Every
+        rank is given the same ones: so each knows the size of what it is sent."""
+        return _Pass(self, micro_batches, loss, temperature, on_progress, tracer).run()
+
+    def sum_tied_gradients(self) -> None:
+        """Give the first and the last stage the sum of the gradients of a tied embedding, of which each has a copy. Once a step."""
+        if not self.model.shapes.tie_embeddings or self.ranks.size == 1 or not (self.is_first or self.is_last):
+            return
+        weight = self.model.embed_tokens
+        own = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+        peer = self.ranks.size - 1 if self.is_first else 0
+        name = "gradient of the tied embedding"
+        arriving = self.ranks.receive(torch.empty_like(own), peer, name)
+        sent = self.ranks.send(own, peer, name)
+        other = arriving.wait()
+        sent.wait()
+        # The same order on both, so that the copies stay equal bit for bit.
+        weight.grad = own + other if self.is_first else other + own
+
+    def share_from_last(self, values: dict[str, float]) -> dict[str, float]:
+        """What the rank of the last stage has, on every rank."""
+        return dict(broadcast_value(self.ranks, values, self.ranks.size - 1, "metrics", next(self.model.parameters()).device))
+
+
+class _Pass:
+    """The state of one ``Pipeline.forward_backward``."""
+
+    def __init__(
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float, on_progress: Progress | None,
+        tracer: Tracer,
+    ) -> None:
+        self.pipeline, self.micro_batches, self.loss, self.temperature = pipeline, micro_batches, loss, temperature
+        self.on_progress, self.tracer = on_progress, tracer
+        self.shape = pipeline.shape(len(micro_batches))
+        self.arriving: dict[tuple[str, int, int], Pending] = {}
+        self.sending: deque[Pending] = deque()
+        self.received: dict[tuple[int, int], Tensor] = {}
+        self.returned: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self.shares: list[LossShare] = []
+        self.peak_stash = self.done = 0
+
+    def run(self) -> Passed:
+        for operation in schedule(self.pipeline.order, self.shape)[self.pipeline.ranks.rank]:
+            kind, at = operation.kind, (operation.stage, operation.micro_batch)
+            if kind == "forward":
+                self._forward(*at)
+            elif kind == "backward":
+                self._backward(*at)
+            elif kind == "send_activation":
+                self._send(operation, self.returned[at].detach())
+            elif kind == "send_gradient":
+                self._send(operation, self.gradients.pop(at))
+            else:
+                self._post(operation)
+        while self.sending:
+            self.sending.popleft().wait()
+        return Passed(*_metrics(self.shares), self.peak_stash)
+
+    def _forward(self, stage: int, number: int) -> None:
+        model, span, micro_batch = self.pipeline.model, self.pipeline.spans[stage], self.micro_batches[number]
+        received = self._arrived("receive_activation", stage, number) if stage > 0 else None
+        with self.tracer.span("forward", stage=stage, micro_batch=number):
+            if received is not None:
+                self.received[stage, number] = received.requires_grad_()
+            context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
+            out = model(micro_batch.tokens, micro_batch.positions, context, span=span, received=received)
+            if span.is_last:
+                rows = (micro_batch.rows, micro_batch.targets, self.temperature, len(micro_batch.tokens))
+                share = self.loss(model.token_logprobs(out, *rows), micro_batch)
+                self.shares.append(share._replace(loss=share.loss.detach()))
+                out = share.loss
+            self.returned[stage, number] = out
+        self.peak_stash = max(self.peak_stash, len(self.returned))
+
+    def _backward(self, stage: int, number: int) -> None:
+        is_last = self.pipeline.spans[stage].is_last
+        gradient = None if is_last else self._arrived("receive_gradient", stage, number)
+        with self.tracer.span("backward", stage=stage, micro_batch=number):
+            self.returned.pop((stage, number)).backward(gradient)  # type: ignore[no-untyped-call]
+            if stage > 0:
+                made = self.received.pop((stage, number)).grad
+                assert made is not None
+                self.gradients[stage, number] = made
+        self.done += 1
+        if self.on_progress is not None and self.done % self.shape.virtual_stages == 0:
+            self.on_progress(self.done // self.shape.virtual_stages, len(self.micro_batches))
+
+    def _send(self, operation: Operation, x: Tensor) -> None:
+        with self.tracer.span(operation.kind, stage=operation.stage, micro_batch=operation.micro_batch, peer=operation.peer):
+            name = _name(operation)
+            self.sending.append(self.pipeline.ranks.send(x, operation.peer, name, self.shape.tag(operation)))
+            # Only so many tensors are kept for others. No deadlock: the order of operations is good for sends that wait.
+            while len(self.sending) > 2 * self.shape.stages:
+                self.sending.popleft().wait()
+
+    def _post(self, operation: Operation) -> None:
+        model = self.pipeline.model
+        tokens = len(self.micro_batches[operation.micro_batch].tokens)
+        rows = tokens if model.parallel is None else model.parallel.residual_rows(tokens)
+        weight = next(model.parameters())
+        space = weight.new_empty(rows, model.shapes.hidden_size, dtype=model.dtype)
+        pending = self.pipeline.ranks.receive(space, operation.peer, _name(operation), self.shape.tag(operation))
+        self.arriving[operation.kind, operation.stage, operation.micro_batch] = pending
+
+    def _arrived(self, kind: str, stage: int, number: int) -> Tensor:
+        with self.tracer.span(kind, stage=stage, micro_batch=number):
+            return self.arriving.pop((kind, stage, number)).wait()
+
+
+def _name(operation: Operation) -> str:
+    return f"{operation.kind.replace('_', ' ')} of micro-batch {operation.micro_batch} at stage {operation.stage}"
+
+
+def _metrics(shares: Sequence[LossShare]) -> tuple[dict[str, float], dict[str, float]]:
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for share in shares:
+        for name, value in share.sums.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+        for name, value in share.maxima.items():
+            maxima[name] = max(maxima.get(name, 0.0), value.item())
+    return sums, maxima
+
+
+def broadcast_value(ranks: Communicator, value: Any, source: int, name: str, device: torch.device) -> Any:
+    """What rank ``source`` has, a value that JSON holds, on every rank."""
+    if ranks.size == 1:
+        return value
+    own = json.dumps(value).encode() if ranks.rank == source else b""
+    length = torch.tensor([len(own)], device=device)
+    ranks.broadcast(length, source, name)
+    content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if ranks.rank == source:
+        content.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    ranks.broadcast(content, source, name)
+    return json.loads(bytes(content.cpu().tolist()))
