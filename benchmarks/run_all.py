@@ -3,7 +3,8 @@
     python benchmarks/run_all.py [--peer-python .venv-peer/bin/python] [--only linear rollout] [--quick]
 
 Each benchmark writes its own report to benchmarks/results, and this one ``summary-DATE.md``. Ends with exit code 1 where a
-benchmark failed to run; a target that was missed is a line of the table, not a failure. The engine's benchmark is run where --only names it.
+benchmark failed to run; a target that was missed is a line of the table, not a failure. The engine's benchmark and those of single
+parts are run where --only names them.
 """
 
 import json
@@ -19,6 +20,10 @@ from options import parser as shared_parser
 PEERED = ("grpo_step", "rollout", "time_to_accuracy", "engine")
 DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "time_to_accuracy")
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
+OTHERS = (
+    "attention", "batching", "kv_cache", "moe", "quantization", "request_features", "sampling", "serving", "speculation", "tensor_parallel", "tokenizing",
+)
+"""Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
     "engine": ["--quick", "--models", "3.7M"],
     "grpo_step": ["--steps", "2"], "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
@@ -84,7 +89,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = shared_parser(__doc__ or "", peer=True, work="models and logs are")
-    parser.add_argument("--only", nargs="+", choices=(*DEFAULT, "engine"), default=DEFAULT)
+    parser.add_argument("--only", nargs="+", choices=(*DEFAULT, "engine", *OTHERS), default=DEFAULT)
     parser.add_argument("--quick", action="store_true", help="few repetitions: to see that everything runs")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -103,6 +108,8 @@ def main() -> int:
             failed.append(name)
         elif name in PEERED:
             rows += json.loads((options.work / f"{name}.ratios.json").read_text(encoding="utf-8"))
+        elif name in OTHERS:
+            continue
         elif name == "linear":
             rows += linear_ratios(Path(printed.rsplit("wrote ", 1)[1].strip()).read_text(encoding="utf-8"))
         else:

@@ -129,7 +129,7 @@ class ReferenceKernels:
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query_heads, kv_heads, size = heads
-        q, k, v = qkv.view(len(qkv), -1, size).split([query_heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.view(len(qkv), query_heads + 2 * kv_heads, size).split([query_heads, kv_heads, kv_heads], dim=1)
         q = self.rms_norm(q, q_norm, eps) if q_norm is not None else q
         k = self.rms_norm(k, k_norm, eps) if k_norm is not None else k
         cos, sin = cos_sin[positions.long()].to(_compute_dtype(qkv.dtype)).unsqueeze(1).chunk(2, dim=-1)

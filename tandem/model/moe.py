@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
+from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import ExpertShapes
 from tandem.model.expert_parallel import on_their_ranks
 from tandem.runtime.communicator import Communicator
@@ -76,9 +77,10 @@ def mixture(
     """``x[T, H]`` through each token's experts -> [T, H]. ``router_logits``, where given, receives the [T, E] of this
     layer; ``before_down`` is applied to the input of ``down``. ``ranks``: those that the experts are divided between."""
     is_packed = isinstance(layer.gate_up, PackedGroups)
-    linear: Any = kernels.linear_packed if is_packed else kernels.linear
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
-    logits = linear(x, layer.router, None)
+    # Which experts a token meets is a matter of small differences: never in mixed precision.
+    router: Any = kernels.linear_packed if is_packed else whole_precision(kernels).linear
+    logits = router(x, layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)
     routing = kernels.route(logits, layer.experts_per_token, layer.normalised)

@@ -190,3 +190,32 @@ def distance(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tenso
     assert found.keys() == wanted.keys()
     difference = math.fsum((found[name] - wanted[name]).double().square().sum().item() for name in wanted)
     return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
+
+
+_alone: dict[Case, Trained] = {}
+
+
+def by_one(case: Case) -> Trained:
+    """What one process has for ``case``, once."""
+    plain = replace(case, deterministic=False, sequence=False)
+    if plain not in _alone:
+        _alone[plain] = train(None, plain)
+    return _alone[plain]
+
+
+def check(found: list[Trained], wanted: Trained) -> None:
+    """Raise ``AssertionError`` where a rank has something else than ``wanted``."""
+    is_float32 = next(iter(wanted.parameters.values())).dtype == torch.float32
+    close = 1e-6 if is_float32 else 1e-10
+    for rank in found:
+        assert distance(rank.logits, {i: wanted.logits[i] for i in rank.logits}) < close
+        assert distance(rank.logprobs, {i: wanted.logprobs[i] for i in rank.logprobs}) < close
+        assert distance(rank.gradients, wanted.gradients) < close
+        for values, others in ((rank.losses, wanted.losses), (rank.norms, wanted.norms)):
+            assert all(abs(a - b) <= (1e-5 if is_float32 else 1e-10) * abs(b) for a, b in zip(values, others, strict=True))
+        if is_float32:
+            furthest = max((rank.parameters[name] - wanted.parameters[name]).abs().max().item() for name in wanted.parameters)
+            assert furthest < 0.1 * LEARNING_RATE
+        else:
+            assert distance(rank.parameters, wanted.parameters) < close
+    assert {i for rank in found for i in rank.logits} == set(wanted.logits)
