@@ -1,8 +1,9 @@
 """Pipeline parallelism: one rank's part of the forward and backward of a step, by a schedule that is plain data."""
 
 import json
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, schedule
+from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, forward_schedule, schedule
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Communicator, Pending
@@ -21,11 +22,12 @@ from tandem.trainer.step import Loss, LossShare, Progress
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """``sums`` and ``maxima``: the metrics of the step's micro-batches, on the rank of the last stage; empty on others.
+    """``sums``, ``maxima`` and ``loss``: those of the step's micro-batches, on the rank of the last stage; nothing on others.
     ``peak_stash``: the most micro-batches, counted once for each stage, that this rank held activations of."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
+    loss: float
     peak_stash: int
 
 
@@ -52,11 +54,31 @@ class Pipeline:
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
-        tracer: Tracer = NO_TRACE,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0,
     ) -> Passed:
-        """Add the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the micro-batches. Every
-        rank is given the same ones: so each knows the size of what it is sent."""
-        return _Pass(self, micro_batches, loss, temperature, on_progress, tracer).run()
+        """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
+        micro-batches. Every rank is given the same ones: so each knows the size of what it is sent."""
+        shares: list[LossShare] = []
+
+        def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+            rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+            share = loss(self.model.token_logprobs(hidden, *rows), micro_batch)
+            shares.append(share._replace(loss=share.loss.detach()))
+            return share.loss if scale == 1.0 else share.loss * scale
+
+        operations = schedule(self.order, self.shape(len(micro_batches)))
+        done = _Pass(self, micro_batches, at_last, on_progress, tracer)
+        done.run(operations[self.ranks.rank])
+        return Passed(*_metrics(shares), math.fsum(share.loss.item() for share in shares), done.peak_stash)
+
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor], on_progress: Progress | None = None
+    ) -> None:
+        """The pass without gradients. ``at_last`` is given, on the rank of the last stage, what a whole model's ``forward`` returns of
+        every micro-batch, in their order; what it returns is dropped."""
+        operations = forward_schedule(self.shape(len(micro_batches)))
+        _Pass(self, micro_batches, at_last, on_progress, NO_TRACE, keeps=False).run(operations[self.ranks.rank])
 
     def sum_tied_gradients(self) -> None:
         """Give the first and the last stage the sum of the gradients of a tied embedding, of which each has a copy. Once a step."""
@@ -79,13 +101,13 @@ class Pipeline:
 
 
 class _Pass:
-    """The state of one ``Pipeline.forward_backward``."""
+    """The state of one pass over micro-batches. ``keeps``: a backward follows."""
 
     def __init__(
-        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float, on_progress: Progress | None,
-        tracer: Tracer,
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor],
+        on_progress: Progress | None, tracer: Tracer, keeps: bool = True,
     ) -> None:
-        self.pipeline, self.micro_batches, self.loss, self.temperature = pipeline, micro_batches, loss, temperature
+        self.pipeline, self.micro_batches, self.at_last, self.keeps = pipeline, micro_batches, at_last, keeps
         self.on_progress, self.tracer = on_progress, tracer
         self.shape = pipeline.shape(len(micro_batches))
         self.arriving: dict[tuple[str, int, int], Pending] = {}
@@ -93,41 +115,39 @@ class _Pass:
         self.received: dict[tuple[int, int], Tensor] = {}
         self.returned: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
-        self.shares: list[LossShare] = []
         self.peak_stash = self.done = 0
 
-    def run(self) -> Passed:
-        for operation in schedule(self.pipeline.order, self.shape)[self.pipeline.ranks.rank]:
+    def run(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
             kind, at = operation.kind, (operation.stage, operation.micro_batch)
             if kind == "forward":
                 self._forward(*at)
             elif kind == "backward":
                 self._backward(*at)
             elif kind == "send_activation":
-                self._send(operation, self.returned[at].detach())
+                self._send(operation, (self.returned[at] if self.keeps else self.returned.pop(at)).detach())
             elif kind == "send_gradient":
                 self._send(operation, self.gradients.pop(at))
             else:
                 self._post(operation)
         while self.sending:
             self.sending.popleft().wait()
-        return Passed(*_metrics(self.shares), self.peak_stash)
 
     def _forward(self, stage: int, number: int) -> None:
         model, span, micro_batch = self.pipeline.model, self.pipeline.spans[stage], self.micro_batches[number]
         received = self._arrived("receive_activation", stage, number) if stage > 0 else None
         with self.tracer.span("forward", stage=stage, micro_batch=number):
-            if received is not None:
+            if received is not None and self.keeps:
                 self.received[stage, number] = received.requires_grad_()
             context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
             out = model(micro_batch.tokens, micro_batch.positions, context, span=span, received=received)
             if span.is_last:
-                rows = (micro_batch.rows, micro_batch.targets, self.temperature, len(micro_batch.tokens))
-                share = self.loss(model.token_logprobs(out, *rows), micro_batch)
-                self.shares.append(share._replace(loss=share.loss.detach()))
-                out = share.loss
-            self.returned[stage, number] = out
+                out = self.at_last(out, micro_batch)
+            if self.keeps or not span.is_last:
+                self.returned[stage, number] = out
         self.peak_stash = max(self.peak_stash, len(self.returned))
+        if not self.keeps:
+            self._count()
 
     def _backward(self, stage: int, number: int) -> None:
         is_last = self.pipeline.spans[stage].is_last
@@ -138,6 +158,9 @@ class _Pass:
                 made = self.received.pop((stage, number)).grad
                 assert made is not None
                 self.gradients[stage, number] = made
+        self._count()
+
+    def _count(self) -> None:
         self.done += 1
         if self.on_progress is not None and self.done % self.shape.virtual_stages == 0:
             self.on_progress(self.done // self.shape.virtual_stages, len(self.micro_batches))
