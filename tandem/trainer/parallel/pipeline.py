@@ -16,6 +16,7 @@ from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Communicator, Pending
 from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.trainer.logprobs import collect
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare, Progress
 
@@ -54,10 +55,11 @@ class Pipeline:
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
-        tracer: Tracer = NO_TRACE, scale: float = 1.0,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
     ) -> Passed:
         """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
-        micro-batches. Every rank is given the same ones: so each knows the size of what it is sent."""
+        micro-batches. Every rank is given the same ones: so each knows the size of what it is sent. ``after_backward`` is called
+        behind each backward of a stage."""
         shares: list[LossShare] = []
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -67,7 +69,7 @@ class Pipeline:
             return share.loss if scale == 1.0 else share.loss * scale
 
         operations = schedule(self.order, self.shape(len(micro_batches)))
-        done = _Pass(self, micro_batches, at_last, on_progress, tracer)
+        done = _Pass(self, micro_batches, at_last, on_progress, tracer, after_backward=after_backward)
         done.run(operations[self.ranks.rank])
         return Passed(*_metrics(shares), math.fsum(share.loss.item() for share in shares), done.peak_stash)
 
@@ -80,12 +82,14 @@ class Pipeline:
         operations = forward_schedule(self.shape(len(micro_batches)))
         _Pass(self, micro_batches, at_last, on_progress, NO_TRACE, keeps=False).run(operations[self.ranks.rank])
 
-    def sum_tied_gradients(self) -> None:
-        """Give the first and the last stage the sum of the gradients of a tied embedding, of which each has a copy. Once a step."""
-        if not self.model.shapes.tie_embeddings or self.ranks.size == 1 or not (self.is_first or self.is_last):
-            return
-        weight = self.model.embed_tokens
-        own = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+    @property
+    def has_tied_copy(self) -> bool:
+        """Whether this rank and another have a copy each of a tied embedding."""
+        return self.model.shapes.tie_embeddings and self.ranks.size > 1 and (self.is_first or self.is_last)
+
+    def sum_tied_gradient(self, own: Tensor) -> Tensor:
+        """The gradient of a tied embedding, or a part of it, from those of the first and of the last stage: the same bits on both. Once
+        a step, on both ranks; before or after a sum over replicas."""
         peer = self.ranks.size - 1 if self.is_first else 0
         name = "gradient of the tied embedding"
         arriving = self.ranks.receive(torch.empty_like(own), peer, name)
@@ -93,7 +97,24 @@ class Pipeline:
         other = arriving.wait()
         sent.wait()
         # The same order on both, so that the copies stay equal bit for bit.
-        weight.grad = own + other if self.is_first else other + own
+        return own + other if self.is_first else other + own
+
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
+    ) -> dict[str, dict[int, float]]:
+        """``trainer.logprobs.infer`` by a pipeline, on every rank."""
+        found: dict[str, dict[int, float]] = {}
+
+        def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+            rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+            logprobs = self.model.token_logprobs(hidden, *rows).scaled
+            collect(found, logprobs, micro_batch)
+            return logprobs
+
+        self.forward(micro_batches, at_last, on_progress)
+        device = next(self.model.parameters()).device
+        sent = broadcast_value(self.ranks, found, self.ranks.size - 1, "log-probabilities", device)
+        return {name: {int(index): value for index, value in values.items()} for name, values in sent.items()}
 
     def share_from_last(self, values: dict[str, float]) -> dict[str, float]:
         """What the rank of the last stage has, on every rank."""
@@ -105,10 +126,10 @@ class _Pass:
 
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor],
-        on_progress: Progress | None, tracer: Tracer, keeps: bool = True,
+        on_progress: Progress | None, tracer: Tracer, keeps: bool = True, after_backward: Callable[[], None] | None = None,
     ) -> None:
         self.pipeline, self.micro_batches, self.at_last, self.keeps = pipeline, micro_batches, at_last, keeps
-        self.on_progress, self.tracer = on_progress, tracer
+        self.on_progress, self.tracer, self.after_backward = on_progress, tracer, after_backward
         self.shape = pipeline.shape(len(micro_batches))
         self.arriving: dict[tuple[str, int, int], Pending] = {}
         self.sending: deque[Pending] = deque()
@@ -158,6 +179,8 @@ class _Pass:
                 made = self.received.pop((stage, number)).grad
                 assert made is not None
                 self.gradients[stage, number] = made
+        if self.after_backward is not None:
+            self.after_backward()
         self._count()
 
     def _count(self) -> None:
