@@ -1,7 +1,6 @@
 """Pipeline parallelism: one rank's part of the forward and backward of a step, by a schedule that is plain data."""
 
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,7 @@ from tandem.runtime.communicator import Communicator, Pending
 from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.logprobs import collect
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.step import Loss, LossShare, Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """``sums``, ``maxima`` and ``loss``: those of the step's micro-batches, on the rank of the last stage; nothing on others.
-    ``peak_stash``: the most micro-batches, counted once for each stage, that this rank held activations of."""
-
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    loss: float
-    peak_stash: int
+from tandem.trainer.step import Loss, LossShare, Passed, Progress, sum_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +47,7 @@ class Pipeline:
     ) -> Passed:
         """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
         micro-batches. Every rank is given the same ones: so each knows the size of what it is sent. ``after_backward`` is called
-        behind each backward of a stage."""
+        behind each backward of a stage. Every rank has the metrics and the loss."""
         shares: list[LossShare] = []
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -71,7 +59,9 @@ class Pipeline:
         operations = schedule(self.order, self.shape(len(micro_batches)))
         done = _Pass(self, micro_batches, at_last, on_progress, tracer, after_backward=after_backward)
         done.run(operations[self.ranks.rank])
-        return Passed(*_metrics(shares), math.fsum(share.loss.item() for share in shares), done.peak_stash)
+        own = sum_shares(shares)
+        found = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
+        return Passed(**found, peak_stash=done.peak_stash)
 
     @torch.no_grad()
     def forward(
@@ -112,13 +102,11 @@ class Pipeline:
             return logprobs
 
         self.forward(micro_batches, at_last, on_progress)
-        device = next(self.model.parameters()).device
-        sent = broadcast_value(self.ranks, found, self.ranks.size - 1, "log-probabilities", device)
+        sent = self._from_last(found, "log-probabilities")
         return {name: {int(index): value for index, value in values.items()} for name, values in sent.items()}
 
-    def share_from_last(self, values: dict[str, float]) -> dict[str, float]:
-        """What the rank of the last stage has, on every rank."""
-        return dict(broadcast_value(self.ranks, values, self.ranks.size - 1, "metrics", next(self.model.parameters()).device))
+    def _from_last(self, value: Any, name: str) -> Any:
+        return broadcast_value(self.ranks, value, self.ranks.size - 1, name, next(self.model.parameters()).device)
 
 
 class _Pass:
@@ -212,17 +200,6 @@ class _Pass:
 
 def _name(operation: Operation) -> str:
     return f"{operation.kind.replace('_', ' ')} of micro-batch {operation.micro_batch} at stage {operation.stage}"
-
-
-def _metrics(shares: Sequence[LossShare]) -> tuple[dict[str, float], dict[str, float]]:
-    sums: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-    for share in shares:
-        for name, value in share.sums.items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-        for name, value in share.maxima.items():
-            maxima[name] = max(maxima.get(name, 0.0), value.item())
-    return sums, maxima
 
 
 def broadcast_value(ranks: Communicator, value: Any, source: int, name: str, device: torch.device) -> Any:
