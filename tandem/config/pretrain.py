@@ -6,6 +6,7 @@ from typing import Literal
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.config.run import RunConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
@@ -81,6 +82,7 @@ class PretrainRecipe:
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self) -> None:
         """Refuse combinations of sections that cannot work."""

@@ -14,6 +14,8 @@ from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.guard import StepGuard, Verdict
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.parallel.ranks import Ranks
 from tandem.types import RunError
 
 
@@ -42,11 +44,11 @@ class Passed:
 
 
 class ForwardBackward(Protocol):
-    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters."""
+    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters, and calls ``after_backward`` behind each backward."""
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
-        tracer: Tracer = NO_TRACE, scale: float = 1.0,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
     ) -> Passed: ...  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def in_turn(model: Decoder) -> ForwardBackward:
 
     def forward_backward(
         micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
-        tracer: Tracer = NO_TRACE, scale: float = 1.0,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
     ) -> Passed:  # fmt: skip
         def shares() -> Iterator[LossShare]:
             for number, micro_batch in enumerate(micro_batches):
@@ -93,6 +95,8 @@ def in_turn(model: Decoder) -> ForwardBackward:
                     share = loss(predict(model, micro_batch, temperature), micro_batch)
                 with tracer.span("backward", micro_batch=number):
                     (share.loss if scale == 1.0 else share.loss * scale).backward()
+                    if after_backward is not None:
+                        after_backward()
                 yield share
                 if on_progress is not None:
                     on_progress(number + 1, len(micro_batches))
@@ -111,24 +115,31 @@ def train_step(
     temperature: float = 1.0,
     on_progress: Progress | None = None,
     guard: StepGuard | None = None,
+    sums: GradientSums | None = None,
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
 ) -> StepResult:
     """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
+
+    ``sums``: of the ranks that train together, over which ``optimizer`` stands. Each is given its own micro-batches, at least one
+    (``micro_batch.blank``); loss, metrics and gradient are those of all of them.
 
     Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
     one, ``RunError`` is raised. ``forward_backward``: how micro-batches go through the model (``None``: ``in_turn``).
     """
     scale = 1.0 if guard is None else guard.scale
     optimizer.zero_grad()
-    passed = (forward_backward or in_turn(model))(micro_batches, loss, temperature, on_progress, tracer, scale)
-    total, metrics = passed.loss, passed.sums | passed.maxima
-    if scale != 1.0:
-        for parameter in optimizer.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / scale)
+    if sums is not None:
+        sums.expect(len(micro_batches))
+    after_backward = None if sums is None else sums.end_backward
+    passed = (forward_backward or in_turn(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward)
+    total, metrics, maxima = passed.loss, passed.sums, passed.maxima
+    if sums is not None:
+        with tracer.span("reduce"):
+            sums.finish()
+            total, metrics, maxima = over_ranks(sums.ranks, total, metrics, maxima)
     with tracer.span("clip"):
-        grad_norm = optimizer.clip() if micro_batches else 0.0
+        grad_norm = optimizer.clip(scale) if micro_batches else 0.0
     verdict: Verdict = "taken"
     if guard is not None:
         verdict = guard.judge(grad_norm, total)
@@ -139,5 +150,17 @@ def train_step(
     if updated:
         with tracer.span("optimizer"):
             optimizer.step(learning_rate)
-    metrics |= {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
+    metrics = metrics | maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)
+
+
+def over_ranks(
+    ranks: Ranks, loss: float, sums: dict[str, float], maxima: dict[str, float]
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The loss and the metrics of the global batch, from each rank's shares; the names are those of every rank."""
+    loss, *added = ranks.sums([loss, *sums.values()], "the loss")
+    found = dict(zip(sums, added, strict=True))
+    if not maxima:
+        return loss, found, {}
+    largest = [max(column) for column in zip(*ranks.all_values(list(maxima.values()), "largest values"), strict=True)]
+    return loss, found, dict(zip(maxima, largest, strict=True))
