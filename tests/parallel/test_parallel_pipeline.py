@@ -26,7 +26,9 @@ from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.placement import is_counted_here
-from tandem.trainer.step import predict
+from tandem.trainer.parallel.ranks import Ranks as AllRanks
+from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.step import predict, train_step
 
 TIED, UNTIED = replace(QWEN3, num_layers=5), replace(LLAMA, num_layers=5)
 BINS = ((0, 3), (1,), (4, 5), (2,), (6,))
@@ -292,3 +294,50 @@ def test_a_stage_reads_its_own_tensors_from_a_hugging_face_folder_and_no_others(
     wanted = dict(to_huggingface(model))
     assert together.keys() == wanted.keys()
     assert all(torch.equal(together[name], value) for name, value in wanted.items())
+
+
+def stepped(here: Here, case: Case, bins: Any, zero: Any, order: ScheduleName, virtual: int) -> dict[str, Any]:
+    """The steps of ``alone`` by ``train_step`` as one rank, with sums of gradients that overlap the backward passes."""
+    ranks = here.groups["pipeline"]
+    spans = stage_spans(case.shapes, ranks.size * virtual)
+    own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
+    dtype = getattr(torch, case.dtype)
+    everyone = AllRanks(here.mesh, here.groups)
+    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, spans=own, parallel=everyone.model_parallel())
+    load_tensors(model, weights_of(case.shapes).items())
+    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01)
+    replica = make_replica(model, config, everyone, zero, Pipeline(model, spans, ranks, order))
+    micro_batches = micro_batches_of(case, bins, (everyone.data.rank, everyone.data.size))
+    loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(case.steps):
+        done = train_step(
+            model, replica.optimizer, micro_batches, loss_of, LEARNING_RATE, sums=replica.sums, forward_backward=replica.forward_backward
+        )
+        found["losses"].append(done.metrics["sft/loss"])
+        found["norms"].append(done.metrics["actor/grad_norm"])
+    with replica.whole():
+        found["parameters"] = named(model, list(model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "order", "virtual"),
+    [
+        (MeshShape(pipeline=2), 0, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 0, "interleaved", 2),
+        (MeshShape(pipeline=2, data=2), 1, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 2, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 3, "1f1b", 1),
+    ],
+)
+@pytest.mark.parametrize("shapes", [TIED, UNTIED], ids=["tied", "untied"])
+def test_training_steps_of_a_pipeline_beside_replicas_and_zero_are_one_process(
+    ranks: Ranks, shapes: Any, mesh: MeshShape, zero: int, order: Any, virtual: int
+) -> None:
+    case, bins = Case(shapes), ((0, 3), (1, 6), (4, 5, 2))
+    found, wanted = ranks.run(mesh, stepped, case, bins, zero, order, virtual), alone(case, bins)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
+    assert distance(gathered(found, "parameters"), wanted["parameters"]) < 1e-10

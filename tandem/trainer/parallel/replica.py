@@ -63,7 +63,8 @@ def make_replica(
     """``model``, whose weights are there, with the optimizer that ``config`` names."""
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config))
-    sums = GradientSums(model, ranks, each_backward=zero >= 2, pipeline=pipeline)
+    sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
+    sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
     if zero == 0:
         return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config), sums, config.max_grad_norm), sums, pipeline)
     assert config.optimizer == "adamw", "other optimizers cannot be cut anywhere"
