@@ -92,3 +92,15 @@ class PretrainRecipe:
                 f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
                 f"{'model.max_length' if self.model.max_length else 'model.create.max_positions'}"
             )
+        if self.parallel.data > self.data.sequences_per_step:
+            raise UserError(
+                f"'parallel.data' is {self.parallel.data} and a step has {self.data.sequences_per_step} sequences; raise "
+                "data.sequences_per_step, so that every rank has one"
+            )
+        if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
+            raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
+        if self.parallel.zero and self.trainer.optimizer != "adamw":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
+                "set it to adamw, or parallel.zero to 0"
+            )

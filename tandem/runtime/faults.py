@@ -50,9 +50,9 @@ class FaultPlan:
         faults = []
         for part in text.split(","):
             found = re.fullmatch(r"(\w+):(before|after):(\w+):(\d+)", part.strip())
-            if not found or found[1] not in ROLES:
+            if not found or (found[1] not in ROLES and not re.fullmatch(r"rank\d+", found[1])):
                 raise UserError(
-                    f"the fault '{part}' is not ROLE:before|after:NAME:STEP with a role of {', '.join(ROLES)}; "
+                    f"the fault '{part}' is not ROLE:before|after:NAME:STEP with a role of {', '.join(ROLES)}, rankN; "
                     "for example trainer_worker:after:train:3"
                 )
             faults.append(Fault(found[1], found[2], found[3], int(found[4])))

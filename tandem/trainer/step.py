@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ class LossShare(NamedTuple):
 
 Loss = Callable[[TokenLogprobs, MicroBatch], LossShare]
 Progress = Callable[[int, int], None]
+Phase = Literal["forward", "backward", "reduce", "optimizer"]
+OnPhase = Callable[[Phase], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,13 @@ class Passed:
 
 
 class ForwardBackward(Protocol):
-    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters, and calls ``after_backward`` behind each backward."""
+    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters, and calls ``after_backward`` behind each
+    backward. ``on_phase`` hears what begins now."""
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
     ) -> Passed: ...  # fmt: skip
 
 
@@ -88,11 +92,14 @@ def in_turn(model: Decoder) -> ForwardBackward:
     def forward_backward(
         micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
     ) -> Passed:  # fmt: skip
         def shares() -> Iterator[LossShare]:
             for number, micro_batch in enumerate(micro_batches):
+                on_phase("forward")
                 with tracer.span("forward", micro_batch=number):
                     share = loss(predict(model, micro_batch, temperature), micro_batch)
+                on_phase("backward")
                 with tracer.span("backward", micro_batch=number):
                     (share.loss if scale == 1.0 else share.loss * scale).backward()
                     if after_backward is not None:
@@ -116,13 +123,14 @@ def train_step(
     on_progress: Progress | None = None,
     guard: StepGuard | None = None,
     sums: GradientSums | None = None,
+    on_phase: OnPhase = lambda phase: None,
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
 ) -> StepResult:
     """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
 
     ``sums``: of the ranks that train together, over which ``optimizer`` stands. Each is given its own micro-batches, at least one
-    (``micro_batch.blank``); loss, metrics and gradient are those of all of them.
+    (``micro_batch.blank``); loss, metrics and gradient are those of all of them. ``on_phase`` hears what begins now.
 
     Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
     one, ``RunError`` is raised. ``forward_backward``: how micro-batches go through the model (``None``: ``in_turn``).
@@ -132,8 +140,9 @@ def train_step(
     if sums is not None:
         sums.expect(len(micro_batches))
     after_backward = None if sums is None else sums.end_backward
-    passed = (forward_backward or in_turn(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward)
+    passed = (forward_backward or in_turn(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
     total, metrics, maxima = passed.loss, passed.sums, passed.maxima
+    on_phase("reduce")
     if sums is not None:
         with tracer.span("reduce"):
             sums.finish()
@@ -148,6 +157,7 @@ def train_step(
         raise RunError(f"{what}: training has diverged; lower trainer.learning_rate or lengthen its warm-up")
     updated = bool(micro_batches) and verdict == "taken"
     if updated:
+        on_phase("optimizer")
         with tracer.span("optimizer"):
             optimizer.step(learning_rate)
     metrics = metrics | maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())

@@ -17,7 +17,7 @@ from tandem.runtime.communicator import Communicator, Pending
 from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.logprobs import collect
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.step import Loss, LossShare, Passed, Progress, sum_shares
+from tandem.trainer.step import Loss, LossShare, OnPhase, Passed, Progress, sum_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class Pipeline:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
     ) -> Passed:
         """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
         micro-batches. Every rank is given the same ones: so each knows the size of what it is sent. ``after_backward`` is called
@@ -57,7 +58,7 @@ class Pipeline:
             return share.loss if scale == 1.0 else share.loss * scale
 
         operations = schedule(self.order, self.shape(len(micro_batches)))
-        done = _Pass(self, micro_batches, at_last, on_progress, tracer, after_backward=after_backward)
+        done = _Pass(self, micro_batches, at_last, on_progress, tracer, True, after_backward, on_phase)
         done.run(operations[self.ranks.rank])
         own = sum_shares(shares)
         found = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
@@ -115,9 +116,10 @@ class _Pass:
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor],
         on_progress: Progress | None, tracer: Tracer, keeps: bool = True, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
     ) -> None:
         self.pipeline, self.micro_batches, self.at_last, self.keeps = pipeline, micro_batches, at_last, keeps
-        self.on_progress, self.tracer, self.after_backward = on_progress, tracer, after_backward
+        self.on_progress, self.tracer, self.after_backward, self.on_phase = on_progress, tracer, after_backward, on_phase
         self.shape = pipeline.shape(len(micro_batches))
         self.arriving: dict[tuple[str, int, int], Pending] = {}
         self.sending: deque[Pending] = deque()
@@ -143,6 +145,7 @@ class _Pass:
             self.sending.popleft().wait()
 
     def _forward(self, stage: int, number: int) -> None:
+        self.on_phase("forward")
         model, span, micro_batch = self.pipeline.model, self.pipeline.spans[stage], self.micro_batches[number]
         received = self._arrived("receive_activation", stage, number) if stage > 0 else None
         with self.tracer.span("forward", stage=stage, micro_batch=number):
@@ -159,6 +162,7 @@ class _Pass:
             self._count()
 
     def _backward(self, stage: int, number: int) -> None:
+        self.on_phase("backward")
         is_last = self.pipeline.spans[stage].is_last
         gradient = None if is_last else self._arrived("receive_gradient", stage, number)
         with self.tracer.span("backward", stage=stage, micro_batch=number):

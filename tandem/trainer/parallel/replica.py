@@ -9,13 +9,23 @@ from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.step import ForwardBackward, Progress, in_turn
 from tandem.trainer.zero import ShardedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A state that was brought together before it is written."""
+
+    held: OptimizerState
+
+    def state(self) -> OptimizerState:
+        return self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,10 @@ class Replica:
         """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
         optimizer = self.optimizer
         return optimizer.whole(changes) if isinstance(optimizer, ShardedOptimizer) else nullcontext()
+
+    def gathered_state(self) -> Gathered:
+        """The optimizer's whole state, on the first rank; all ranks must ask for it."""
+        return Gathered(self.optimizer.state())
 
     @property
     def forward_backward(self) -> ForwardBackward:
