@@ -36,6 +36,7 @@ from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
 from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
+from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
@@ -83,7 +84,10 @@ def train_on(
         guard = StepGuard(recipe.trainer)
         if step >= 0:
             with replica.whole(changes=True):
-                guard.load_state(load_checkpoint(directory / "checkpoints" / f"step-{step}", replica.model, replica.optimizer).get("guard", {}))
+                state = load_checkpoint(directory / "checkpoints" / f"step-{step}", replica.model, replica.optimizer)
+            guard.load_state(state.get("guard", {}))
+            if replica.model.router_balance is not None:
+                replica.model.router_balance.load_state(state.get("router_bias", {}))
         step = max(step, 0)
         if journal is not None and metrics is not None:
             _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, step)
@@ -103,6 +107,8 @@ def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener)
     """The model to start from and its optimizer, on this rank."""
     kernels = select(recipe.machine.kernels)
     model = load_model(start, kernels, parallel=ranks.model_parallel())
+    model.router_balance = make_balance(model, recipe.trainer, ranks)
+    model.recompute = recipe.trainer.recompute
     model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
     if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
         listener.message(

@@ -1,9 +1,9 @@
 """Deaths on purpose: ``kill -9`` at a named point of a run, so that a test can prove that nothing is lost.
 
-A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar, a
-call, or a phase of a rank's step. Instead of dying a rank may ``stall`` before the point: it sleeps for ever. A plan is ``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once
-in a run's life: its marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the
-point alive.
+A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar, a call, or
+a phase of a rank's step. Instead of dying a process may ``stall`` before the point: it sleeps for ever. A plan is
+``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once in a run's life: its
+marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the point alive.
 """
 
 import os

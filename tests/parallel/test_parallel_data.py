@@ -4,7 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, Trained, build, by_one, by_sequence, check, sequences_of, whole
+from model_ranks import (
+    LEARNING_RATE,
+    LLAMA,
+    QWEN3,
+    QWEN3_MOE,
+    Case,
+    Trained,
+    build,
+    by_one,
+    by_sequence,
+    check,
+    ranks_of,
+    sequences_of,
+    whole,
+)
 from ranks import Here, Ranks
 
 from tandem.config.trainer import TrainerConfig
@@ -12,7 +26,6 @@ from tandem.layout.mesh import MeshShape
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import blank, collate
-from tandem.trainer.parallel import ranks as parallel_ranks
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import train_step
@@ -23,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def trained(here: Here, case: Case, zero: Any, passes: int = 1) -> Trained:
     """``case`` through ``train_step`` on this rank: its sequences in ``passes`` micro-batches."""
     torch.set_num_threads(1)
-    model = build(case, here.groups)
-    replica = make_replica(model, TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01), everyone(here), zero)
+    model = build(case, here)
+    replica = make_replica(model, TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01), ranks_of(here, case), zero)
     every, dtype = sequences_of(case), getattr(torch, case.dtype)
     own = list(range(len(every)))[here.groups["data"].rank :: here.groups["data"].size]
     micro_batches = [collate([every[i] for i in own[nth::passes]], dtype) if own[nth::passes] else blank(dtype) for nth in range(passes)]
@@ -46,10 +59,6 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1) -> Trained:
     with replica.whole():
         result.parameters = whole(model, dict(model.named_parameters()), here.groups)
     return result
-
-
-def everyone(here: Here) -> parallel_ranks.Ranks:
-    return parallel_ranks.Ranks(here.mesh, here.groups)
 
 
 def remember(sums: GradientSums) -> dict[str, torch.Tensor]:
