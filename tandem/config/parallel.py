@@ -22,7 +22,10 @@ class ParallelConfig:
     cut every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather of each input.
 
     ``zero``: what the data-parallel ranks cut between them: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the
-    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang.
+    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``least_stall_s``: a rank
+    that gets on with nothing is a hang after 20 times the longest pause that this run has seen, but not before so many seconds.
+    ``ranks_per_node``: ranks on one machine, 0 for all. ``across_nodes``: whether ranks along ``tensor`` and ``context``, which exchange
+    something in every layer, may stand on several machines.
     """
 
     data: int = 1
@@ -37,10 +40,18 @@ class ParallelConfig:
     deterministic: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     collective_timeout_s: float = 300.0
+    least_stall_s: float = 30.0
+    ranks_per_node: int = 0
+    across_nodes: bool = False
 
     @property
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
+
+    def nodes(self) -> list[int]:
+        """The node of each rank."""
+        each = self.ranks_per_node or self.world
+        return [rank // each for rank in range(self.world)]
 
     def check(self) -> None:
         """Raise ``UserError`` for a mesh that cannot be."""
@@ -50,8 +61,11 @@ class ParallelConfig:
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()
-        if not 0 < self.collective_timeout_s < float("inf"):
-            raise UserError(f"'parallel.collective_timeout_s' is {self.collective_timeout_s}; it must be above 0, and finite")
+        for name in ("collective_timeout_s", "least_stall_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be above 0, and finite")
+        if self.ranks_per_node < 0:
+            raise UserError(f"'parallel.ranks_per_node' is {self.ranks_per_node}; it must be 0 (all) or more")
 
     def _check_pipeline(self) -> None:
         if self.virtual_stages < 1:

@@ -7,7 +7,9 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
-from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.mesh import describe
+from tandem.layout.placement import check_placement, mesh_of
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
@@ -17,6 +19,10 @@ from tandem.types import RunError, UserError
 
 def check_pretraining(recipe: PretrainRecipe) -> list[str]:
     """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
+    check_placement(recipe.parallel)
+    for axis in ("tensor", "pipeline", "expert"):
+        if getattr(recipe.parallel, axis) > 1:
+            raise UserError(f"'parallel.{axis}' is {getattr(recipe.parallel, axis)}; a run is saved from ranks along data and context only, set it to 1")
     with ExitStack() as stack:
         if recipe.model.create is not None:
             folder = stack.enter_context(folder_without_weights(recipe.model.create))
@@ -33,19 +39,23 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
         weights = weight_bytes(shapes, recipe.trainer.dtype)
         tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
-        needed = 2 * weights + optimizer_bytes(shapes) + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute)
+        parallel = recipe.parallel
+        state = cut_by_zero(weights, optimizer_bytes(shapes), parallel.data * parallel.context, parallel.zero)
+        on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
+        needed = on_this_machine * (state + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set "
                 "trainer.recompute to full or raise machine.memory_gib"
             )
-        total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
+        total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
             f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
-            f"predicted memory: {needed / 2**20:,.0f} MiB besides the process itself",
+            f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
+            *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
         ]
 
 

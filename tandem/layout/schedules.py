@@ -71,6 +71,22 @@ def schedule(name: ScheduleName, shape: PipelineShape) -> tuple[tuple[Operation,
     return with_transfers(shape, [orders[name](shape, rank) for rank in range(shape.ranks)])
 
 
+def forward_schedule(shape: PipelineShape) -> tuple[tuple[Operation, ...], ...]:
+    """The operations of every rank for a pass without gradients."""
+    p = shape.ranks
+    groups = range(0, shape.micro_batches, p)
+    orders = [
+        [
+            Operation("forward", stage, m)
+            for first in groups
+            for stage in shape.stages_of(rank)
+            for m in range(first, min(first + p, shape.micro_batches))
+        ]
+        for rank in range(p)
+    ]
+    return with_transfers(shape, orders)
+
+
 def computes_of(operations: Sequence[Operation]) -> list[Operation]:
     return [operation for operation in operations if operation.kind in ("forward", "backward")]
 

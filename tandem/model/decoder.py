@@ -1,6 +1,6 @@
 """The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ class Decoder(nn.Module):
     it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks; with ``parallel`` it
     trains together with them.
     ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
-    With a ``span`` it is a pipeline stage: it holds those layers, the first stage the embedding, the last the final norm, the head
+    With ``spans`` it holds pipeline stages: their layers, with the first stage the embedding, with the last the final norm, the head
     and a copy of a tied embedding; what it does not hold is no attribute.
     ``around_layer``, where given, stands around every layer of a packed batch; with ``recompute`` other than ``none`` it must let
     exceptions pass, for a recomputation ends with one.
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         group: RankGroup | None = None,
-        span: Span | None = None,
+        spans: Sequence[Span] = (),
         parallel: ModelParallel | None = None,
     ) -> None:
         super().__init__()
@@ -64,17 +64,18 @@ class Decoder(nn.Module):
         assert group is None or parallel is None, "a part infers or trains"
         self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
         self.local = local = local_shapes(shapes, self.cut)
-        self.span = span = span or whole(shapes.num_layers)
-        self.dtype, tied = dtype, shapes.tie_embeddings
-        if span.is_first or (span.is_last and tied):
+        self.spans = spans = tuple(spans) or (whole(shapes.num_layers),)
+        self.dtype = dtype
+        if self.holds("model.embed_tokens.weight"):
             self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
         self.layers = nn.ModuleList()
-        for index in range(span.start, span.stop):
+        for index in self.layer_numbers:
             # By its number in the whole model: parameters have the same names on every stage.
             self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.cut))
-        if span.is_last:
+        if self.holds("model.norm.weight"):
             self.norm = Norm(shapes.hidden_size, dtype, device)
-        self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if span.is_last and not tied else None
+        has_head = self.holds("lm_head.weight") and not shapes.tie_embeddings
+        self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
         self._collectives = collectives(group)
@@ -88,7 +89,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
-        lora: LoraBatch | None = None, received: Tensor | None = None,
+        lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
         the rows that a ``PagedContext`` wants. With ``parallel`` every rank is given the whole packed batch, and returns the hidden
@@ -99,8 +100,9 @@ class Decoder(nn.Module):
         receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an
         adapter; there is no gradient then.
 
-        A pipeline stage behind the first takes ``received[T, H]``, the residual stream that the stage before returned, and reads
-        no ``tokens``; one before the last returns the residual stream.
+        ``span``: the pipeline stage that runs (``None``: the whole model). One behind the first takes ``received``, the residual stream
+        that the stage before returned, and reads of ``tokens`` only how many they are; one before the last returns the residual stream,
+        [T, H] or this rank's part of it.
         """
         is_packed_batch = isinstance(attention, PackedContext)
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_positions:
@@ -109,7 +111,9 @@ class Decoder(nn.Module):
                 f"the model's {self.shapes.max_positions} positions"
             )
         if self._packed is None and is_packed_batch and lora is None:
-            return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, received=received)
+            stage = span or self.spans[0]
+            steps = [weights for weights in self._plain_steps() if stage.start <= weights.attention.index < stage.stop]
+            return self._run(steps, self.kernels.linear, tokens, positions, attention, router_logits, span=stage, received=received)
         with torch.no_grad():
             if self._packed is None:
                 return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora)
@@ -117,7 +121,7 @@ class Decoder(nn.Module):
 
     def _run(
         self, layers: list[LayerWeights], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
-        router_logits: list[Tensor] | None, lora: LoraBatch | None = None, received: Tensor | None = None,
+        router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
         assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
@@ -136,7 +140,7 @@ class Decoder(nn.Module):
             balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
         )
         x: Tensor | None = None
-        if self.span.is_first:
+        if span is None or span.is_first:
             residual = self._embed(tokens, collectives)
         else:
             assert received is not None
@@ -148,7 +152,7 @@ class Decoder(nn.Module):
             else:
                 x, residual = around(weights.attention.index, partial(run_layer, batch, weights), x, residual)
         assert x is not None
-        if not self.span.is_last:
+        if span is not None and not span.is_last:
             return x + residual
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
@@ -279,6 +283,15 @@ class Decoder(nn.Module):
             [layer.experts.plain() if layer.experts else None for layer in self._layers()],
         )
 
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The layers that it holds, by their number in the whole model."""
+        return [index for span in self.spans for index in range(span.start, span.stop)]
+
+    def holds(self, name: str) -> bool:
+        """Whether it holds the parameter of this Hugging Face name, or a part of it."""
+        return any(span.holds(name, self.shapes.tie_embeddings) for span in self.spans)
+
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
@@ -291,8 +304,7 @@ class Decoder(nn.Module):
         biased = not is_summed or (not late and self.cut.rank == 0)
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         steps = []
-        for place, layer in enumerate(self._layers()):
-            index = self.span.start + place
+        for place, (index, layer) in enumerate(zip(self.layer_numbers, self._layers(), strict=True)):
             q_norm = layer.q_norm.weight if layer.q_norm is not None else None
             k_norm = layer.k_norm.weight if layer.k_norm is not None else None
             attention = AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,16 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     if decoder.is_packed:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
-    held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.span.holds(name, shapes.tie_embeddings)]
+    held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.holds(name)]
     found: dict[str, Tensor] = {}
     if "model.embed_tokens.weight" in held:
         found["model.embed_tokens.weight"] = decoder.embed_tokens
-    if decoder.span.is_last:
+    if "model.norm.weight" in held:
         found["model.norm.weight"] = decoder.norm.weight
     if decoder.lm_head is not None:
         found["lm_head.weight"] = decoder.head_weight
     projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
-    for index, layer in enumerate(decoder.layers, start=decoder.span.start):
+    for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
         found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
@@ -142,14 +142,14 @@ def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = Fa
 
     @torch.no_grad()
     def fill(layer: int | None) -> None:
-        for name, parameter in by_layer[layer].items():
+        for name, parameter in by_layer.get(layer, {}).items():
             parameter.copy_(parts[name])
 
     fill(None)
     if pack:
         decoder.pack(fill)
     else:
-        for index in range(decoder.span.start, decoder.span.stop):
+        for index in decoder.layer_numbers:
             fill(index)
 
 
@@ -174,7 +174,7 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
         if not name.endswith("rotary_emb.inv_freq"):
             given[name] = tensor
-    tied_head = given.pop("lm_head.weight", None) if decoder.lm_head is None else None
+    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_embeddings else None
     for name, tensor in given.items():
         if name not in shapes:
             raise UserError(
@@ -188,10 +188,10 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(
                 f"tensor '{name}' is {tensor.dtype}; quantised weights are not supported, use the float checkpoint"
             )
-    for name in [name for name in given if name in shapes and not decoder.span.holds(name, decoder.shapes.tie_embeddings)]:
+    for name in [name for name in given if name in shapes and not decoder.holds(name)]:
         del given[name]
     for name in shapes:
-        if name not in given and decoder.span.holds(name, decoder.shapes.tie_embeddings):
+        if name not in given and decoder.holds(name):
             raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
     if tied_head is not None and "model.embed_tokens.weight" in given and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
         raise UserError(
@@ -203,19 +203,18 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, span: Span | None = None,
+    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
     parallel: ModelParallel | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, one rank's part of it or one pipeline stage; with ``pack`` packed for inference, rounded as
+    """The model of a Hugging Face folder, one rank's part of it or its pipeline stages; with ``pack`` packed for inference, rounded as
     ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
     shapes = read_shapes(folder)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
-    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, span=span)
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
     decoder.quantization = quantization
-    tied = shapes.tie_embeddings
     try:
-        load_tensors(decoder, read_tensors(folder, lambda name: decoder.span.holds(name, tied)), pack=pack)
+        load_tensors(decoder, read_tensors(folder, decoder.holds), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder

@@ -20,7 +20,7 @@ def make_balance(model: Decoder, config: TrainerConfig, ranks: Ranks) -> RouterB
     experts = model.shapes.experts
     if experts is None or not (config.router_balance_loss or config.router_bias_rate):
         return None
-    layers = [i for i in range(model.shapes.num_layers) if model.shapes.experts_of(i) is not None and model.span.start <= i < model.span.stop]
+    layers = [i for i in model.layer_numbers if model.shapes.experts_of(i) is not None]
     groups = ranks.groups
     return RouterBalance(
         experts.num_experts, layers, config.router_balance_loss, config.router_bias_rate, groups["tokens"], groups["tensor"].size,

@@ -13,7 +13,6 @@ order; updates are elementwise, so all stages have the bits of stage 0 where a s
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -246,9 +245,3 @@ class _Regather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, Tensor]:
         ctx.gathering.before_backward(ctx.index)
         return None, None, gradients[0], gradients[1]
-
-
-def state_bytes(numbers: int, dtype_bytes: int, ranks: int, stage: Literal[0, 1, 2, 3]) -> int:
-    """Bytes of weights, gradients and moments on a rank from one backward pass to the next, by the formula above."""
-    cut = math.ceil(numbers / ranks)
-    return dtype_bytes * ((cut if stage == 3 else numbers) + (cut if stage >= 2 else numbers) + 2 * (cut if stage >= 1 else numbers))

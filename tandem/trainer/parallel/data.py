@@ -14,7 +14,7 @@ from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Pending
 from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.trainer.parallel.flat import Flat, flats
-from tandem.trainer.parallel.placement import placement
+from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.parallel.ranks import Ranks
 
 IN_FLIGHT = 2
@@ -25,16 +25,20 @@ class GradientSums:
     """The gradients of a model's parameters, summed over their replicas. ``buckets`` in the order of the backward pass.
 
     ``each_backward``: sums are taken after every backward pass, and the whole gradients dropped; else once a step, when
-    ``expect``'s number of backward passes has gone through. ``own``: this rank's part of each bucket's sum, after ``finish``."""
+    ``expect``'s number of backward passes has gone through. ``sum_tied`` adds to a part of the embedding's sum that of another
+    pipeline stage. ``own``: this rank's part of each bucket's sum, after ``finish``."""
 
-    def __init__(self, model: Decoder, ranks: Ranks, *, each_backward: bool = False) -> None:
+    def __init__(
+        self, model: Decoder, ranks: Ranks, *, each_backward: bool = False, sum_tied: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self.model, self.ranks, self.each_backward = model, ranks, each_backward
         where = {name: placement(model, name) for name, _ in model.named_parameters()}
         self.buckets = flats(model.named_parameters(), lambda name: where[name].replicas, lambda group: ranks.groups[group])
         self.own: list[Tensor | None] = [None] * len(self.buckets)
         tensor = ranks.groups["tensor"]
         self._partial = {name for name in where if where[name].tensor == "partial" and tensor.size > 1}
-        self._counted = {name for name in where if where[name].tensor == "cut" or tensor.rank == 0}
+        self._counted = {name for name in where if (where[name].tensor == "cut" or tensor.rank == 0) and not is_tied_copy(model, name)}
+        self._sum_tied, self._is_finished = sum_tied, False
         self._backwards, self._next = 1, 0
         self._seen: dict[str, int] = {}
         self._pending: list[tuple[int, Pending]] = []
@@ -48,6 +52,7 @@ class GradientSums:
     def expect(self, backwards: int) -> None:
         """A step begins, in which ``backwards`` backward passes go through every parameter."""
         self.own = [None] * len(self.buckets)
+        self._is_finished = False
         self._backwards, self._next, self._pending = 1 if self.each_backward else backwards, 0, []
         self._seen = {}
         self.started = []
@@ -60,8 +65,17 @@ class GradientSums:
 
     def finish(self) -> None:
         """Wait until all sums are there. A parameter that no backward pass went through here has a gradient of 0."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         if not self.each_backward:
             self._complete()
+        if self._sum_tied is not None:
+            # A bucket of its own on both stages, so that both have the same part of it.
+            place = next(i for i, bucket in enumerate(self.buckets) if "embed_tokens" in bucket.parameters)
+            own = self.own[place]
+            assert own is not None and len(self.buckets[place].parameters) == 1
+            self.own[place] = self._sum_tied(own)
 
     def norm(self, scale: float = 1.0) -> float:
         """The norm of the global gradient divided by ``scale``: NaN or infinity where a number is not finite. The same on every rank:
