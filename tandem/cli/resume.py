@@ -14,11 +14,13 @@ examples:
 import argparse
 
 from tandem.cli.display import display
+from tandem.runtime.faults import FaultPlan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
     parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
 
@@ -26,6 +28,9 @@ def run(options: argparse.Namespace) -> int:
     from tandem.jobs.start import resume
 
     with display() as listener:
-        result = resume(options.run_directory, inline=options.inline, listener=listener, overrides=options.overrides)
+        result = resume(
+            options.run_directory, inline=options.inline, listener=listener, overrides=options.overrides,
+            faults=FaultPlan.parse(options.fault) if options.fault else None,
+        )
     print(result.summary())
     return 0

@@ -18,6 +18,9 @@ class ParallelConfig:
     ranks; 2 or more with ``interleaved``. ``pipeline_layers``: the layers of each stage, the first virtual stage of every rank
     before the second; empty splits by cost.
 
+    ``sequence_parallel``: the tensor-parallel ranks divide the tokens of the residual stream and its norms too. ``deterministic``: they
+    cut every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather of each input.
+
     ``zero``: what the data-parallel ranks cut between them: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the
     parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``least_stall_s``: a rank
     that gets on with nothing is a hang after 20 times the longest pause that this run has seen, but not before so many seconds.
@@ -33,6 +36,8 @@ class ParallelConfig:
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     pipeline_layers: tuple[int, ...] = ()
+    sequence_parallel: bool = True
+    deterministic: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     collective_timeout_s: float = 300.0
     least_stall_s: float = 30.0

@@ -152,7 +152,9 @@ class PretrainRun:
                 self.records.sync()
                 folder = self.directory / "checkpoints"
                 companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-                saved = save_checkpoint(folder, step, model, state, {"guard": self.guard.state()}, companions)
+                balance = self.model.router_balance
+                others = {"guard": self.guard.state(), "router_bias": {} if balance is None else balance.state()}
+                saved = save_checkpoint(folder, step, model, state, others, companions)
                 self.records.saved(step, saved.digest)
                 prune(folder, self.recipe.checkpoint.keep)
             self.ranks.world.barrier("the checkpoint")

@@ -16,6 +16,7 @@ from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
+from tandem.trainer.balance import check_balance
 from tandem.types import RunError, UserError
 
 
@@ -36,6 +37,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
         spans = spans_of(recipe.parallel, shapes)
+        check_balance(shapes, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
@@ -46,14 +48,14 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         parallel = recipe.parallel
         state = cut_by_zero(weights, optimizer_bytes(shapes), parallel.data * parallel.context, parallel.zero)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        needed = on_this_machine * (state / parallel.pipeline + tokens * activation_bytes_per_token(shapes))
+        needed = on_this_machine * (state / parallel.pipeline + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
-                "machine.memory_gib"
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set "
+                "trainer.recompute to full or raise machine.memory_gib"
             )
-        total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
+        total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",

@@ -39,6 +39,7 @@ from tandem.runtime.processes import available_cores
 from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
+from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
@@ -87,7 +88,10 @@ def train_on(
         guard = StepGuard(recipe.trainer)
         if step >= 0:
             with replica.whole(changes=True):
-                guard.load_state(load_checkpoint(directory / "checkpoints" / f"step-{step}", replica.model, replica.optimizer).get("guard", {}))
+                state = load_checkpoint(directory / "checkpoints" / f"step-{step}", replica.model, replica.optimizer)
+            guard.load_state(state.get("guard", {}))
+            if replica.model.router_balance is not None:
+                replica.model.router_balance.load_state(state.get("router_bias", {}))
         step = max(step, 0)
         if journal is not None and metrics is not None:
             _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, step)
@@ -110,6 +114,8 @@ def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener)
     kernels, parallel, stages = select(recipe.machine.kernels), recipe.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(start))
     model = load_model(start, kernels, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
+    model.router_balance = make_balance(model, recipe.trainer, ranks)
+    model.recompute = recipe.trainer.recompute
     model.kernels = in_precision(kernels, recipe.trainer.precision, model.device)
     if is_emulated(recipe.trainer.precision, model.device):
         listener.message(

@@ -171,13 +171,15 @@ class RankProcesses:
         return self._folder / f"stacks-{self._start}-{rank}"
 
     def _write_stacks(self, listener: Listener, states: Sequence[RankState]) -> None:
-        """Ask every rank for its stacks; all of them go to a file, the innermost frames to the listener."""
-        found = stacks_of({f"rank {r}": (p.pid if p.poll() is None else 0, self._stacks(r)) for r, p in enumerate(self._processes)})
-        path = self._directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{self._start}.txt"
-        now = time.time()
-        path.write_text("".join(f"{states[int(n.split()[1])].describe(now)}\n{text}\n" for n, text in found.items()), encoding="utf-8")
-        for name, text in found.items():
-            listener.message(f"{name} stands in {innermost(text)}")
+        """Ask every rank that lives for its stacks; all of them go to a file, the innermost frames to the listener."""
+        living = {state.rank: process.pid for state, process in zip(states, self._processes, strict=True) if process.poll() is None}
+        if not living:
+            return
+        found = stacks_of({rank: (pid, self._stacks(rank)) for rank, pid in living.items()})
+        path, now = self._directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{self._start}.txt", time.time()
+        path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in found.items()), encoding="utf-8")
+        for rank, text in found.items():
+            listener.message(f"rank {rank} stands in {innermost(text)}" if text else f"rank {rank} does not answer: it is stopped, or has not begun")
         listener.message(f"the stacks of all ranks are in '{path}'")
 
     def close(self) -> None:

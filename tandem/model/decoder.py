@@ -23,6 +23,7 @@ from tandem.model.parallel import Collectives, ModelParallel, training_collectiv
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
+from tandem.model.router_balance import RouterBalance
 from tandem.model.tensor_parallel import RankGroup, collectives
 from tandem.model.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.types.kv_cache import KVCacheDtype
@@ -82,6 +83,7 @@ class Decoder(nn.Module):
         self.quantization: Scheme | None = None
         self.around_layer: AroundLayer | None = None
         self.recompute: Recompute = "none"
+        self.router_balance: RouterBalance | None = None
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
 
@@ -132,9 +134,10 @@ class Decoder(nn.Module):
         kernels, around = self.kernels, None
         if isinstance(context, PackedContext):
             kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
+        balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
-            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype),
-            collectives, expert_ranks, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
+            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
         )
         x: Tensor | None = None
         if span is None or span.is_first:
@@ -298,8 +301,11 @@ class Decoder(nn.Module):
 
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
         shapes = self.local
-        # Partial products are summed over the ranks, a bias is to be added once.
-        biased = self.cut.deterministic or self.cut.rank == 0
+        # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
+        # the sum, so that all have its gradient at the same moment.
+        is_summed = not self.cut.deterministic and self.cut.size > 1
+        late = is_summed and self.parallel is not None
+        biased = not is_summed or (not late and self.cut.rank == 0)
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         steps = []
         for place, (index, layer) in enumerate(zip(self.layer_numbers, self._layers(), strict=True)):
@@ -321,6 +327,8 @@ class Decoder(nn.Module):
                     down,
                     layer.down_proj.bias if layer.down_proj is not None and biased else None,
                     experts[place],
+                    layer.o_proj.bias if late else None,
+                    layer.down_proj.bias if layer.down_proj is not None and late else None,
                 )
             )
         return steps

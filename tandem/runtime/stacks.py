@@ -18,14 +18,15 @@ def answer_with_stacks(path: Path) -> None:
     faulthandler.register(SIGNAL, file=path.open("w", encoding="utf-8"), all_threads=True)
 
 
-def stacks_of(processes: Mapping[str, tuple[int, Path]], wait_s: float = 1.0) -> dict[str, str]:
-    """The stacks of processes that ``answer_with_stacks``, by name, from (pid, path); of one that is dead or stopped, why there is
-    none."""
+def stacks_of(processes: Mapping[int, tuple[int, Path]], wait_s: float = 1.0) -> dict[int, str]:
+    """The stacks of processes that ``answer_with_stacks``, by their numbers, from (pid, path); empty for one that is stopped or does not
+    listen yet."""
     before = {}
     for name, (pid, path) in processes.items():
         before[name] = path.stat().st_size if path.exists() else -1
         with suppress(ProcessLookupError, PermissionError):
-            if before[name] >= 0 and pid > 0:
+            # Before it has opened its file, the signal would end it.
+            if before[name] >= 0:
                 os.kill(pid, SIGNAL)
     ends, found = time.monotonic() + wait_s, dict.fromkeys(processes, "")
     while time.monotonic() < ends and not all(_is_whole(text) for text in found.values()):
@@ -33,7 +34,7 @@ def stacks_of(processes: Mapping[str, tuple[int, Path]], wait_s: float = 1.0) ->
         for name, (_, path) in processes.items():
             if before[name] >= 0:
                 found[name] = path.read_text(encoding="utf-8", errors="replace")[before[name] :]
-    return {name: text or "it did not answer: it is dead, stopped, or has not begun\n" for name, text in found.items()}
+    return found
 
 
 def innermost(stack: str, frames: int = 3) -> str:

@@ -137,6 +137,9 @@ def train_step(
     """
     scale = 1.0 if guard is None else guard.scale
     optimizer.zero_grad()
+    balance = model.router_balance
+    if balance is not None:
+        balance.begin(sum(m.tokens.numel() for m in micro_batches), scale)
     if sums is not None:
         sums.expect(len(micro_batches))
     after_backward = None if sums is None else sums.end_backward
@@ -160,6 +163,8 @@ def train_step(
         on_phase("optimizer")
         with tracer.span("optimizer"):
             optimizer.step(learning_rate)
+    if balance is not None:
+        metrics = metrics | balance.end(updated)
     metrics = metrics | maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)
 
