@@ -16,10 +16,10 @@ from tandem.rl.algorithms.aggregate import GlobalCounts, counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
+from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.kept_batch import write_batch
-from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_tokens
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
@@ -42,6 +42,7 @@ def pretrain(run: "PretrainRun") -> int:
                 run.evaluate(step)
             if step == last:
                 return step
+            run.tracer.begin(step)
             run.write_row(step, run.train(step, sequences), loader.idle_s)
     raise AssertionError("the loader has no end")
 
@@ -61,6 +62,7 @@ class PretrainRun:
     guard: StepGuard
     first_step: int = 0
     waited_s: float = 0.0
+    tracer: Tracer = NO_TRACE
 
     @property
     def ranks(self) -> Ranks:
@@ -80,12 +82,14 @@ class PretrainRun:
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
         """One optimizer step on a global batch, of which ``batch`` is this rank's share; returns its metrics."""
         with self.records.phase("train", step):
-            sequences = train_sequences(batch)
-            counts, micro_batches = self._micro_batches(sequences)
+            with self.tracer.span("shard the batch"):
+                sequences = train_sequences(batch)
+                counts, micro_batches = self._micro_batches(sequences)
             result = train_step(
                 self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
                 learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
-                sums=self.replica.sums, on_phase=lambda phase: self.records.enter(phase, step),
+                sums=self.replica.sums, forward_backward=self.replica.forward_backward, tracer=self.tracer,
+                on_phase=lambda phase: self.records.enter(phase, step),
             )  # fmt: skip
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
@@ -94,7 +98,7 @@ class PretrainRun:
     def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, list[MicroBatch]]:
         """The counts of the global batch, and this rank's micro-batches. Where ranks pass through the model together they have as many;
         a rank has none only where all have none."""
-        like = self.model.embed_tokens
+        like = self.model
         bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
         micro_batches = [collate([sequences[i] for i in chosen], like.dtype, like.device) for chosen in bins]
         counts, wanted = counts_of(sequences), len(bins)
@@ -129,7 +133,7 @@ class PretrainRun:
             share = batch_indices(0, self.recipe.evaluation.sequences, self.ranks.data.rank, self.ranks.data.size)
             sequences = [s for s in train_sequences([self.held_out(i) for i in share]) if forward_tokens(s) > 0]
             counts, micro_batches = self._micro_batches(sequences)
-            found = infer(self.model, micro_batches, on_progress=self.records.progress("evaluate"))
+            found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.rest()
             own = math.fsum(math.fsum(values.values()) for values in found.values())
             loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
@@ -142,15 +146,15 @@ class PretrainRun:
         """Commit the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them again."""
         if self.ranks.agreed(self.records.is_saved(step), "whether to save"):
             return
-        with self.records.phase("checkpoint", step), self.replica.whole():
-            state = self.replica.gathered_state()
-            if self.ranks.is_first:
+        with self.records.phase("checkpoint", step), self.replica.whole(), self.tracer.span("checkpoint write", step=step):
+            state, model = self.replica.gathered_state(), self.replica.gathered_model()
+            if self.ranks.is_first and model is not None:
                 self.records.sync()
                 folder = self.directory / "checkpoints"
                 companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
                 balance = self.model.router_balance
                 others = {"guard": self.guard.state(), "router_bias": {} if balance is None else balance.state()}
-                saved = save_checkpoint(folder, step, self.model, state, others, companions)
+                saved = save_checkpoint(folder, step, model, state, others, companions)
                 self.records.saved(step, saved.digest)
                 prune(folder, self.recipe.checkpoint.keep)
             self.ranks.world.barrier("the checkpoint")
@@ -159,8 +163,9 @@ class PretrainRun:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
         with self.replica.whole():
-            if self.ranks.is_first and not folder.exists():
-                save_model(self.model, folder, self.start)
+            model = self.replica.gathered_model()
+            if self.ranks.is_first and model is not None and not folder.exists():
+                save_model(model, folder, self.start)
         return folder
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
