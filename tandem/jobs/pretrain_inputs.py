@@ -9,6 +9,7 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
@@ -16,7 +17,6 @@ from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
-from tandem.trainer.balance import check_balance
 from tandem.types import RunError, UserError
 
 
