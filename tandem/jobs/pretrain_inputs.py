@@ -5,16 +5,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.trainer import TrainerConfig
 from tandem.data.shard_files import ShardFiles
 from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
@@ -37,8 +36,8 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             if not folder.is_dir():
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
+        check_balance(shapes, recipe.trainer)
         spans = spans_of(recipe.parallel, shapes)
-        _check_balance(shapes, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
@@ -65,13 +64,6 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]
-
-
-def _check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
-    """Raise ``UserError`` where ``config`` balances experts of a model that has none."""
-    for name in ("router_balance_loss", "router_bias_rate"):
-        if getattr(config, name) and shapes.experts is None:
-            raise UserError(f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model has no experts: leave it at 0")
 
 
 def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:
