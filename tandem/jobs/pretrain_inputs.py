@@ -9,6 +9,7 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
@@ -17,7 +18,6 @@ from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
-from tandem.trainer.balance import check_balance
 from tandem.types import RunError, UserError
 
 
@@ -33,8 +33,8 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
         check_layout(shapes, recipe.parallel)
-        spans = spans_of(recipe.parallel, shapes)
         check_balance(shapes, recipe.trainer)
+        spans = spans_of(recipe.parallel, shapes)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]

@@ -82,7 +82,7 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     groups = join(mesh, store, torch.device("cpu"), recipe.parallel.collective_timeout_s, board, LOOPBACK)
     faults = FaultPlan.parse(settings.faults).point(f"rank{mesh.rank}", directory) if settings.faults else no_fault
     listener = pipe if mesh.rank == 0 else Listener()
-    ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel and recipe.parallel.tensor > 1)
+    ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel)
     result = train_on(ranks, recipe, directory, listener, resumed=settings.resumed, board=board, fault_point=faults)
     # Nobody leaves while another still waits for its last words.
     groups["world"].barrier("the end")
