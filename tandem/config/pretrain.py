@@ -110,6 +110,12 @@ class PretrainRecipe:
                 f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "
                 "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
             )
+        if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
+            axis = "tensor" if self.parallel.tensor > 1 else "expert"
+            raise UserError(
+                f"'parallel.{axis}' is {getattr(self.parallel, axis)}, which cuts matrices; trainer.optimizer '{self.trainer.optimizer}' needs "
+                "them whole: set it to adamw"
+            )
         if self.parallel.zero and self.trainer.optimizer != "adamw":
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
