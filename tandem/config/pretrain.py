@@ -6,6 +6,7 @@ from typing import Literal
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.config.run import RunConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
@@ -81,6 +82,7 @@ class PretrainRecipe:
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self) -> None:
         """Refuse combinations of sections that cannot work."""
@@ -89,4 +91,38 @@ class PretrainRecipe:
             raise UserError(
                 f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
                 f"{'model.max_length' if self.model.max_length else 'model.create.max_positions'}"
+            )
+        if self.parallel.data > self.data.sequences_per_step:
+            raise UserError(
+                f"'parallel.data' is {self.parallel.data} and a step has {self.data.sequences_per_step} sequences; raise "
+                "data.sequences_per_step, so that every rank has one"
+            )
+        if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
+            raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
+        for name in ("router_balance_loss", "router_bias_rate"):
+            if self.parallel.pipeline > 1 and getattr(self.trainer, name):
+                raise UserError(
+                    f"'trainer.{name}' is {getattr(self.trainer, name)} with parallel.pipeline {self.parallel.pipeline}; experts are balanced "
+                    "within one stage only: set parallel.pipeline to 1, or leave it at 0"
+                )
+        if self.parallel.zero >= 2 and self.parallel.pipeline > 1 and self.parallel.schedule != "1f1b":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "
+                "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
+            )
+        if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
+            axis = "tensor" if self.parallel.tensor > 1 else "expert"
+            raise UserError(
+                f"'parallel.{axis}' is {getattr(self.parallel, axis)}, which cuts matrices; trainer.optimizer '{self.trainer.optimizer}' needs "
+                "them whole: set it to adamw"
+            )
+        if self.parallel.zero and self.trainer.offload == "nvme":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero} with trainer.offload nvme; a state that is cut stays in memory: set parallel.zero to 0, or "
+                "trainer.offload to none"
+            )
+        if self.parallel.zero and self.trainer.optimizer != "adamw":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
+                "set it to adamw, or parallel.zero to 0"
             )

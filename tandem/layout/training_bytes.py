@@ -1,24 +1,29 @@
 """Bytes of a training process and of what it writes, by optimizer, precision and offload. Imports no torch."""
 
+from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import activation_bytes_per_token, held_parameters, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, held_parameters, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes
 
+ONE_PROCESS = ParallelConfig()
 KEPT_LOGITS_BYTES = 4 << 25
 """Of the head's logits at most so many are kept for the backward pass (``kernels.cpu.autograd``)."""
 STAGING_BYTES = 16 << 20
 """Of a pager's two buffers for two moments (``trainer.pager``)."""
 
 
-def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
-    """Resident bytes of one process besides what any process takes: weights and gradients, the optimizer's state and what its step
-    works with, and what a forward of ``tokens`` saves for its backward."""
-    weights = weight_bytes(shapes, trainer.dtype)
-    logits = min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES)
-    saved = tokens * (activation_bytes_per_token(shapes) + _rounded_bytes_per_token(shapes, trainer)) + logits
+def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """Resident bytes of one process of the mesh besides what any process takes: weights and gradients, the optimizer's state and what its
+    step works with, and what a forward of ``tokens`` saves for its backward."""
+    weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
+    moments = resident_state_bytes(shapes, trainer) // parallel.tensor
+    held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
     # Emulated precision holds every rounded matrix until the backward has passed it.
     copies = weights if trainer.precision != "fp32" else 0
-    return 2 * weights + copies + saved + resident_state_bytes(shapes, trainer)
+    saved = tokens * (activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer))
+    saved += min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES)
+    sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    return (held + copies) // parallel.pipeline + saved // sharing
 
 
 def resident_state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:

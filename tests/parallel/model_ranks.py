@@ -1,0 +1,218 @@
+"""One seeded model and batch, trained for some steps by one process or by the ranks of a mesh, and gathered for comparison."""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from ranks import Here
+
+from tandem.config.trainer import TrainerConfig
+from tandem.kernels import select
+from tandem.layout.mesh import GroupName
+from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
+from tandem.layout.sharding import Cut, cut_slices, is_held
+from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.rl.algorithms.aggregate import counts_of
+from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.runtime.communicator import Communicator
+from tandem.trainer.balance import make_balance
+from tandem.trainer.micro_batch import MicroBatch, collate
+from tandem.trainer.parallel.placement import placement, sum_partial_gradients
+from tandem.trainer.parallel.ranks import Ranks, alone
+from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.step import predict, train_step
+from tandem.types import TrainSequence
+
+QWEN3 = ModelShapes("qwen3", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True)
+LLAMA = ModelShapes("llama", 43, 32, 2, 4, 4, 8, 48, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
+QWEN3_MOE = ModelShapes("qwen3_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(6, 2, 24))
+WINDOWED = replace(QWEN3, layer_windows=(5, None))
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained and how: ``lengths`` of the sequences of the global batch, dealt to the data ranks in turn; the tokens at
+    ``masked`` of every 4 do not count."""
+
+    shapes: ModelShapes
+    dtype: Literal["float32", "float64"] = "float64"
+    kernels: Literal["reference", "cpu"] = "reference"
+    deterministic: bool = False
+    sequence: bool = False
+    lengths: tuple[int, ...] = (9, 2, 17, 5, 30, 3, 8)
+    masked: int = 2
+    temperature: float = 1.0
+    steps: int = 3
+    recompute: Literal["none", "full", "selective"] = "none"
+    balance_loss: float = 0.0
+    bias_rate: float = 0.0
+    zero: Literal[0, 1, 2, 3] = 0
+
+
+@dataclass
+class Trained:
+    """Whole tensors by Hugging Face name. ``logits``: of the first step's batch by global sequence; ``losses``, ``norms``: a step
+    each; ``gradients``: of the first step, before clipping."""
+
+    logits: dict[int, torch.Tensor]
+    logprobs: dict[int, torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    overloads: list[float] = field(default_factory=list)
+    biases: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def sequences_of(case: Case) -> list[TrainSequence]:
+    draw = random.Random(5)
+    found = []
+    for number, length in enumerate(case.lengths):
+        mask = (0.0, *(float(i % 4 != case.masked) for i in range(1, length)))
+        found.append(TrainSequence(f"{number}", tuple(draw.randrange(case.shapes.vocab_size) for _ in range(length)), 1, mask))
+    return found
+
+
+def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
+    """Random whole weights in which no number is special."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * (0.1 if len(shape) == 1 else 0.25) + name.endswith("norm.weight")
+        for name, shape in parameters(shapes)
+    }
+
+
+def ranks_of(here: Here | None, case: Case) -> Ranks:
+    return alone() if here is None else Ranks(here.mesh, here.groups, case.deterministic, case.sequence)
+
+
+def build(case: Case, here: Here | None) -> Decoder:
+    parallel = ranks_of(here, case).model_parallel()
+    dtype = getattr(torch, case.dtype)
+    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
+    model.recompute = case.recompute
+    config = TrainerConfig(router_balance_loss=case.balance_loss, router_bias_rate=case.bias_rate)
+    model.router_balance = make_balance(model, config, ranks_of(here, case))
+    load_tensors(model, weights_of(case.shapes).items())
+    return model
+
+
+def train(here: Here | None, case: Case) -> Trained:
+    """``case`` on this rank, or in one process where there is none."""
+    groups = None if here is None else here.groups
+    model = build(case, here)
+    data = (0, 1) if groups is None else (groups["data"].rank, groups["data"].size)
+    every = sequences_of(case)
+    own = list(range(len(every)))[data[0] :: data[1]]
+    micro_batch = collate([every[i] for i in own], getattr(torch, case.dtype))
+    loss_of = make_cross_entropy_loss(counts_of(every))
+    logits, logprobs = by_sequence(model, micro_batch, own, case)
+    if model.router_balance is not None:
+        model.router_balance.begin(len(micro_batch.tokens))
+    loss_of(predict(model, micro_batch, case.temperature), micro_batch).loss.backward()
+    if groups is not None:
+        reduce(model, groups)
+    gradients = whole(model, {name: p.grad for name, p in model.named_parameters()}, groups)
+    trained = Trained(logits, logprobs, [], [], gradients, {})
+    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01)
+    replica = make_replica(model, config, ranks_of(here, case), case.zero)
+    for _ in range(case.steps):
+        metrics = train_step(model, replica.optimizer, [micro_batch], loss_of, LEARNING_RATE, case.temperature, sums=replica.sums).metrics
+        trained.losses.append(metrics["sft/loss"])
+        trained.norms.append(metrics["actor/grad_norm"])
+        if model.router_balance is not None:
+            trained.overloads.append(metrics["router/max_overload"])
+            trained.biases = dict(model.router_balance.biases)
+    with replica.whole():
+        trained.parameters = whole(model, dict(model.named_parameters()), groups)
+    return trained
+
+
+def by_sequence(model: Decoder, micro_batch: MicroBatch, own: list[int], case: Case) -> tuple[dict[int, Any], dict[int, Any]]:
+    with torch.no_grad():
+        hidden = model(micro_batch.tokens, micro_batch.positions, PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen))
+        logits = model.packed_logits(hidden, len(micro_batch.tokens)).split(micro_batch.cu_seqlens.diff().tolist())
+        found = predict(model, micro_batch, case.temperature)
+        rows = micro_batch.sequence_of_row
+        stacked = torch.stack((found.raw, found.scaled, found.entropy))
+        return dict(zip(own, logits, strict=True)), {i: stacked[:, rows == place] for place, i in enumerate(own)}
+
+
+def reduce(model: Decoder, groups: Mapping[GroupName, Communicator]) -> None:
+    sum_partial_gradients(model)
+    for name, parameter in model.named_parameters():
+        ranks = groups[placement(model, name).replicas]
+        assert parameter.grad is not None, name
+        parameter.grad = ranks.all_reduce(parameter.grad, "a gradient")
+
+
+def whole(
+    model: Decoder, values: Mapping[str, torch.Tensor | None], groups: Mapping[GroupName, Communicator] | None
+) -> dict[str, torch.Tensor]:
+    """``values`` (one for each parameter) by Hugging Face name, whole where ``groups`` hold parts of them."""
+    twin = Decoder(model.shapes, model.kernels, dtype=model.embed_tokens.dtype, parallel=model.parallel)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            value = values[name]
+            assert value is not None, name
+            parameter.copy_(value)
+    own = {name: tensor.clone() for name, tensor in to_huggingface(twin)}
+    if groups is None:
+        return own
+    found = {name: torch.full(shape, math.nan, dtype=model.embed_tokens.dtype) for name, shape in parameters(model.shapes)}
+    tensor, expert = groups["tensor"], groups["expert"]
+    for expert_rank in range(expert.size):
+        for rank in range(tensor.size):
+            cut = Cut(rank, tensor.size, model.cut.deterministic, expert_rank, expert.size)
+            for name, tensor_of_all in found.items():
+                if is_held(model.shapes, name, cut):
+                    part = cut_slices(model.shapes, name, tuple(tensor_of_all.shape), cut)
+                    is_own = (expert_rank, rank) == (expert.rank, tensor.rank)
+                    sent = (own[name] if is_own else tensor_of_all[part]).clone(memory_format=torch.contiguous_format)
+                    tensor.broadcast(sent, rank, "gathering")
+                    expert.broadcast(sent, expert_rank, "gathering")
+                    tensor_of_all[part] = sent
+    return found
+
+
+def distance(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, over all tensors together."""
+    assert found.keys() == wanted.keys()
+    difference = math.fsum((found[name] - wanted[name]).double().square().sum().item() for name in wanted)
+    return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
+
+
+_alone: dict[Case, Trained] = {}
+
+
+def by_one(case: Case) -> Trained:
+    """What one process has for ``case``, once."""
+    plain = replace(case, deterministic=False, sequence=False, zero=0, recompute="none")
+    if plain not in _alone:
+        _alone[plain] = train(None, plain)
+    return _alone[plain]
+
+
+def check(found: list[Trained], wanted: Trained) -> None:
+    """Raise ``AssertionError`` where a rank has something else than ``wanted``."""
+    is_float32 = next(iter(wanted.parameters.values())).dtype == torch.float32
+    close = 1e-6 if is_float32 else 1e-10
+    for rank in found:
+        assert distance(rank.logits, {i: wanted.logits[i] for i in rank.logits}) < close
+        assert distance(rank.logprobs, {i: wanted.logprobs[i] for i in rank.logprobs}) < close
+        assert distance(rank.gradients, wanted.gradients) < close
+        assert rank.overloads == wanted.overloads
+        assert all(torch.equal(rank.biases[layer], bias) for layer, bias in wanted.biases.items())
+        for values, others in ((rank.losses, wanted.losses), (rank.norms, wanted.norms)):
+            assert all(abs(a - b) <= (1e-5 if is_float32 else 1e-10) * abs(b) for a, b in zip(values, others, strict=True))
+        if is_float32:
+            furthest = max((rank.parameters[name] - wanted.parameters[name]).abs().max().item() for name in wanted.parameters)
+            assert furthest < 0.1 * LEARNING_RATE
+        else:
+            assert distance(rank.parameters, wanted.parameters) < close
+    assert {i for rank in found for i in rank.logits} == set(wanted.logits)
