@@ -11,6 +11,7 @@ from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
+from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
@@ -23,11 +24,6 @@ from tandem.types import RunError, UserError
 def check_pretraining(recipe: PretrainRecipe) -> list[str]:
     """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
     check_placement(recipe.parallel)
-    for axis in ("tensor", "expert"):
-        if getattr(recipe.parallel, axis) > 1:
-            raise UserError(
-                f"'parallel.{axis}' is {getattr(recipe.parallel, axis)}; a run is saved from ranks along data, context and pipeline only, set it to 1"
-            )
     with ExitStack() as stack:
         if recipe.model.create is not None:
             folder = stack.enter_context(folder_without_weights(recipe.model.create))
@@ -36,6 +32,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             if not folder.is_dir():
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
+        check_layout(shapes, recipe.parallel)
         check_balance(shapes, recipe.trainer)
         spans = spans_of(recipe.parallel, shapes)
         if recipe.data.sequence_length > shapes.max_positions:
@@ -43,12 +40,15 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
         for path, dataset in datasets:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
-        weights = weight_bytes(shapes, recipe.trainer.dtype)
+        weights = weight_bytes(shapes, recipe.trainer.dtype, recipe.parallel.tensor)
         tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
         parallel = recipe.parallel
-        state = cut_by_zero(weights, optimizer_bytes(shapes), parallel.data * parallel.context, parallel.zero)
+        state = cut_by_zero(weights, optimizer_bytes(shapes) // parallel.tensor, parallel.data * parallel.context, parallel.zero)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        needed = on_this_machine * (state / parallel.pipeline + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
+        activations = tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute) / parallel.context
+        if parallel.sequence_parallel:
+            activations /= parallel.tensor
+        needed = on_this_machine * (state / parallel.pipeline + activations)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(

@@ -11,8 +11,9 @@ from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.parallel import shares
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
-from tandem.trainer.parallel.pipeline import Pipeline
+from tandem.trainer.parallel.pipeline import Pipeline, broadcast_value
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.stages import gathered_model, gathered_state
 from tandem.trainer.step import ForwardBackward, Progress, in_turn
@@ -42,7 +43,9 @@ class Replica:
     @property
     def passes_together(self) -> bool:
         """Whether ranks exchange something inside a forward and backward pass, so that all must go through as many."""
-        return (self.sums is not None and self.sums.each_backward) or self.ranks.groups["expert"].size > 1
+        balance = self.model.router_balance
+        together = (self.sums is not None and self.sums.each_backward) or (balance is not None and balance.loss > 0)
+        return together or self.ranks.groups["expert"].size > 1
 
     def whole(self, changes: bool = False) -> AbstractContextManager[None]:
         """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
@@ -51,12 +54,29 @@ class Replica:
 
     def gathered_state(self) -> Gathered:
         """The optimizer's whole state, on the first rank; all ranks must ask for it."""
-        own = self.optimizer.state()
-        return Gathered(own if self.pipeline is None else gathered_state(self.pipeline, own))
+        state = self.optimizer.state()
+        if self.pipeline is not None:
+            state = gathered_state(self.pipeline, state)
+            if not self.pipeline.is_first:
+                return Gathered(state)
+        return Gathered(shares.gathered_state(self.model, state))
 
     def gathered_model(self) -> Decoder | None:
-        """The model with all of its stages, on the first rank; all ranks must ask for it, inside ``whole``."""
-        return self.model if self.pipeline is None else gathered_model(self.pipeline)
+        """The model with all of its stages and parts, on the first rank; all ranks must ask for it, inside ``whole``."""
+        model = self.model if self.pipeline is None else gathered_model(self.pipeline)
+        return None if model is None else shares.gathered_model(model)
+
+    def router_biases(self) -> dict[str, list[float]]:
+        """The biases on the choice of experts, of the layers of all stages; all ranks must ask for them."""
+        balance = self.model.router_balance
+        own = {} if balance is None else balance.state()
+        if self.pipeline is None:
+            return own
+        stages, device = self.pipeline.ranks, self.model.device
+        found: dict[str, list[float]] = {}
+        for source in range(stages.size):
+            found |= broadcast_value(stages, own, source, "biases of routers", device)
+        return found
 
     @property
     def forward_backward(self) -> ForwardBackward:
