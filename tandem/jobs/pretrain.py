@@ -147,12 +147,13 @@ class PretrainRun:
         if self.ranks.agreed(self.records.is_saved(step), "whether to save"):
             return
         with self.records.phase("checkpoint", step), self.replica.whole(), self.tracer.span("checkpoint write", step=step):
-            state, model, biases = self.replica.gathered_state(), self.replica.gathered_model(), self.replica.router_biases()
+            state, model = self.replica.gathered_state(), self.replica.gathered_model()
             if self.ranks.is_first and model is not None:
                 self.records.sync()
                 folder = self.directory / "checkpoints"
                 companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-                others = {"guard": self.guard.state(), "router_bias": biases}
+                balance = self.model.router_balance
+                others = {"guard": self.guard.state(), "router_bias": {} if balance is None else balance.state()}
                 saved = save_checkpoint(folder, step, model, state, others, companions)
                 self.records.saved(step, saved.digest)
                 prune(folder, self.recipe.checkpoint.keep)

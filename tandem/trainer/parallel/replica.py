@@ -14,7 +14,7 @@ from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.parallel import shares
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
-from tandem.trainer.parallel.pipeline import Pipeline, broadcast_value
+from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.stages import gathered_model, gathered_state
 from tandem.trainer.step import ForwardBackward, Progress, in_turn
@@ -66,18 +66,6 @@ class Replica:
         """The model with all of its stages and parts, on the first rank; all ranks must ask for it, inside ``whole``."""
         model = self.model if self.pipeline is None else gathered_model(self.pipeline)
         return None if model is None else shares.gathered_model(model)
-
-    def router_biases(self) -> dict[str, list[float]]:
-        """The biases on the choice of experts, of the layers of all stages; all ranks must ask for them."""
-        balance = self.model.router_balance
-        own = {} if balance is None else balance.state()
-        if self.pipeline is None:
-            return own
-        stages, device = self.pipeline.ranks, self.model.device
-        found: dict[str, list[float]] = {}
-        for source in range(stages.size):
-            found |= broadcast_value(stages, own, source, "biases of routers", device)
-        return found
 
     @property
     def forward_backward(self) -> ForwardBackward:
