@@ -133,6 +133,13 @@ def join(mesh: Mesh, store: Any, device: torch.device, deadline_s: float) -> Map
     return found
 
 
+def join_world(rank: int, size: int, store: Any, device: torch.device, deadline_s: float) -> Communicator:
+    """One more communicator of all ranks, over a ``store`` with a prefix of its own: for a thread whose collectives must not meet
+    those of others."""
+    group = _process_group(store, rank, size, device, deadline_s) if size > 1 else None
+    return Communicator("world", rank, size, group, deadline_s)
+
+
 def _process_group(store: Any, rank: int, size: int, device: torch.device, deadline_s: float) -> Any:
     limit = timedelta(seconds=deadline_s)
     if device.type == "cuda":
