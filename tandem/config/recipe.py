@@ -76,6 +76,9 @@ class Recipe:
             raise UserError("a model made from the recipe knows nothing yet; add a section 'warm_up' (an empty one takes the defaults)")
         if self.trainer.dtype != "float32":
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; a pod on CPU trains in float32")
+        if self.trainer.precision != "fp32":
+            # The rollout engine computes in fp32: its log-probabilities would not be the trainer's.
+            raise UserError(f"'trainer.precision' is '{self.trainer.precision}'; a pod trains in fp32, as its rollout computes")
 
 
 AnyRecipe = Recipe | PretrainRecipe

@@ -1,53 +1,73 @@
 """Section ``trainer``: the optimizer and how much of a batch is in memory at once."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from tandem.types.errors import UserError
 
-Schedule = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+OptimizerName = Literal["adamw", "muon", "adamw8bit"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """AdamW (Loshchilov and Hutter, 2019) and the step around it.
+    """The optimizer and the step around it.
 
+    ``optimizer``: AdamW (Loshchilov and Hutter, 2019), Muon (Jordan et al., 2024) for the layers' matrices with AdamW for the rest, or AdamW
+    with its moments in 8 bits (Dettmers et al., 2022).
     ``learning_rate``: after the warm-up.
     ``warmup_steps``: steps in which the learning rate rises in a straight line; 0 begins with all of it.
-    ``schedule``: what it does after the warm-up: stays, falls in a straight line, or falls along half a cosine.
-    ``total_steps``: the step at which ``linear`` and ``cosine`` reach their end; ``constant`` does not read it.
+    ``schedule``: what it does after the warm-up: stays, falls in a straight line, falls along half a cosine, or stays and falls in
+    a straight line in the last ``decay_steps`` (``wsd``: Hu et al., 2024).
+    ``total_steps``: the step at which all but ``constant`` reach their end; ``constant`` does not read it.
     ``final_share``: the share of ``learning_rate`` that is left at ``total_steps`` and after.
     ``beta1``, ``beta2``, ``epsilon``, ``weight_decay``: AdamW's own; norms and biases are never decayed.
+    ``muon_momentum``, ``muon_iterations``: of Muon, which shares ``learning_rate`` and ``weight_decay``.
     ``max_grad_norm``: global norm to which gradients are clipped; 0 turns clipping off.
     ``micro_batch_tokens``: tokens in one forward and backward at most (a single longer sequence has its own).
     ``dtype``: of weights, gradients and moments.
+    ``precision``: what linear layers multiply in: ``fp32`` (``dtype``), or 16 bits (``bf16``, ``fp16``) or 8 (``fp8``) with weights, moments
+    and gradients of weights in fp32.
+    ``loss_scale``, ``loss_scale_growth_steps``: of ``fp16``: what the loss is multiplied by at first, a power of two, and the steps
+    without an overflow after which that doubles.
+    ``max_skipped_steps``: steps in a row whose loss or gradient is not finite that pretraining leaves out before it stops; in a pod the
+    first one ends the run.
     """
 
+    optimizer: OptimizerName = "adamw"
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     schedule: Schedule = "constant"
     total_steps: int = 0
+    decay_steps: int = 0
     final_share: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    muon_momentum: float = 0.95
+    muon_iterations: int = 5
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 16384
     dtype: Literal["float32", "float64"] = "float32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    loss_scale: float = 65536.0
+    loss_scale_growth_steps: int = 2000
+    max_skipped_steps: int = 3
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
         for name in ("learning_rate", "epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be above 0 and finite")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be at least 0 and below 1")
         for name in ("weight_decay", "max_grad_norm"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 (off) or more, and finite")
-        for name in ("warmup_steps", "total_steps"):
+        for name in ("warmup_steps", "total_steps", "decay_steps", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 or more")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
@@ -55,7 +75,20 @@ class TrainerConfig:
                 f"'trainer.total_steps' is {self.total_steps}; schedule '{self.schedule}' needs more than "
                 f"trainer.warmup_steps ({self.warmup_steps})"
             )
+        if self.schedule == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
+            raise UserError(
+                f"'trainer.decay_steps' is {self.decay_steps}; schedule 'wsd' needs 1 to {self.total_steps - self.warmup_steps} of them, "
+                "which is trainer.total_steps without trainer.warmup_steps"
+            )
+        if not 1 <= self.muon_iterations <= 20:
+            raise UserError(f"'trainer.muon_iterations' is {self.muon_iterations}; it must be between 1 and 20 (5 is usual)")
         if not 0 <= self.final_share <= 1:
             raise UserError(f"'trainer.final_share' is {self.final_share}; it must be between 0 and 1")
         if self.micro_batch_tokens < 1:
             raise UserError(f"'trainer.micro_batch_tokens' is {self.micro_batch_tokens}; it must be at least 1")
+        if self.precision != "fp32" and self.dtype != "float32":
+            raise UserError(f"'trainer.precision' is '{self.precision}', whose weights are float32; trainer.dtype is '{self.dtype}'")
+        if not 1 <= self.loss_scale <= 2**24 or math.frexp(self.loss_scale)[0] != 0.5:
+            raise UserError(f"'trainer.loss_scale' is {self.loss_scale}; it must be a power of two from 1 to 2^24")
+        if self.loss_scale_growth_steps < 1:
+            raise UserError(f"'trainer.loss_scale_growth_steps' is {self.loss_scale_growth_steps}; it must be at least 1")

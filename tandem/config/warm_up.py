@@ -1,8 +1,8 @@
 """Section ``warm_up``: supervised fine-tuning on demonstrations before reinforcement learning begins."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from tandem.config.trainer import Schedule
 from tandem.types.errors import UserError
 
 
@@ -22,7 +22,7 @@ class WarmUpConfig:
     batch_size: int = 48
     learning_rate: float = 2e-3
     warmup_steps: int = 10
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     corrupted_share: float = 0.5
     seed: int = 0
     max_accuracy: float = 0.55

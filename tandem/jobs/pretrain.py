@@ -21,12 +21,14 @@ from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.processes import memory_of
 from tandem.text.tokenizer import TOKENIZER_FILES
+from tandem.trainer.guard import StepGuard
+from tandem.trainer.kept_batch import write_batch
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.save import prune, save_checkpoint
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import train_step
-from tandem.types import TrainSequence
+from tandem.types import RunError, TrainSequence
 
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
@@ -55,12 +57,13 @@ class PretrainRun:
     directory: Path
     start: Path
     model: Decoder
-    optimizer: AdamW
+    optimizer: Optimizer
     sequence: Callable[[int], Pieces]
     held_out: Callable[[int], Pieces] | None
     journal: Journal
     metrics: MetricsFile
     listener: Listener
+    guard: StepGuard
     first_step: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     row_began: float = field(default_factory=perf_counter)
@@ -81,9 +84,24 @@ class PretrainRun:
             report = lambda done, total: self.listener.progress("train", done, total, "micro-batches")
             loss = make_cross_entropy_loss(counts_of(sequences), "train")
             result = train_step(
-                self.model, self.optimizer, micro_batches, loss, learning_rate(self.recipe.trainer, step), on_progress=report
-            )
+                self.model, self.optimizer, micro_batches, loss, learning_rate(self.recipe.trainer, step), on_progress=report,
+                guard=self.guard,
+            )  # fmt: skip
+        if result.verdict == "skipped":
+            self.skip(step, sequences, result.metrics)
         return result.metrics
+
+    def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
+        """Keep the batch of a step that was left out, and say so. Raises ``RunError`` where there were too many in a row."""
+        kept, guard = self.directory / "skipped" / f"step-{step}.json", self.guard
+        write_batch(kept, step, sequences, metrics)
+        what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']} and the loss {metrics['train/loss']}"
+        if guard.is_exhausted:
+            raise RunError(
+                f"{what}, {guard.skipped_in_a_row} steps in a row, more than trainer.max_skipped_steps ({guard.limit}): training has diverged; "
+                f"lower trainer.learning_rate or lengthen its warm-up; the batch is kept in '{kept}'"
+            )
+        self.listener.message(f"{what}; it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'")
 
     def evaluate(self, step: int) -> None:
         """The loss on the held-out data, in nats a token; journalled once."""
@@ -106,7 +124,7 @@ class PretrainRun:
             self.metrics.sync()
             folder = self.directory / "checkpoints"
             companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-            saved = save_checkpoint(folder, step, self.model, self.optimizer, {}, companions)
+            saved = save_checkpoint(folder, step, self.model, self.optimizer, {"guard": self.guard.state()}, companions)
             self.journal.commit_checkpoint(step, saved.digest)
             prune(folder, self.recipe.checkpoint.keep)
 

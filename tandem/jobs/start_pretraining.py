@@ -19,6 +19,7 @@ from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_inputs import dataset_paths
 from tandem.jobs.pretrain_result import PretrainResult
 from tandem.kernels import select
+from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.model.huggingface import load_model
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
@@ -29,7 +30,8 @@ from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
 from tandem.runtime.run_lock import RunLock
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.guard import StepGuard
+from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.save import load_checkpoint, newest_committed
 from tandem.types import UserError
 
@@ -51,18 +53,24 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         sequence, held_out = _data(recipe, journal)
         kernels = select(recipe.machine.kernels)
         model = load_model(start, kernels)
-        optimizer = AdamW(model.named_parameters(), recipe.trainer)
+        model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
+        if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
+            listener.message(
+                f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
+                "which shows its numbers and not its speed"
+            )
+        optimizer = make_optimizer(model, recipe.trainer)
         found = newest_committed(directory / "checkpoints")
-        step = 0
+        guard, step = StepGuard(recipe.trainer), 0
         if found is not None:
-            load_checkpoint(found.folder, model, optimizer)
+            guard.load_state(load_checkpoint(found.folder, model, optimizer).get("guard", {}))
             step = found.step
         _check_numerics(journal, numerics_record(threads, kernels.name))
         journal.cut_after(step)
         metrics.cut_after(step)
         if resumed:
             journal.record_event("resume", {"step": step})
-        run = PretrainRun(recipe, directory, start, model, optimizer, sequence, held_out, journal, metrics, listener, step)
+        run = PretrainRun(recipe, directory, start, model, optimizer, sequence, held_out, journal, metrics, listener, guard, step)
         steps = pretrain(run)
         metrics.sync()
         return _finish(run, steps)

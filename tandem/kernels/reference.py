@@ -91,7 +91,8 @@ class ReferenceKernels:
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         rows = itertools.pairwise(bounds.tolist())
         parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]
-        return torch.cat(parts) if parts else x.new_empty(0, weight.shape[1])
+        # Without a row the gradient is 0, and not absent.
+        return torch.cat(parts) if parts else self.linear(x, weight[0], None)
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
         probabilities = logits.to(_compute_dtype(logits.dtype)).softmax(-1)
@@ -128,7 +129,7 @@ class ReferenceKernels:
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query_heads, kv_heads, size = heads
-        q, k, v = qkv.view(len(qkv), -1, size).split([query_heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.view(len(qkv), query_heads + 2 * kv_heads, size).split([query_heads, kv_heads, kv_heads], dim=1)
         q = self.rms_norm(q, q_norm, eps) if q_norm is not None else q
         k = self.rms_norm(k, k_norm, eps) if k_norm is not None else k
         cos, sin = cos_sin[positions.long()].to(_compute_dtype(qkv.dtype)).unsqueeze(1).chunk(2, dim=-1)

@@ -4,6 +4,7 @@ from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.layout.sharding import Cut, local_parameters
 from tandem.types.kv_cache import KVCacheDtype
 
+_CODED_BLOCK, _FEWEST_CODED = 256, 4096
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -22,9 +23,35 @@ def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheD
     return 2 * shapes.num_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_kv_heads * scale)
 
 
-def optimizer_bytes(shapes: ModelShapes) -> int:
-    """Bytes of AdamW's two fp32 moments."""
-    return 2 * 4 * parameter_count(shapes)
+def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw") -> int:
+    """Bytes of an optimizer's state: two fp32 moments of each parameter with ``adamw``; one of the layers' matrices with ``muon``; and
+    with ``adamw8bit`` two moments in 8 bits with an fp32 scale for every 256 of them, the embedding, the head and whatever is small excepted."""
+    if optimizer == "adamw":
+        return 2 * 4 * parameter_count(shapes)
+    held = _held_parameters(shapes)
+    if optimizer == "muon":
+        return sum(4 * count * (1 if is_hidden else 2) for count, is_hidden in held)
+    return sum(2 * (count + 4 * -(-count // _CODED_BLOCK)) if is_hidden and count >= _FEWEST_CODED else 8 * count for count, is_hidden in held)
+
+
+def _held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
+    """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
+    hidden, inner, found = shapes.hidden_size, shapes.intermediate_size, []
+    head = shapes.vocab_size * hidden
+    found += [(head, False), (hidden, False)] + ([] if shapes.tie_embeddings else [(head, False)])
+    for layer in range(shapes.num_layers):
+        found += [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), (hidden, False), (hidden, False)]
+        found += [(shapes.head_dim, False)] * (2 if shapes.qk_norm else 0)
+        found += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+        found += [(hidden, False)] if shapes.output_bias else []
+        experts = shapes.experts_of(layer)
+        if experts is not None:
+            matrix = experts.num_experts * hidden * experts.intermediate_size
+            found += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
+        else:
+            found += [(2 * inner * hidden, True), (inner * hidden, True)]
+            found += [(2 * inner, False), (hidden, False)] if shapes.mlp_bias else []
+    return found
 
 
 def activation_bytes_per_token(shapes: ModelShapes) -> int:

@@ -39,6 +39,9 @@ PLAN: tuple[Rule, ...] = (
 )
 
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
 def rule_for(name: str) -> Rule:
     """The one rule of parameter ``name``. Raises ``KeyError`` for a name that the plan does not know."""
     for rule in PLAN:
@@ -58,7 +61,8 @@ def stage_of(name: str, num_layers: int, stages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of tensor-parallel ``rank`` of ``size``.
+    """The part of tensor-parallel ``rank`` of ``size``, and of the experts those of ``expert_rank`` of ``expert_size``: runs of
+    neighbours.
 
     ``deterministic``: a ``row`` placement is cut by its output (axis 0, its bias too) instead of its sum: every product
     keeps its whole sum, and so the bits that one rank alone computes, for one more gather of its input.
@@ -67,12 +71,17 @@ class Cut:
     rank: int = 0
     size: int = 1
     deterministic: bool = True
+    expert_rank: int = 0
+    expert_size: int = 1
 
     def check(self, shapes: ModelShapes) -> None:
         """Raise ``ValueError`` for a model that cannot be cut so."""
         size, where = self.size, f"{self.size} tensor-parallel ranks"
         if size < 1 or not 0 <= self.rank < size:
             raise ValueError(f"rank {self.rank} of {size} does not exist")
+        if self.expert_size > 1 and (shapes.experts is None or shapes.experts.num_experts % self.expert_size):
+            found = "no experts" if shapes.experts is None else f"{shapes.experts.num_experts} experts"
+            raise ValueError(f"the model has {found}, which do not divide by {self.expert_size} expert-parallel ranks")
         counts = {"num_heads": shapes.num_heads, "intermediate_size": shapes.intermediate_size}
         if self.deterministic:
             counts["hidden_size"] = shapes.hidden_size
@@ -98,7 +107,7 @@ def vocabulary_part(shapes: ModelShapes, cut: Cut) -> int:
 def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
     """``shapes`` with the heads, the inner sizes and the vocabulary of one rank. Key-value heads that are fewer than ranks
     stand on several. Raises ``ValueError`` for a model that cannot be cut so."""
-    if cut.size == 1:
+    if cut.size == 1 and cut.expert_size == 1:
         return shapes
     cut.check(shapes)
     part, experts = vocabulary_part(shapes, cut), shapes.experts
@@ -134,7 +143,16 @@ def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut)
     return tuple(slice(start, min(start + part, length)) if i == axis else slice(0, n) for i, n in enumerate(shape))
 
 
+def is_held(shapes: ModelShapes, name: str, cut: Cut) -> bool:
+    """Whether the rank of ``cut`` holds any of parameter ``name``: all but the experts of other ranks."""
+    expert = _EXPERT.search(name)
+    if expert is None or shapes.experts is None:
+        return True
+    return int(expert[1]) * cut.expert_size // shapes.experts.num_experts == cut.expert_rank
+
+
 def local_parameters(shapes: ModelShapes, cut: Cut) -> Iterator[Parameter]:
-    """``layout.shapes.parameters`` with the shapes that a rank holds."""
+    """``layout.shapes.parameters`` with the shapes that a rank holds, without those that it holds nothing of."""
     for name, shape in parameters(shapes):
-        yield Parameter(name, tuple(s.stop - s.start for s in cut_slices(shapes, name, shape, cut)))
+        if is_held(shapes, name, cut):
+            yield Parameter(name, tuple(s.stop - s.start for s in cut_slices(shapes, name, shape, cut)))

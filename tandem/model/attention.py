@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PagedBatch
+from tandem.model.context_parallel import SharedContext, shared_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class AttentionLayer:
 
 
 def attend(
-    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext,
+    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext | SharedContext,
     kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotate and attend: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values are rounded as a
@@ -61,5 +62,8 @@ def attend(
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps)
         if kv_dtype is not None and kv_dtype != qkv.dtype:
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
-        mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
+        if isinstance(context, SharedContext):
+            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window)
+        else:
+            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
     return mixed.flatten(1)

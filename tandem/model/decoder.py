@@ -1,105 +1,30 @@
 """The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.api import Kernels, TokenLogprobs
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import WHOLE, Cut, local_shapes, vocabulary_part
-from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext, attend
-from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
-from tandem.model.moe import ExpertLayer, Experts, mixture
-from tandem.model.quantization.scheme import Scheme, Stored, pack_stored, pack_weight
+from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
+from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext
+from tandem.model.context_parallel import SharedContext
+from tandem.model.layer import Layer, Linear, Norm
+from tandem.model.layer_pass import AroundLayer, LayerBatch, LayerWeights, run_layer
+from tandem.model.lora import LoraBatch
+from tandem.model.moe import ExpertLayer
+from tandem.model.parallel import Collectives, ModelParallel, training_collectives
+from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
+from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.tensor_parallel import RankGroup, collectives
+from tandem.model.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.types.kv_cache import KVCacheDtype
-
-
-class Linear(nn.Module):
-    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic. ``stored``: the
-    weights as a quantised checkpoint holds them, one for each stacked projection, until the decoder is packed."""
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.rows, self.columns = rows, columns
-        self.stored: tuple[Stored, ...] = ()
-        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
-
-
-class Norm(nn.Module):
-    """The ``weight[H]`` of a root-mean-square norm."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-
-
-class Layer(nn.Module):
-    """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up.
-    A layer has these and ``down_proj``, or ``experts``."""
-
-    gate_up_proj: Linear | None
-    down_proj: Linear | None
-    experts: Experts | None
-
-    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: Cut = WHOLE) -> None:
-        super().__init__()
-        shapes = local_shapes(whole, cut)
-        hidden, inner = shapes.hidden_size, shapes.intermediate_size
-        # A cut by output columns (see ``Cut``) leaves the sum whole.
-        rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
-        self.input_layernorm = Norm(hidden, dtype, device)
-        self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
-        self.q_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
-        self.k_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
-        self.o_proj = Linear(rows, of.query_size, shapes.output_bias, dtype, device)
-        self.post_attention_layernorm = Norm(hidden, dtype, device)
-        experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
-        self.experts = self.gate_up_proj = self.down_proj = None
-        if experts is not None and whole_experts is not None:
-            down = (rows, whole_experts.intermediate_size)
-            self.experts = Experts(experts, hidden, dtype, device, down)
-        else:
-            self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
-            self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Its linear layers in the order in which the forward pass meets them; a mixture of experts is none."""
-        if self.gate_up_proj is None or self.down_proj is None:
-            return self.qkv_proj, self.o_proj
-        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
-
-
-class _Step(NamedTuple):
-    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
-    ``input_norm`` stands before the layer; ``next_norm`` after it: the next layer's ``input_norm``, or the final
-    one."""
-
-    input_norm: Tensor
-    attention: AttentionLayer
-    qkv: Any
-    qkv_bias: Tensor | None
-    output: Any
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Any
-    gate_up_bias: Tensor | None
-    down: Any
-    down_bias: Tensor | None
-    next_norm: Tensor
-    experts: ExpertLayer | None
-
-
-_UNCHANGED = LoraLayer()
 
 
 class Decoder(nn.Module):
@@ -107,8 +32,11 @@ class Decoder(nn.Module):
 
     Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
     has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``. With a ``group``
-    it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks.
+    it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks; with ``parallel`` it
+    trains together with them.
     ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
+    ``around_layer``, where given, stands around every layer of a packed batch; with ``recompute`` other than ``none`` it must let
+    exceptions pass, for a recomputation ends with one.
     """
 
     lm_head: Linear | None
@@ -121,13 +49,15 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         group: RankGroup | None = None,
+        parallel: ModelParallel | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         self.shapes = shapes
         self.kernels = kernels
-        self.group = group
-        self.cut = WHOLE if group is None else group.cut
+        self.group, self.parallel = group, parallel
+        assert group is None or parallel is None, "a part infers or trains"
+        self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
         self.local = local = local_shapes(shapes, self.cut)
         self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
         self.layers = nn.ModuleList(Layer(shapes, i, dtype, device, self.cut) for i in range(shapes.num_layers))
@@ -136,10 +66,12 @@ class Decoder(nn.Module):
         self.lm_head = None if tied else Linear(local.vocab_size, shapes.hidden_size, False, dtype, device)
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
-        self._before, self._after = collectives(group)
+        self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
         self.quantization: Scheme | None = None
-        self._packed: list[_Step] | None = None
+        self.around_layer: AroundLayer | None = None
+        self.recompute: Recompute = "none"
+        self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
 
     def forward(
@@ -147,7 +79,8 @@ class Decoder(nn.Module):
         lora: LoraBatch | None = None,
     ) -> Tensor:
         """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
-        the rows that a ``PagedContext`` wants.
+        the rows that a ``PagedContext`` wants. With ``parallel`` every rank is given the whole packed batch, and returns the hidden
+        states that ``token_logprobs`` takes: its own.
 
         Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
@@ -168,49 +101,60 @@ class Decoder(nn.Module):
             return self._run(self._packed, self.kernels.linear_packed, tokens, positions, attention, router_logits, lora)
 
     def _run(
-        self, steps: list[_Step], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
+        self, layers: list[LayerWeights], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None,
     ) -> Tensor:
-        kernels, cos_sin, eps = self.kernels, self._cos_sin, self.shapes.rms_norm_eps
-        add_rms_norm = kernels.add_rms_norm
-        kv_dtype = stored_dtype(self.kv_cache_dtype, self.embed_tokens.dtype)
         wanted = context.wanted if isinstance(context, PagedContext) else None
         assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
-
-        def project(x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
-            out: Tensor = linear(x, weight, bias)
-            return out if lora is None else add_lora(kernels, out, x, change, lora)
-
-        before, after = self._before, self._after
-        in_one_call = steps is self._packed and lora is None and self.group is None
-        residual = self._embed(tokens)
-        x = kernels.rms_norm(residual, steps[0].input_norm, eps)
-        for step in steps:
-            changes = _UNCHANGED if lora is None else lora.layers[step.attention.index]
-            qkv = project(x, step.qkv, step.qkv_bias, changes.qkv)
-            x = attend(kernels, step.attention, qkv, positions, cos_sin, context, kv_dtype)
-            if wanted is not None and step is steps[-1]:
-                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            x = after(project(before(x), step.output, step.output_bias, changes.output))
-            x, residual = add_rms_norm(x, residual, step.mlp_norm, eps)
-            if step.experts is not None:
-                x = after(mixture(kernels, step.experts, x, router_logits, before))
-            elif in_one_call and isinstance(step.gate_up, PackedWeight) and isinstance(step.down, PackedWeight):
-                x = kernels.gated_mlp_packed(x, step.gate_up, step.gate_up_bias, step.down, step.down_bias)
+        shared: AttentionContext | SharedContext = context
+        collectives, expert_ranks = self._collectives, None
+        if self.parallel is not None and isinstance(context, PackedContext):
+            shared, own = self.parallel.share(context, len(tokens))
+            tokens, positions = tokens[own], positions[own]
+            collectives, expert_ranks = training_collectives(self.parallel, len(tokens)), self.parallel.expert
+        kernels, around = self.kernels, None
+        if isinstance(context, PackedContext):
+            kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
+        batch = LayerBatch(
+            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.embed_tokens.dtype),
+            collectives, expert_ranks, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+        )
+        x: Tensor | None = None
+        residual = self._embed(tokens, collectives)
+        for weights in layers:
+            if around is None:
+                x, residual = run_layer(batch, weights, x, residual, wanted if weights is layers[-1] else None)
             else:
-                x = kernels.silu_mul(project(x, step.gate_up, step.gate_up_bias, changes.gate_up))
-                x = after(project(before(x), step.down, step.down_bias, changes.down))
-            x, residual = add_rms_norm(x, residual, step.next_norm, eps)
-        return x
+                x, residual = around(weights.attention.index, partial(run_layer, batch, weights), x, residual)
+        assert x is not None
+        return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self.group is None:
+    def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
+        if self.cut.size == 1:
             return F.embedding(tokens, self.embed_tokens)
         own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
         held = (own >= 0) & (own < self.local.vocab_size)
         found = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
         # Nothing changes when -0 is added to it, +0 and -0 included.
-        return self.group.total(found.masked_fill(~held.unsqueeze(1), -0.0))
+        return collectives.embedded(found.masked_fill(~held.unsqueeze(1), -0.0))
+
+    def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
+        """The log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens``;
+        ``hidden`` is what ``forward`` returned for it. With ``parallel`` every rank gets all of them."""
+        if self.parallel is None:
+            return self.kernels.token_logprobs(hidden.index_select(0, rows), self.head_weight, targets, temperature)
+        return shared_logprobs(self.kernels, self.parallel, hidden, self._head_part, rows, targets, temperature, tokens)
+
+    def packed_logits(self, hidden: Tensor, tokens: int) -> Tensor:
+        """The logits [tokens, V] of a packed batch, whole on every rank; ``hidden`` is what ``forward`` returned for it."""
+        if self.parallel is None:
+            return self.logits(hidden)
+        return shared_logits(self.kernels, self.parallel, hidden, self._head_part, tokens)
+
+    @property
+    def _head_part(self) -> Head:
+        part = vocabulary_part(self.shapes, self.cut)
+        return Head(self.head_weight, self.cut.rank * part, part, self.shapes.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden[R, H]`` -> [R, V]; on ranks but the first, their own columns."""
@@ -306,7 +250,7 @@ class Decoder(nn.Module):
         linear.weight = None
         return packed
 
-    def _plain_steps(self) -> list[_Step]:
+    def _plain_steps(self) -> list[LayerWeights]:
         return self._steps(
             [tuple(linear.weight for linear in layer.linears()) for layer in self._layers()],
             [layer.experts.plain() if layer.experts else None for layer in self._layers()],
@@ -315,22 +259,20 @@ class Decoder(nn.Module):
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
-    def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[_Step]:
+    def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
         shapes = self.local
         # Partial products are summed over the ranks, a bias is to be added once.
         biased = self.cut.deterministic or self.cut.rank == 0
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
-        layers = self._layers()
-        norms = [*(layer.input_layernorm.weight for layer in layers), self.norm.weight]
         steps = []
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self._layers()):
             q_norm = layer.q_norm.weight if layer.q_norm is not None else None
             k_norm = layer.k_norm.weight if layer.k_norm is not None else None
             attention = AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps)
             qkv, output, gate_up, down = (*matrices[index], None, None)[:4]
             steps.append(
-                _Step(
-                    norms[index],
+                LayerWeights(
+                    layer.input_layernorm.weight,
                     attention,
                     qkv,
                     layer.qkv_proj.bias,
@@ -341,7 +283,6 @@ class Decoder(nn.Module):
                     layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
                     down,
                     layer.down_proj.bias if layer.down_proj is not None and biased else None,
-                    norms[index + 1],
                     experts[index],
                 )
             )

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels
 from tandem.layout.shapes import EXPERT_NAMES, ExpertNames, parameters
-from tandem.layout.sharding import Cut, cut_slices
+from tandem.layout.sharding import Cut, cut_slices, is_held, local_parameters
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
 from tandem.model.moe import Experts
+from tandem.model.parallel import ModelParallel
 from tandem.model.quantization.scheme import Scheme
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.model.tensor_parallel import RankGroup
@@ -77,7 +78,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
         found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.experts is not None:
-            found |= _experts_of(layer.experts, EXPERT_NAMES[shapes.architecture], at)
+            found |= _experts_of(layer.experts, EXPERT_NAMES[shapes.architecture], at, decoder.cut.expert_rank * layer.experts.held)
         elif layer.gate_up_proj is not None and layer.down_proj is not None:
             found |= _unfused(
                 layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
@@ -88,15 +89,15 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
             found[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
         found[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
         found[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
-    return {name: found[name] for name, _ in parameters(decoder.shapes)}
+    return {name: found[name] for name, _ in local_parameters(decoder.shapes, decoder.cut)}
 
 
-def _experts_of(experts: Experts, names: ExpertNames, at: str) -> dict[str, Tensor]:
+def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> dict[str, Tensor]:
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     found: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
     gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
     for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
-        found |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked)}
+        found |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked, first)}
     return found
 
 
@@ -125,7 +126,8 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pac
     head that is listed too must equal the embedding.
     """
     given = checked_tensors(decoder, tensors)
-    load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in given.items()}, pack=pack)
+    held = {name: tensor for name, tensor in given.items() if is_held(decoder.shapes, name, decoder.cut)}
+    load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in held.items()}, pack=pack)
 
 
 def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
@@ -196,14 +198,14 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None,
+    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, parallel: ModelParallel | None = None,
 ) -> Decoder:
     """The model of a Hugging Face folder, or one rank's part of it; with ``pack`` packed for inference, rounded as
     ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
     shapes = read_shapes(folder)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
-    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel)
     decoder.quantization = quantization
     try:
         load_tensors(decoder, read_tensors(folder), pack=pack)

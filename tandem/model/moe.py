@@ -12,22 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
+from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import ExpertShapes
+from tandem.model.expert_parallel import on_their_ranks
+from tandem.runtime.communicator import Communicator
 
 
 class Experts(nn.Module):
-    """The parameters of one layer's mixture of E experts: ``router[E, H]``, ``gate_up_proj[E, 2 F, H]`` (an expert's rows
-    of gate, then those of up) and ``down_proj[E, N, I]``, [E, H, F] where the model is not cut. Packing drops the last two
-    and leaves the router."""
+    """The parameters of one layer's mixture of E experts, of which ``held`` stand here: ``router[E, H]``,
+    ``gate_up_proj[held, 2 F, H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] where
+    the model is not cut. Packing drops the last two and leaves the router."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
 
     def __init__(
-        self, shapes: ExpertShapes, hidden: int, dtype: torch.dtype, device: torch.device, down: tuple[int, int] | None = None
+        self, shapes: ExpertShapes, hidden: int, dtype: torch.dtype, device: torch.device, down: tuple[int, int] | None = None,
+        held: int | None = None,
     ) -> None:
         super().__init__()
-        self.shapes, self.hidden = shapes, hidden
+        self.shapes, self.hidden, self.held = shapes, hidden, held or shapes.num_experts
         self.down = down or (hidden, shapes.intermediate_size)
         self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
         self.allocate()
@@ -38,7 +42,7 @@ class Experts(nn.Module):
 
     def allocate(self) -> None:
         """Plain, uninitialised matrices."""
-        count, inner = self.shapes.num_experts, self.shapes.intermediate_size
+        count, inner = self.held, self.shapes.intermediate_size
         self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
         self.down_proj = nn.Parameter(self.router.new_empty(count, *self.down))
 
@@ -68,20 +72,27 @@ class ExpertLayer(NamedTuple):
 
 def mixture(
     kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None,
-    before_down: Callable[[Tensor], Tensor] | None = None,
+    before_down: Callable[[Tensor], Tensor] | None = None, ranks: Communicator | None = None,
 ) -> Tensor:
     """``x[T, H]`` through each token's experts -> [T, H]. ``router_logits``, where given, receives the [T, E] of this
-    layer; ``before_down`` is applied to the input of ``down``."""
+    layer; ``before_down`` is applied to the input of ``down``. ``ranks``: those that the experts are divided between."""
     is_packed = isinstance(layer.gate_up, PackedGroups)
-    linear: Any = kernels.linear_packed if is_packed else kernels.linear
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
-    logits = linear(x, layer.router, None)
+    # Which experts a token meets is a matter of small differences: never in mixed precision.
+    router: Any = kernels.linear_packed if is_packed else whole_precision(kernels).linear
+    logits = router(x, layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)
     routing = kernels.route(logits, layer.experts_per_token, layer.normalised)
+
+    def compute(rows: Tensor, bounds: Tensor) -> Tensor:
+        inner = kernels.silu_mul(grouped(rows, layer.gate_up, bounds))
+        out: Tensor = grouped(inner if before_down is None else before_down(inner), layer.down, bounds)
+        return out
+
     rows = _dispatched(x, routing, layer.experts_per_token)
-    inner = kernels.silu_mul(grouped(rows, layer.gate_up, routing.bounds))
-    rows = grouped(inner if before_down is None else before_down(inner), layer.down, routing.bounds)
+    is_divided = ranks is not None and ranks.size > 1
+    rows = on_their_ranks(rows, routing.bounds, ranks, compute) if ranks is not None and is_divided else compute(rows, routing.bounds)
     returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, rows.shape[1])
     weighted = returned.to(routing.gates.dtype) * routing.gates.unsqueeze(-1)
     return sum_in_order(weighted.unbind(1)).to(x.dtype)

@@ -27,6 +27,7 @@ DTYPE_NAMES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int8: "I8",
+    torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
 

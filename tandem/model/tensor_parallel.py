@@ -3,10 +3,10 @@
 Sums are taken in rank order, so that they do not depend on who arrives first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.kernels.api import sum_in_order
 from tandem.layout.sharding import Cut
+from tandem.model.parallel import ALONE, Collectives
 
 
 class RankGroup:
@@ -73,21 +74,10 @@ class RankGroup:
             self._group.recv([tensor], 0, 0).wait()
 
 
-class Collectives(NamedTuple):
-    """What a forward pass does around a matrix of ``row`` placement: ``before`` to its input, ``after`` to its output."""
-
-    before: Callable[[Tensor], Tensor]
-    after: Callable[[Tensor], Tensor]
-
-
 def collectives(group: RankGroup | None) -> Collectives:
     """Deterministic: gather inputs, and the columns of outputs. Else: sum the partial products."""
     if group is None:
-        return Collectives(_same, _same)
+        return ALONE
     if group.cut.deterministic:
-        return Collectives(group.columns, group.columns)
-    return Collectives(_same, group.total)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+        return Collectives(before=group.columns, after=group.columns, embedded=group.total)
+    return Collectives(after=group.total, embedded=group.total)

@@ -26,7 +26,8 @@ from tandem.rl.algorithms.update import sequence_logprobs, update_policy
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.save import load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire import decode_samples, decode_scores
@@ -57,7 +58,7 @@ class TrainerWorker:
         self.writer: WeightWriter | None = None
         self.start: Path | None = None
         self.model: Decoder | None = None
-        self.optimizer: AdamW | None = None
+        self.optimizer: Optimizer | None = None
         self.reference: Decoder | None = None
         self.steps = 0
         self.inferred: Inferred | None = None
@@ -113,7 +114,7 @@ class TrainerWorker:
         start = self.start = Path(meta["start"])
         self.model = load_model(start, self.kernels)
         self.model.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
-        self.optimizer = AdamW(self.model.named_parameters(), self.recipe.trainer)
+        self.optimizer = make_optimizer(self.model, self.recipe.trainer)
         if self.recipe.algorithm.kl_coefficient > 0:
             self.reference = load_model(start, self.kernels).requires_grad_(False)
             self.reference.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
@@ -204,7 +205,7 @@ class TrainerWorker:
         sequences = [train_sequence(sample) for sample in samples]
         return Inferred(step, samples, sequence_logprobs(self.reference, sequences, self.recipe.trainer.micro_batch_tokens))
 
-    def _actor(self) -> tuple[Decoder, AdamW]:
+    def _actor(self) -> tuple[Decoder, Optimizer]:
         if self.model is None or self.optimizer is None:
             raise RunError("the trainer's worker has no model yet; this is a fault of the pod's order of calls")
         return self.model, self.optimizer

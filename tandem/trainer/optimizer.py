@@ -1,8 +1,10 @@
-"""AdamW with a state that can be written down and read back bit for bit, and clipping by a fixed-order global norm."""
+"""What every optimizer offers, AdamW with a state that can be written down and read back bit for bit, and clipping by a fixed-order
+global norm."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +14,75 @@ from tandem.config.trainer import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """``moments``: ``"exp_avg/NAME"`` and ``"exp_avg_sq/NAME"`` of every parameter, the live tensors; empty before the
-    first step. ``updates``: how many were made."""
+    """``moments``: the live tensors by ``"KIND/NAME"`` of a parameter, with AdamW ``"exp_avg/NAME"`` and ``"exp_avg_sq/NAME"`` of
+    every one; empty before the first step. ``updates``: how many were made."""
 
     moments: Mapping[str, Tensor]
     updates: int
 
 
+class Optimizer(Protocol):
+    """An optimizer of named parameters.
+
+    Which may be cut: ``AdamW`` is elementwise, so any cut of the flat parameters has the same bits. ``AdamW8bit`` is elementwise
+    but for its state, which is coded in blocks of ``blockwise.BLOCK`` elements of a flat parameter: cuts at multiples of that have the
+    same bits. ``Muon`` needs whole matrices (of a stacked projection: whole parts)."""
+
+    parameters: dict[str, nn.Parameter]
+    updates: int
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        ...
+
+    def clip(self) -> float:
+        """Clip the gradients by their global norm; returns the norm before."""
+        ...
+
+    def step(self, learning_rate: float) -> None:
+        """One update of every parameter that has a gradient."""
+        ...
+
+    def state(self) -> OptimizerState:
+        """What the next step depends on besides weights and gradients."""
+        ...
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model or optimizer, and changes
+        nothing then."""
+        ...
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (0: off; Pascanu et al., 2013); returns the norm before,
+    NaN or infinity where a gradient is not finite. Each tensor's norm is taken in float64, and their squares are summed exactly."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
+    if not all(map(math.isfinite, norms)):
+        return math.nan if any(map(math.isnan, norms)) else math.inf
+    total = math.sqrt(math.fsum(norm * norm for norm in norms))
+    if 0 < max_norm < total:
+        for gradient in gradients:
+            gradient.mul_(max_norm / total)
+    return total
+
+
+def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` where ``state`` is not empty and does not have exactly the tensors of ``expected``, by name, shape and
+    dtype."""
+    if state.moments or state.updates:
+        for name in sorted(expected.keys() ^ state.moments.keys()):
+            raise ValueError(f"the optimizer state {'has no' if name in expected else 'has an unknown'} tensor '{name}'")
+    for name, tensor in state.moments.items():
+        wanted = expected[name]
+        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+            raise ValueError(
+                f"the optimizer state's '{name}' is {tensor.dtype} {tuple(tensor.shape)}; the model has {wanted.dtype} {tuple(wanted.shape)}"
+            )
+
+
 class AdamW:
-    """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters.
+    """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters. Elementwise.
 
     Matrices are decayed; norms and biases (fewer than two axes) are not. torch's fused kernel gives the same bits on
     any number of threads on CPU."""
@@ -45,17 +107,7 @@ class AdamW:
         self._adamw.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
-        """Scale all gradients so that their global norm is at most ``max_grad_norm`` (Pascanu et al., 2013); returns
-        the norm before. Each tensor's norm is taken in float64, and their squares are summed exactly."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
-        if not all(map(math.isfinite, norms)):
-            return math.nan if any(map(math.isnan, norms)) else math.inf
-        total = math.sqrt(math.fsum(norm * norm for norm in norms))
-        if 0 < self.max_grad_norm < total:
-            for gradient in gradients:
-                gradient.mul_(self.max_grad_norm / total)
-        return total
+        return clip_gradients(self.parameters.values(), self.max_grad_norm)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -79,18 +131,7 @@ class AdamW:
         """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model, and changes
         nothing then."""
         expected = {f"{kind}/{name}": p for name, p in self.parameters.items() for kind in ("exp_avg", "exp_avg_sq")}
-        if state.moments or state.updates:
-            for name in sorted(expected.keys() ^ state.moments.keys()):
-                raise ValueError(
-                    f"the optimizer state {'has no' if name in expected else 'has an unknown'} tensor '{name}'"
-                )
-        for name, tensor in state.moments.items():
-            wanted = expected[name]
-            if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
-                raise ValueError(
-                    f"the optimizer state's '{name}' is {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"the model has {wanted.dtype} {tuple(wanted.shape)}"
-                )
+        check_state(state, expected)
         self.updates = state.updates
         self._adamw.state.clear()
         if not state.moments:

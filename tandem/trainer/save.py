@@ -16,7 +16,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.trainer.commit import commit_folder, damage, discard, read_digest, sweep
-from tandem.trainer.optimizer import AdamW, OptimizerState
+from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def save_checkpoint(
     checkpoints: Path,
     step: int,
     model: Decoder,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     state: Mapping[str, Any],
     companions: Sequence[Path] = (),
     before_commit: Callable[[], None] | None = None,
@@ -68,7 +68,7 @@ def save_checkpoint(
     return Checkpoint(step, final, commit_folder(final, write))
 
 
-def load_checkpoint(folder: Path, model: Decoder, optimizer: AdamW) -> dict[str, Any]:
+def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
     """Verify every digest of ``folder``, then take over its weights and moments; returns the trainer's state.
 
     Raises ``RunError`` for a folder that is not committed or damaged, and ``UserError`` for one of another model; model

@@ -10,6 +10,7 @@ from torch import nn
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.optimizer import AdamW, OptimizerState
 from tandem.trainer.schedule import learning_rate
+from tandem.types import UserError
 
 CONFIG = TrainerConfig(learning_rate=0.01, beta1=0.9, beta2=0.99, epsilon=1e-6, weight_decay=0.1, max_grad_norm=1.0)
 
@@ -175,3 +176,15 @@ def test_the_cosine_schedule_follows_half_a_cosine():
     # 2 * (1 + cos(pi t / 4)) / 2 = 1 + cos(pi t / 4).
     wanted = [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0, 0.0]
     assert [learning_rate(config, step) for step in range(6)] == pytest.approx(wanted)
+
+
+def test_the_wsd_schedule_stays_and_then_falls_in_its_last_steps():
+    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, schedule="wsd", total_steps=10, decay_steps=4, final_share=0.2)
+    # Stable from step 2 to 6, then from 1 to 0.2 in 4 steps: 0.2 less each step.
+    assert [learning_rate(config, step) for step in range(12)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_a_wsd_schedule_longer_than_the_run_is_refused():
+    for steps in (0, 9):
+        with pytest.raises(UserError, match=r"trainer\.decay_steps"):
+            TrainerConfig(schedule="wsd", warmup_steps=2, total_steps=10, decay_steps=steps).check()

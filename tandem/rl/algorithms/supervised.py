@@ -11,7 +11,7 @@ from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import train_step
 from tandem.types import RunError, TrainSequence
@@ -39,7 +39,7 @@ def fine_tune(
         schedule=config.schedule,
         total_steps=config.steps,
     )
-    optimizer = AdamW(model.named_parameters(), settings)
+    optimizer = make_optimizer(model, settings)
     rows = []
     for step in range(config.steps):
         batch = [_sequence(f"{step}/{i}", *example) for i, example in enumerate(islice(examples, config.batch_size))]

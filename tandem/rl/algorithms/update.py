@@ -11,7 +11,7 @@ from tandem.rl.algorithms.loss import make_grpo_loss
 from tandem.rl.pack import Bin, best_fit
 from tandem.trainer.logprobs import infer, per_token
 from tandem.trainer.micro_batch import collate, forward_tokens
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import Progress, StepResult, train_step
 from tandem.types import Batch, TrainSequence
@@ -22,7 +22,7 @@ OF_THE_FIRST_UPDATE = ("mismatch_kl", "mismatch_max_abs")
 
 def update_policy(
     model: Decoder,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     batch: Batch,
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,

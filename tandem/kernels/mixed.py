@@ -1,0 +1,124 @@
+"""Mixed precision: linear layers multiply in bf16, fp16 or fp8, while weights, residual stream, norms, attention's softmax and all gradients
+of weights stay in fp32.
+
+A product of 16-bit operands with an fp32 sum is what a tensor core computes. Where the device has such units the operands are cast
+and torch multiplies them; elsewhere (``emulated``) operands and results are rounded to what 16 bits can hold and the product is an
+fp32 one of the kernels beneath, which gives the numbers of such a unit, in another order of summation, at fp32's speed and memory.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import Kernels, TokenLogprobs
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""What activations and gradients between linear layers are held to; fp8 is of the operands alone."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def in_precision(kernels: Kernels, precision: Precision, device: torch.device) -> Kernels:
+    """``kernels`` under ``precision``, for training: ``fp32`` leaves them as they are."""
+    if precision == "fp32":
+        return kernels
+    found: Any = MixedKernels(kernels, precision, is_emulated(precision, device))
+    return found  # type: ignore[no-any-return]
+
+
+def is_emulated(precision: Precision, device: torch.device) -> bool:
+    """Whether ``device`` has no units for ``precision``, or this module has no way to them."""
+    if precision == "fp32":
+        return False
+    return device.type != "cuda" or precision == "fp8"
+
+
+def whole_precision(kernels: Kernels) -> Kernels:
+    """The kernels under mixed ones: for what must not be rounded, such as a router."""
+    return kernels.inner if isinstance(kernels, MixedKernels) else kernels
+
+
+class MixedKernels:
+    """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands; the rest is ``inner``'s.
+
+    ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is
+    the fp32 product. ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the result's gradient in e5m2, each with one scale a
+    tensor that brings its largest magnitude to the format's largest number; results in bf16; the head stays in bf16."""
+
+    def __init__(self, inner: Kernels, precision: Precision, emulated: bool) -> None:
+        self.inner, self.precision, self.emulated = inner, precision, emulated
+        self.name = inner.name
+        self.dtype = COMPUTE_DTYPE[precision]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``inner.linear`` with rounded operands. Emulated: fp32 that 16 bits can hold; else in the compute dtype."""
+        if not self.emulated:
+            return torch.nn.functional.linear(x.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        out = self.inner.linear(self._input(x), self._weight(weight), bias)
+        return self._output(out)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        """``inner.grouped_linear`` likewise."""
+        if not self.emulated:
+            return self.inner.grouped_linear(x.to(self.dtype), weight.to(self.dtype), bounds)
+        return self._output(self.inner.grouped_linear(self._input(x), self._weight(weight), bounds))
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+        """``inner.token_logprobs`` of 16-bit operands; logits and what follows are fp32 where they are emulated."""
+        if not self.emulated:
+            return self.inner.token_logprobs(hidden.to(self.dtype), weight.to(self.dtype), targets, temperature)
+        hidden, weight = _Round.apply(hidden, self.dtype, self.dtype), _Round.apply(weight, self.dtype, None)
+        return self.inner.token_logprobs(hidden, weight, targets, temperature)
+
+    def _input(self, x: Tensor) -> Tensor:
+        if self.precision == "fp8":
+            return _Scaled.apply(x, torch.float8_e4m3fn, None)  # type: ignore[no-any-return]
+        return _Round.apply(x, self.dtype, self.dtype)  # type: ignore[no-any-return]
+
+    def _weight(self, weight: Tensor) -> Tensor:
+        if self.precision == "fp8":
+            return _Scaled.apply(weight, torch.float8_e4m3fn, None)  # type: ignore[no-any-return]
+        return _Round.apply(weight, self.dtype, None)  # type: ignore[no-any-return]
+
+    def _output(self, out: Tensor) -> Tensor:
+        rounded: Tensor = _Round.apply(out, self.dtype, self.dtype)
+        return _Scaled.apply(rounded, None, torch.float8_e5m2) if self.precision == "fp8" else rounded  # type: ignore[no-any-return]
+
+
+class _Round(torch.autograd.Function):
+    """x to what ``forward`` holds, its gradient to what ``backward`` holds (``None``: as it is)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+        ctx.backward_dtype = backward
+        return x.view_as(x) if forward is None else x.to(forward).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype).to(grad.dtype)), None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """The same in fp8 with a scale a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+        ctx.backward_dtype = backward
+        return x.view_as(x) if forward is None else round_fp8(x, forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad if ctx.backward_dtype is None else round_fp8(grad, ctx.backward_dtype)), None, None
+
+
+def round_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` to the nearest numbers that ``dtype`` holds under one scale, a power of two: scaling alone rounds nothing. A tensor
+    that is not finite becomes NaN, so that an overflow is seen and not hidden."""
+    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+    exponent = torch.floor(torch.log2(LARGEST[dtype] / largest.double().clamp_min(1e-300)))
+    scale = torch.exp2(exponent.clamp(-126, 126)).to(x.dtype)
+    return torch.where(largest.isfinite(), (x * scale).to(dtype).to(x.dtype) / scale, torch.full_like(x, torch.nan))

@@ -1,0 +1,68 @@
+"""The parameters of one layer of the decoder."""
+
+import torch
+from torch import nn
+
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import WHOLE, Cut, local_shapes
+from tandem.model.moe import Experts
+from tandem.model.quantization.scheme import Stored
+
+
+class Linear(nn.Module):
+    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic. ``stored``: the
+    weights as a quantised checkpoint holds them, one for each stacked projection, until the decoder is packed."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.rows, self.columns = rows, columns
+        self.stored: tuple[Stored, ...] = ()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
+
+
+class Norm(nn.Module):
+    """The ``weight[H]`` of a root-mean-square norm."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+
+class Layer(nn.Module):
+    """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up.
+    A layer has these and ``down_proj``, or ``experts``."""
+
+    gate_up_proj: Linear | None
+    down_proj: Linear | None
+    experts: Experts | None
+
+    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: Cut = WHOLE) -> None:
+        super().__init__()
+        shapes = local_shapes(whole, cut)
+        hidden, inner = shapes.hidden_size, shapes.intermediate_size
+        # A cut by output columns (see ``Cut``) leaves the sum whole.
+        rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
+        self.input_layernorm = Norm(hidden, dtype, device)
+        self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
+        self.q_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
+        self.k_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
+        self.o_proj = Linear(rows, of.query_size, shapes.output_bias, dtype, device)
+        self.post_attention_layernorm = Norm(hidden, dtype, device)
+        experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
+        self.experts = self.gate_up_proj = self.down_proj = None
+        if experts is not None and whole_experts is not None:
+            down = (rows, whole_experts.intermediate_size)
+            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // cut.expert_size)
+        else:
+            self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
+            self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers in the order in which the forward pass meets them; a mixture of experts is none."""
+        if self.gate_up_proj is None or self.down_proj is None:
+            return self.qkv_proj, self.o_proj
+        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj

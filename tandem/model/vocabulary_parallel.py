@@ -1,0 +1,151 @@
+"""Log-probabilities where each tensor-parallel rank holds some rows of the head (Shoeybi et al., 2019, section 3)."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.model.collective_ops import gathered_columns, gathered_head, joined_rows
+from tandem.model.parallel import ModelParallel, training_collectives
+from tandem.runtime.communicator import Communicator
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Logits of this rank that are held at a time."""
+
+
+class Head(NamedTuple):
+    """``weight[n, H]``: this rank's rows of the head, from id ``first`` on, of ``size`` in all; every rank but the last holds
+    ``part``."""
+
+    weight: Tensor
+    first: int
+    part: int
+    size: int
+
+
+def shared_logprobs(
+    kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, temperature: float, tokens: int
+) -> TokenLogprobs:
+    """``Decoder.token_logprobs`` of a batch of ``tokens`` whose final hidden states the ranks of ``parallel`` share. Each context
+    rank takes the rows of its own run."""
+    bounds, rank = parallel.bounds(tokens), parallel.context.rank
+    first, last = bounds[rank], bounds[rank + 1]
+    edges = torch.searchsorted(rows, torch.tensor(bounds, device=rows.device)).tolist()
+    mine = slice(edges[rank], edges[rank + 1])
+    states = gathered_hidden(parallel, hidden, last - first).index_select(0, rows[mine] - first)
+    if parallel.tensor.size == 1:
+        own = kernels.token_logprobs(states, head.weight, targets[mine], temperature)
+    else:
+        own = vocabulary_logprobs(kernels, parallel, states, head, targets[mine], temperature)
+    if parallel.context.size == 1:
+        return own
+    return _joined(own, [after - before for before, after in itertools.pairwise(edges)], parallel.context, temperature)
+
+
+def shared_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, tokens: int) -> Tensor:
+    """The logits [tokens, V] of the whole batch, on every rank."""
+    bounds, rank = parallel.bounds(tokens), parallel.context.rank
+    own = kernels.linear(gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head.weight, None)
+    if parallel.tensor.size > 1:
+        padded = F.pad(own, (0, head.part - own.shape[1]))
+        own = gathered_columns(padded, parallel.tensor, "logits", partial=False)[:, : head.size]
+    if parallel.context.size == 1:
+        return own
+    return joined_rows(own, [end - start for start, end in itertools.pairwise(bounds)], parallel.context, "logits")
+
+
+def gathered_hidden(parallel: ModelParallel, hidden: Tensor, tokens: int) -> Tensor:
+    """Under sequence parallelism all ``tokens`` of this context rank. The gradient of the result is partial."""
+    return training_collectives(parallel, tokens).leave(hidden)
+
+
+def vocabulary_logprobs(
+    kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, targets: Tensor, temperature: float
+) -> TokenLogprobs:
+    """``Kernels.token_logprobs`` over the tensor ranks; ``hidden[R, H]`` and ``targets[R]`` are whole.
+
+    Under a deterministic cut each rank takes some of the R rows to the whole head, gathered for that; the results have the bits of
+    one rank. Else each takes all rows to its own part, and maxima and sums over the vocabulary are reduced."""
+    ranks = parallel.tensor
+    if parallel.cut.deterministic:
+        whole = gathered_head(head.weight, head.part, head.size, ranks, "rows of the head")
+        bounds = [len(hidden) * rank // ranks.size for rank in range(ranks.size + 1)]
+        mine = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+        own = kernels.token_logprobs(hidden[mine], whole, targets[mine], temperature)
+        return _joined(own, [end - start for start, end in itertools.pairwise(bounds)], ranks, temperature)
+    raw, scaled, entropy = _VocabularyLogprobs.apply(hidden, head.weight, targets, temperature, head.first, ranks, kernels)
+    return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
+
+
+def _joined(own: TokenLogprobs, counts: list[int], ranks: Communicator, temperature: float) -> TokenLogprobs:
+    """Every rank's rows one after another, for all of them."""
+    raw = joined_rows(own.raw, counts, ranks, "log-probabilities")
+    scaled = raw if temperature == 1 else joined_rows(own.scaled, counts, ranks, "log-probabilities")
+    return TokenLogprobs(raw, scaled, joined_rows(own.entropy, counts, ranks, "entropies"))
+
+
+class _VocabularyLogprobs(torch.autograd.Function):
+    """Logits are computed chunk by chunk, and again in the backward pass, which needs no exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, first: int, ranks: Communicator, kernels: Kernels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        own = targets - first
+        held = (own >= 0) & (own < len(weight))
+        own = own.clamp(0, len(weight) - 1)
+        temperatures = (1.0,) if temperature == 1 else (1.0, temperature)
+        # Of every row and temperature: the largest logit, then the sum of exponentials, the sum of exponentials times logits, and the
+        # target's logit, each of this rank's part.
+        parts = torch.empty(len(temperatures), 4, len(hidden), dtype=compute, device=hidden.device)
+        for rows in _chunks(hidden, weight):
+            logits = kernels.linear(hidden[rows], weight, None).to(compute)
+            for place, divisor in enumerate(temperatures):
+                scaled = logits if divisor == 1 else logits / divisor
+                largest = scaled.amax(1)
+                weights = torch.exp(scaled - largest.unsqueeze(1))
+                chosen = scaled.gather(1, own[rows].unsqueeze(1)).squeeze(1).masked_fill(~held[rows], 0.0)
+                # 0 times -inf is 0 here: a token of probability 0 has no entropy.
+                expected = (weights * scaled.clamp_min(torch.finfo(compute).min)).sum(1)
+                parts[place, :, rows] = torch.stack((largest, weights.sum(1), expected, chosen))
+        largest = ranks.all_gather(parts[:, 0], "largest logits").amax(0)
+        rescale = torch.exp(parts[:, 0] - largest).unsqueeze(1)
+        sums = ranks.all_reduce(torch.cat((parts[:, 1:3] * rescale, parts[:, 3:]), dim=1), "sums over the vocabulary")
+        normaliser = largest + sums[:, 0].log()
+        logprobs = sums[:, 2] - normaliser
+        entropy = normaliser[-1] - sums[-1, 1] / sums[-1, 0]
+        ctx.save_for_backward(hidden, weight, own, held, normaliser)
+        ctx.temperatures, ctx.kernels, ctx.compute = temperatures, kernels, compute
+        ctx.mark_non_differentiable(entropy)
+        return logprobs[0], logprobs[-1] if temperature != 1 else logprobs.new_empty(0), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, own, held, normaliser = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for rows in _chunks(hidden, weight):
+            logits = ctx.kernels.linear(hidden[rows], weight, None).to(ctx.compute)
+            total: Tensor | None = None
+            for place, divisor in enumerate(ctx.temperatures):
+                of_rows = (grads[place][rows] / divisor).unsqueeze(1)
+                probabilities = torch.exp(logits / divisor - normaliser[place, rows].unsqueeze(1))
+                grad = -probabilities * of_rows
+                grad.scatter_add_(1, own[rows].unsqueeze(1), of_rows * held[rows].unsqueeze(1))
+                total = grad if total is None else total + grad
+            assert total is not None
+            total = total.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(total, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(total.t(), hidden[rows])
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // len(weight))
+    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]

@@ -1,0 +1,33 @@
+"""The optimizer that a recipe names, over a decoder's parameters."""
+
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.trainer.adamw_8bit import AdamW8bit
+from tandem.trainer.muon import Muon, Stacked
+from tandem.trainer.optimizer import AdamW, Optimizer
+
+
+def make_optimizer(model: Decoder, config: TrainerConfig) -> Optimizer:
+    """The optimizer ``config.optimizer`` over ``model``."""
+    parameters = list(model.named_parameters())
+    if config.optimizer == "muon":
+        names = [name for name, p in parameters if name.startswith("layers.") and p.ndim >= 2 and not name.endswith("router")]
+        return Muon(parameters, config, names, stacked_parts(names, model.local))
+    if config.optimizer == "adamw8bit":
+        return AdamW8bit(parameters, config, whole=[name for name, _ in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))])
+    return AdamW(parameters, config)
+
+
+def stacked_parts(names: list[str], shapes: ModelShapes) -> Stacked:
+    """The rows of each matrix in the parameters that stack several: q, k and v; gate and up."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        if "qkv_proj" in name:
+            found[name] = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+        elif "experts.gate_up_proj" in name:
+            assert shapes.experts is not None
+            found[name] = (shapes.experts.intermediate_size,) * 2
+        elif "gate_up_proj" in name:
+            found[name] = (shapes.intermediate_size,) * 2
+    return found

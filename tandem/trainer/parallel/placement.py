@@ -1,0 +1,54 @@
+"""Where the gradient of each parameter is complete, and over which ranks it must be summed."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from tandem.layout.mesh import GroupName
+from tandem.model.decoder import Decoder
+from tandem.runtime.communicator import Communicator
+
+OverTensorRanks = Literal["cut", "partial", "whole"]
+
+
+class Placement(NamedTuple):
+    """``tensor``: the tensor-parallel ranks each hold a part of the parameter (``cut``), or all hold it and either the sum of
+    their gradients is the gradient (``partial``) or each has it already (``whole``). ``replicas``: the group whose ranks hold the
+    same numbers and see different tokens; gradients are summed over it."""
+
+    tensor: OverTensorRanks
+    replicas: GroupName
+
+
+def placement(model: Decoder, name: str) -> Placement:
+    """Of the parameter ``name`` of ``model.named_parameters()``."""
+    parallel = model.parallel
+    if re.search(r"\.experts\.(gate_up|down)_proj$", name):
+        # Without expert parallelism the group has every rank of ``tokens``.
+        return Placement("cut", "expert_data")
+    if re.search(r"(embed_tokens|lm_head\.weight|(qkv|gate_up)_proj\.(weight|bias)|(o|down)_proj\.weight)$", name):
+        return Placement("cut", "tokens")
+    if re.search(r"(o|down)_proj\.bias$", name):
+        return Placement("cut" if model.cut.deterministic else "partial", "tokens")
+    if re.search(r"([qk]_norm\.weight|experts\.router)$", name):
+        # They see this rank's heads, or weigh this rank's part of what experts return.
+        return Placement("partial", "tokens")
+    assert re.search(r"(^|layer|attention_layer|\.)norm\.weight$", name), name
+    return Placement("partial" if parallel is not None and parallel.sequence else "whole", "tokens")
+
+
+def sum_partial_gradients(model: Decoder) -> None:
+    """Add up over the tensor-parallel ranks what each has of the gradients of parameters that all of them hold. Once a step, before
+    anything reads a gradient."""
+    if model.parallel is None or model.parallel.tensor.size == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and placement(model, name).tensor == "partial":
+            own = parameter.grad if parameter.grad is not None else parameter.new_zeros(parameter.shape)
+            parameter.grad = model.parallel.tensor.all_reduce(own, f"gradient of {name}")
+
+
+def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Communicator]) -> bool:
+    """Whether this rank counts the gradient of ``name`` in the global norm, so that each number is counted once in the world."""
+    where = placement(model, name)
+    return groups[where.replicas].rank == 0 and (where.tensor == "cut" or groups["tensor"].rank == 0)

@@ -1,0 +1,71 @@
+"""The ranks that train one model together, seen from one of them: what is passed down to whoever exchanges something."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.layout.mesh import GroupName, Mesh, MeshShape
+from tandem.layout.sharding import Cut
+from tandem.model.parallel import ModelParallel
+from tandem.runtime.communicator import GROUPS, Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """``mesh``: who stands where. ``groups``: a communicator for each of this rank's groups. ``deterministic`` and ``sequence``: how
+    tensor-parallel ranks cut a model (``Cut``, ``ModelParallel``).
+
+    Who talks over which group: the model's layers over ``tensor``, ``context`` and ``expert`` (by ``model_parallel``); a pipeline's
+    stages over ``pipeline``; gradients and ZeRO over ``tokens`` and, those of experts, ``expert_data``; the loss over ``data``;
+    the gradient norm, and what all must agree on, over ``world``."""
+
+    mesh: Mesh
+    groups: Mapping[GroupName, Communicator]
+    deterministic: bool = False
+    sequence: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is written once: rows, the journal, the model."""
+        return self.mesh.rank == 0
+
+    @property
+    def world(self) -> Communicator:
+        return self.groups["world"]
+
+    @property
+    def data(self) -> Communicator:
+        """The ranks between which a global batch is divided."""
+        return self.groups["data"]
+
+    def model_parallel(self) -> ModelParallel | None:
+        """What a ``Decoder`` is given; ``None``: every rank holds and computes a whole model."""
+        tensor, context, expert = self.groups["tensor"], self.groups["context"], self.groups["expert"]
+        if tensor.size == context.size == expert.size == 1:
+            return None
+        cut = Cut(tensor.rank, tensor.size, self.deterministic, expert.rank, expert.size)
+        return ModelParallel(cut, tensor, context, expert, self.sequence)
+
+    def all_values(self, values: Sequence[float], name: str) -> list[list[float]]:
+        """Every rank's ``values`` (as many on each), in float64, by rank of the world."""
+        own = torch.tensor(values, dtype=torch.float64)
+        return [list(map(float, row)) for row in self.world.all_gather(own, name).tolist()]
+
+    def sums(self, values: Sequence[float], name: str) -> list[float]:
+        """The sums of ``values`` over the ranks that share a batch, rounded once; the same on every rank."""
+        own = torch.tensor(values, dtype=torch.float64)
+        return [math.fsum(column) for column in zip(*self.data.all_gather(own, name).tolist(), strict=True)]
+
+    def agreed(self, value: int, name: str) -> int:
+        """What rank 0 has for ``value``."""
+        found = torch.tensor([value])
+        self.world.broadcast(found, 0, name)
+        return int(found)
+
+
+def alone() -> Ranks:
+    """One process, which is all ranks."""
+    mesh = Mesh(MeshShape(), 0)
+    return Ranks(mesh, {name: Communicator(name, 0, 1, None, 0.0) for name in GROUPS})

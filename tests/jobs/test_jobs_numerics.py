@@ -1,0 +1,131 @@
+"""Every optimizer, precision and offload from a recipe: it learns, a run cut short goes on to the same bits, and a step that is not
+finite is left out and counted."""
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tandem.config.recipe import load_config
+from tandem.data.documents import DocumentFormat
+from tandem.data.storage import open_storage
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.start import resume, train
+from tandem.runtime.metrics import VOLATILE
+from tandem.trainer.kept_batch import read_batch
+from tandem.types import RunError, UserError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of one package of the standard library, with a tokenizer learned from it."""
+    folder = tmp_path_factory.mktemp("numerics")
+    (folder / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.glob("*.py")):
+        shutil.copyfile(path, folder / "text" / path.name)
+    form = DocumentFormat(suffixes=(".py",))
+    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
+    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "train"), str(folder / "tokenizer"), form, workers=1))
+    return folder
+
+
+def begin(data: Path, directory: Path, *overrides: str) -> Path:
+    recipe = {
+        "algorithm": {"name": "pretrain"},
+        "model": {
+            "create": {
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 64, "num_layers": 2, "num_heads": 2,
+                "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_positions": 64, "initial_deviation": 0.1,
+            }
+        },
+        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "sequences_per_step": 4},
+        "trainer": {"learning_rate": 3.0e-3, "micro_batch_tokens": 100},
+        "checkpoint": {"every_steps": 3, "keep": 3},
+        "run": {"max_steps": 7, "seed": 3, "directory": str(directory), "name": "run"},
+        "machine": {"threads": 1},
+    }  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(load_config(directory / "recipe.yaml", list(overrides)))
+    return directory / "run"
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
+
+
+CHOICES = {
+    "muon": ("trainer.optimizer=muon", "trainer.schedule=wsd", "trainer.total_steps=7", "trainer.decay_steps=3"),
+    "adamw8bit": ("trainer.optimizer=adamw8bit",),
+    "bf16": ("trainer.precision=bf16",),
+    "fp16": ("trainer.precision=fp16", "trainer.loss_scale=16777216", "trainer.loss_scale_growth_steps=2"),
+    "fp8": ("trainer.precision=fp8",),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rows(begin(data, tmp_path_factory.mktemp("plain")))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_each_choice_learns_and_a_run_cut_short_goes_on_to_the_same_bits(choice: str, data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run = begin(data, tmp_path, *CHOICES[choice])
+    whole = rows(run)
+    losses = [row["train/loss"] for row in whole]
+    assert losses[-1] < losses[0] - 0.2 and losses != [row["train/loss"] for row in plain]
+    assert abs(losses[0] - plain[0]["train/loss"]) < (0.05 if choice == "fp8" else 0.01), "the same model before the first step"
+    wanted = {name: (run / name).read_bytes() for name in ("model/model.safetensors", "checkpoints/step-7/optimizer.safetensors")}
+    for folder in ("model", "checkpoints/step-7", "checkpoints/step-6"):
+        shutil.rmtree(run / folder)
+    resume(run)
+    assert rows(run) == whole
+    assert {name: (run / name).read_bytes() for name in wanted} == wanted
+
+
+def test_fp16_backs_off_where_the_scale_overflows_and_grows_again(data: Path, tmp_path: Path) -> None:
+    found = rows(begin(data, tmp_path, *CHOICES["fp16"], "trainer.loss_scale_growth_steps=1"))
+    scales, backed_off = ([row[f"train/{name}"] for row in found] for name in ("loss_scale", "backed_off_steps"))
+    assert backed_off[0] == 1 and scales[0] == 2**23, "the first gradient overflows under a scale of 2^24"
+    assert any(after == 2 * before for before, after in itertools.pairwise(scales))
+    assert all(math.isfinite(row["train/loss"]) for row in found) and "train/skipped_steps" not in found[-1]
+
+
+def test_run_that_diverges_skips_counts_keeps_the_batches_and_stops_in_one_line(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=1")
+    said = str(caught.value)
+    assert len(said.splitlines()) == 1 and "trainer.max_skipped_steps (1)" in said and "lower trainer.learning_rate" in said
+    found = rows(tmp_path / "run")
+    assert [row.get("train/skipped_steps") for row in found] == [None, 1] and not math.isfinite(found[1]["actor/grad_norm"])
+    kept = sorted((tmp_path / "run" / "skipped").iterdir())
+    assert [path.name for path in kept] == ["step-1.json", "step-2.json"] and str(kept[1]) in said
+    batch = read_batch(kept[0])
+    # One row of loss mask a token, none for the first of a piece; the tokens are those of the step.
+    assert sum(len(s.token_ids) for s in batch) <= 4 * 48 and all(s.loss_mask[0] == 0 and all(s.loss_mask[1:]) for s in batch)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.optimizer=lion", "must be one of adamw, muon, adamw8bit"),
+        ("trainer.precision=int4", "must be one of fp32, bf16, fp16, fp8"),
+        ("trainer.loss_scale=1000", "it must be a power of two"),
+        ("trainer.max_skipped_steps=-1", "it must be 0 or more"),
+        ("trainer.muon_iterations=0", "it must be between 1 and 20"),
+    ],
+)
+def test_setting_that_cannot_work_is_refused_in_one_line(override: str, said: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        begin(data, tmp_path, override)
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()

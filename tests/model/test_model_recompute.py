@@ -1,0 +1,90 @@
+"""Gradient checkpointing: the gradients have the same bits, and less is kept for them."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+
+from tandem.kernels import select
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.initialise import initialise
+from tandem.types import UserError
+
+LLAMA = ModelShapes("llama", 61, 48, 3, 4, 2, 16, 80, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
+QWEN3 = ModelShapes("qwen3", 61, 48, 3, 4, 2, 16, 80, 128, True, qk_norm=True)
+MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=ExpertShapes(4, 2, 48))
+LENGTHS = (23, 1, 40, 9)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def kernels(request):
+    try:
+        return select(request.param)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def gradients(model, recompute):
+    model.recompute = recompute
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 61, (sum(LENGTHS),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    hidden = model(tokens, positions, PackedContext(bounds, max(LENGTHS)))
+    found = model.token_logprobs(hidden, torch.arange(len(tokens)), tokens, 1.0, len(tokens))
+    found.raw.square().sum().backward()
+    return {"loss": found.raw, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL], ids=lambda s: s.architecture)
+def test_recomputed_gradients_have_the_same_bits(kernels, shapes, recompute) -> None:
+    model = Decoder(shapes, kernels)
+    initialise(model, 0, 0.2)
+    wanted = gradients(model, "none")
+    found = gradients(model, recompute)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def allocated() -> int:
+    """Bytes that the C library's allocator has handed out to this process."""
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    info = type("Mallinfo2", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = info
+    gc.collect()
+    found = call()
+    return int(found.uordblks + found.hblkhd)
+
+
+def kept_bytes(model, recompute, tokens) -> int:
+    """What a forward pass leaves allocated for its backward pass."""
+    model.recompute = recompute
+    ids, positions = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
+    context = PackedContext(torch.tensor([0, tokens], dtype=torch.int32), tokens)
+    model(ids, positions, context)
+    before = allocated()
+    hidden = model(ids, positions, context)
+    after = allocated()
+    del hidden
+    return after - before
+
+
+def test_less_is_kept_as_the_shapes_say(kernels) -> None:
+    """Per token and layer, in numbers: full keeps the two inputs of a layer; selective keeps, of the plain layer's sums (2 H), normed
+    inputs (2 H), qkv, rotated q, k and v, the attention's output (which the next product shares), the two outputs of the MLP's
+    products and its gated values, all but the normed inputs, the rotated and the gated values."""
+    hidden, query, pairs, inner, layers, tokens = 128, 128, 128, 384, 4, 1024
+    shapes = ModelShapes("llama", 61, hidden, layers, 4, 2, 32, inner, tokens, False)
+    model = Decoder(shapes, kernels)
+    initialise(model, 0, 0.2)
+    none, selective, full = (kept_bytes(model, recompute, tokens) for recompute in ("none", "selective", "full"))
+    number = 4 * tokens * layers
+    assert full < 4 * tokens * hidden * (2 * layers + 4), "and what stands after the last layer"
+    dropped = (2 * hidden + query + pairs + inner) * number
+    assert none - selective > 0.9 * dropped
+    if kernels.name == "reference":
+        assert none - selective > 4 * layers * 4 * tokens * tokens / 2, "the scores of four heads"

@@ -1,0 +1,45 @@
+"""Expert parallelism: ranks that divide the experts of a layer train what one process trains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from model_ranks import QWEN3_MOE, Case, Trained, by_one, check, train
+from ranks import Here, Ranks
+
+from tandem.layout.mesh import MeshShape
+from tandem.layout.shapes import ExpertShapes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MANY = replace(QWEN3_MOE, experts=ExpertShapes(16, 1, 24))
+
+
+def trained(here: Here, case: Case) -> Trained:
+    return train(here, case)
+
+
+@pytest.mark.parametrize(
+    ("shape", "case"),
+    [
+        (MeshShape(data=2, expert=2), Case(QWEN3_MOE)),
+        (MeshShape(context=2, expert=2), Case(QWEN3_MOE)),
+        (MeshShape(data=2, context=2, expert=2), Case(QWEN3_MOE)),
+        (MeshShape(data=2, tensor=2, expert=2), Case(QWEN3_MOE, sequence=True)),
+    ],
+    ids=["data", "context", "data of context", "tensor"],
+)
+def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, shape, case) -> None:
+    check(ranks.run(shape, trained, case), by_one(case))
+
+
+def test_experts_and_ranks_without_a_token_take_part(ranks: Ranks) -> None:
+    """Two tokens go to one expert each of 16 on four ranks; the first ranks see no token themselves."""
+    case = Case(MANY, lengths=(3,), masked=3)
+    check(ranks.run(MeshShape(context=4, expert=4), trained, case), by_one(case))
+
+
+def test_divided_experts_have_the_bits_of_one_process(ranks: Ranks) -> None:
+    case = Case(QWEN3_MOE, "float32", "cpu", steps=1)
+    found, wanted = ranks.run(MeshShape(context=2, expert=2), trained, case), by_one(case)
+    check(found, wanted)
+    assert all(torch.equal(rank.logits[i], wanted.logits[i]) for rank in found for i in wanted.logits)

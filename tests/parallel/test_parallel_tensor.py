@@ -1,0 +1,46 @@
+"""Tensor and sequence parallelism: ranks that share a model train what one process trains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from model_ranks import LLAMA, QWEN3, QWEN3_MOE, Case, Trained, by_one, check, train
+from ranks import Here, Ranks
+
+from tandem.layout.mesh import MeshShape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(here: Here, case: Case) -> Trained:
+    return train(here, case)
+
+
+@pytest.mark.parametrize("shapes", [QWEN3, LLAMA, QWEN3_MOE], ids=lambda s: s.architecture)
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["summed", "deterministic"])
+def test_two_tensor_ranks_train_what_one_process_trains(ranks: Ranks, shapes, sequence, deterministic) -> None:
+    case = Case(shapes, deterministic=deterministic, sequence=sequence)
+    check(ranks.run(MeshShape(tensor=2), trained, case), by_one(case))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
+    case = Case(replace(QWEN3, num_kv_heads=4), "float32", "cpu", sequence=sequence, temperature=0.7)
+    check(ranks.run(MeshShape(tensor=4), trained, case), by_one(case))
+
+
+@pytest.mark.parametrize("shapes", [LLAMA, QWEN3_MOE], ids=lambda s: s.architecture)
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, sequence) -> None:
+    case = Case(shapes, "float32", "cpu", deterministic=True, sequence=sequence, temperature=0.7, steps=1)
+    found, wanted = ranks.run(MeshShape(tensor=2), trained, case), by_one(case)
+    check(found, wanted)
+    for rank in found:
+        assert rank.losses == wanted.losses
+        assert all(torch.equal(rank.logits[i], wanted.logits[i]) and torch.equal(rank.logprobs[i], wanted.logprobs[i]) for i in wanted.logits)
+
+
+def test_tensor_ranks_times_data_ranks(ranks: Ranks) -> None:
+    case = Case(QWEN3, sequence=True)
+    check(ranks.run(MeshShape(data=2, tensor=2), trained, case), by_one(case))
