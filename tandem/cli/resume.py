@@ -15,12 +15,15 @@ from tandem.cli.display import display
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("--from", dest="source", metavar="URL", help="make the folder again from what checkpoint.upload copied there")
     parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.jobs.start import resume
+    from tandem.jobs.start import restore, resume
 
+    if options.source:
+        restore(options.run_directory, options.source)
     with display() as listener:
         result = resume(options.run_directory, inline=options.inline, listener=listener)
     print(result.summary())

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.checkpoint import PretrainCheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.run import RunConfig
@@ -79,7 +79,7 @@ class PretrainRecipe:
     run: RunConfig = field(default_factory=RunConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=3e-4))
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: PretrainCheckpointConfig = field(default_factory=PretrainCheckpointConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def check(self) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import NoReturn
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader
 from tandem.data.stream import Sequence as Pieces
+from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model
 from tandem.rl.algorithms.aggregate import counts_of
@@ -20,17 +22,13 @@ from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.processes import memory_of
-from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.kept_batch import write_batch
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.save import prune, save_checkpoint
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import train_step
 from tandem.types import RunError, TrainSequence
-
-COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def pretrain(run: "PretrainRun") -> int:
@@ -38,11 +36,15 @@ def pretrain(run: "PretrainRun") -> int:
     last = run.recipe.run.max_steps
     with run.batches() as loader:
         for step, sequences in loader:
-            if step % run.recipe.checkpoint.every_steps == 0 or step == last:
+            due = run.checkpoints.due(step)
+            if due != "nothing" or step == last:
                 run.checkpoint(step)
+            if due == "stop" and step < last:
+                run.stop(step)
             if step % run.recipe.evaluation.every_steps == 0 or step == last:
                 run.evaluate(step)
             if step == last:
+                run.checkpoints.finish()
                 return step
             run.write_row(step, run.train(step, sequences), loader.idle_s)
     raise AssertionError("the loader has no end")
@@ -64,6 +66,7 @@ class PretrainRun:
     metrics: MetricsFile
     listener: Listener
     guard: StepGuard
+    checkpoints: RunCheckpoints
     first_step: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     row_began: float = field(default_factory=perf_counter)
@@ -117,16 +120,19 @@ class PretrainRun:
         self.listener.message(f"step {step}: held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f} on {tokens} tokens")
 
     def checkpoint(self, step: int) -> None:
-        """Commit the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them again."""
-        if any(found.step == step for found in self.journal.checkpoints()):
+        """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
+        again."""
+        if step == self.checkpoints.last:
             return
         with self._timed("checkpoint", step):
             self.metrics.sync()
-            folder = self.directory / "checkpoints"
-            companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-            saved = save_checkpoint(folder, step, self.model, self.optimizer, {"guard": self.guard.state()}, companions)
-            self.journal.commit_checkpoint(step, saved.digest)
-            prune(folder, self.recipe.checkpoint.keep)
+            self.timings["checkpoint_stall"] = self.checkpoints.save(step)
+
+    def stop(self, step: int) -> NoReturn:
+        """End here, with everything saved, as SIGTERM asks."""
+        self.checkpoints.finish()
+        self.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {self.directory}' goes on")
+        raise KeyboardInterrupt
 
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""

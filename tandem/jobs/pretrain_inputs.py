@@ -5,12 +5,13 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
-from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
+from tandem.jobs.inputs import check_disk
 from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
+from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
 
@@ -38,11 +39,16 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
                 "machine.memory_gib"
             )
+        kept = (recipe.checkpoint.keep + 1) * (weights + optimizer_bytes(shapes)) + 2 * weights
+        check_disk(Path(recipe.run.directory), kept)
+        if recipe.checkpoint.upload:
+            _check_upload(recipe.checkpoint.upload)
         total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
             f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
+            f"predicted disk: up to {kept / 2**20:,.0f} MiB",
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the process itself",
         ]
 
@@ -52,6 +58,16 @@ def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_siz
         raise UserError(f"'{path}' was tokenized with {dataset.vocab_size} ids and the model has {vocab_size}; they do not belong together")
     if (folder / "tokenizer.json").is_file() and dataset.tokenizer != tokenizer_fingerprint(folder):
         raise UserError(f"'{path}' was tokenized with another tokenizer than the model's; tokenize it again with the model's own")
+
+
+def _check_upload(url: str) -> None:
+    """Refuse a place that cannot be reached, and one that holds another run."""
+    # It needs torch, which the rest of this file does without.
+    from tandem.trainer.checkpoint.remote import uploaded_steps
+
+    storage = open_storage(url, create=True)
+    if uploaded_steps(storage):
+        raise UserError(f"'checkpoint.upload' is '{url}', which holds a run's checkpoints; name another place, or go on with 'tandem resume DIR --from {url}'")
 
 
 def dataset_paths(recipe: PretrainRecipe) -> list[str]:

@@ -98,6 +98,27 @@ def resume(
     return _execute(read_recipe(directory), directory, inline, listener or Listener(), faults, resumed=True)
 
 
+def restore(run_directory: str | Path, url: str) -> None:
+    """Make the folder of a run again from what ``checkpoint.upload`` copied to ``url``. Raises ``UserError`` where the folder is
+    there or ``url`` holds no run."""
+    from tandem.storage.files import open_storage
+    from tandem.trainer.checkpoint.remote import fetch_file, fetch_newest
+
+    directory, storage = Path(run_directory), open_storage(url)
+    if (directory / "config.yaml").exists():
+        raise UserError(f"the run '{directory}' is here; 'tandem resume {directory}' goes on with it, or name another folder")
+    names = {file.name for file in storage.files()}
+    if "config.yaml" not in names:
+        raise UserError(f"'{url}' holds no run: it has no config.yaml; name what 'checkpoint.upload' was")
+    if fetch_newest(storage, directory / "checkpoints") is None:
+        raise UserError(f"'{url}' holds no whole checkpoint; start the run again")
+    # The recipe comes last: without it the folder is no run.
+    for name in ("metrics.jsonl", "config.yaml"):
+        if name in names:
+            fetch_file(storage, name, directory / f"{name}.tmp")
+            (directory / f"{name}.tmp").replace(directory / name)
+
+
 def read_recipe(directory: Path) -> AnyRecipe:
     """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():

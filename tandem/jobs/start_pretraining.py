@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -12,10 +13,10 @@ import torch
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.mixture import mixed
 from tandem.data.shard_files import ShardFiles
-from tandem.data.storage import open_storage
 from tandem.data.stream import Sequence as Pieces
 from tandem.data.stream import TokenStream
 from tandem.jobs.pretrain import PretrainRun, pretrain
+from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_inputs import dataset_paths
 from tandem.jobs.pretrain_result import PretrainResult
 from tandem.kernels import select
@@ -30,9 +31,10 @@ from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
 from tandem.runtime.run_lock import RunLock
+from tandem.storage.files import open_storage
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.optimizers import make_optimizer
-from tandem.trainer.save import load_checkpoint, newest_committed
+from tandem.trainer.parallel.ranks import alone
 from tandem.types import UserError
 
 HELD_OUT_SEED = 0
@@ -60,18 +62,24 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
                 "which shows its numbers and not its speed"
             )
         optimizer = make_optimizer(model, recipe.trainer)
-        found = newest_committed(directory / "checkpoints")
-        guard, step = StepGuard(recipe.trainer), 0
-        if found is not None:
-            guard.load_state(load_checkpoint(found.folder, model, optimizer).get("guard", {}))
-            step = found.step
+        guard, ranks = StepGuard(recipe.trainer), alone()
+        checkpoints = RunCheckpoints(
+            recipe, directory, start, model, optimizer, guard, ranks.world, asdict(ranks.mesh.shape), journal,
+            listener.message,
+        )  # fmt: skip
+        stack.callback(checkpoints.close)
+        # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
+        torch.manual_seed(recipe.run.seed)
+        step = checkpoints.load()
         _check_numerics(journal, numerics_record(threads, kernels.name))
         journal.cut_after(step)
+        checkpoints.journal_loaded()
         metrics.cut_after(step)
         if resumed:
             journal.record_event("resume", {"step": step})
-        run = PretrainRun(recipe, directory, start, model, optimizer, sequence, held_out, journal, metrics, listener, guard, step)
-        steps = pretrain(run)
+        run = PretrainRun(recipe, directory, start, model, optimizer, sequence, held_out, journal, metrics, listener, guard, checkpoints, step)
+        with checkpoints.requests:
+            steps = pretrain(run)
         metrics.sync()
         return _finish(run, steps)
 

@@ -14,11 +14,11 @@ import yaml
 
 from tandem.config.recipe import load_config
 from tandem.data.documents import DocumentFormat
-from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
 from tandem.runtime.metrics import VOLATILE
+from tandem.storage.files import open_storage
 from tandem.trainer.kept_batch import read_batch
 from tandem.types import RunError, UserError
 

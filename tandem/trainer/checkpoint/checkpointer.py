@@ -4,7 +4,7 @@ The thread digests, writes and reads back in calls that do not hold Python's loc
 waits for. It votes over a communicator of its own, so that its collectives never meet those of training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
@@ -24,14 +24,15 @@ from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
 
 class Checkpointer:
     """Writes ``checkpoints/step-N`` and keeps the newest ``keep``. ``ranks``: those that hold the state together, over a
-    communicator that nothing else uses. ``asynchronous``: ``save`` returns when the state is staged."""
+    communicator that nothing else uses. ``asynchronous``: ``save`` returns when the state is staged. On rank 0 ``on_committed`` hears of
+    each step, in the thread that writes, and steps ``in_use`` are not removed."""
 
     def __init__(
         self, checkpoints: Path, keep: int, ranks: Communicator, mesh: Mapping[str, int], *, asynchronous: bool = True,
-        fault_point: FaultPoint = no_fault,
+        on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
     ) -> None:
         self.checkpoints, self.keep, self.ranks, self.mesh, self.asynchronous = checkpoints, keep, ranks, mesh, asynchronous
-        self._fault_point = fault_point
+        self._fault_point, self._on_committed, self._in_use = fault_point, on_committed, in_use
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Committed] | None = None
         self._held: tuple[Piece, ...] = ()
@@ -84,7 +85,9 @@ class Checkpointer:
     def _write(self, work: Work) -> Committed:
         done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
         if self.ranks.rank == 0:
-            prune(self.checkpoints, self.keep)
+            if self._on_committed is not None:
+                self._on_committed(work.step)
+            prune(self.checkpoints, self.keep, self._in_use())
         self._fault_point(f"after:checkpoint_prune:{work.step}")
         return done
 

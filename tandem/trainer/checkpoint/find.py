@@ -1,6 +1,7 @@
 """Which checkpoint to go on from, and which ones to let go."""
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +44,8 @@ def newest_whole(checkpoints: Path, ranks: Communicator, at_most: int | None = N
     return None
 
 
-def prune(checkpoints: Path, keep: int) -> list[int]:
-    """Remove all but the newest ``keep`` committed checkpoints and what dead writers left; the steps removed. One without a marker that
+def prune(checkpoints: Path, keep: int, in_use: Collection[int] = ()) -> list[int]:
+    """Remove all but the newest ``keep`` committed checkpoints, those ``in_use`` and what dead writers left; the steps removed. One without a marker that
     belongs to its manifest counts for nothing, and stays for inspection while it is newer than those kept."""
     sweep(checkpoints)
     kept = 0
@@ -52,8 +53,9 @@ def prune(checkpoints: Path, keep: int) -> list[int]:
     for step in reversed(committed_steps(checkpoints)):
         folder = checkpoints / f"step-{step}"
         if kept == keep:
-            discard(folder)
-            removed.append(step)
+            if step not in in_use:
+                discard(folder)
+                removed.append(step)
             continue
         try:
             read_manifest(folder)

@@ -17,7 +17,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
-from tandem.trainer.optimizer import AdamW, OptimizerState
+from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.types import UserError
 
 WEIGHTS = "weights"
@@ -48,7 +48,7 @@ def parts_of(decoder: Decoder) -> list[Part]:
     return found
 
 
-def state_shards(decoder: Decoder, optimizer: AdamW) -> list[Shard]:
+def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:
     """Weights and moments, as live views."""
     parts = parts_of(decoder)
     held = {WEIGHTS: {name: p.detach() for name, p in decoder.named_parameters()}, **_by_kind(optimizer.state().moments)}
@@ -80,7 +80,7 @@ def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values:
     return found
 
 
-def load_state(contents: Contents, decoder: Decoder, optimizer: AdamW, updates: int) -> None:
+def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updates: int) -> None:
     """Take over the weights and moments that this rank holds a part of. Raises ``UserError`` for a checkpoint of another model;
     nothing is changed then."""
     parts = parts_of(decoder)

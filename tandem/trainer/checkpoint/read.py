@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Contents:
             raise KeyError(str(key))
         return piece.whole, piece.dtype
 
-    def own(self, rank: int, size: int) -> Mapping[str, object] | None:
+    def own(self, rank: int, size: int) -> Mapping[str, Any] | None:
         """What only ``rank`` of ``size`` knew; ``None`` where another number of ranks wrote it."""
         return self.indexes[rank].own if len(self.indexes) == size else None
 
