@@ -6,6 +6,7 @@ from typing import Literal
 from tandem.config.checkpoint import PretrainCheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
+from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
@@ -80,6 +81,7 @@ class PretrainRecipe:
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=3e-4))
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoint: PretrainCheckpointConfig = field(default_factory=PretrainCheckpointConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def check(self) -> None:

@@ -53,7 +53,7 @@ def pretrain(run: "PretrainRun") -> int:
 @dataclass
 class PretrainRun:
     """The model, its optimizer, its data and its files. ``sequence`` and ``held_out`` give packed sequences by index;
-    ``start`` is the folder that the model came from. ``timings``: seconds of each phase since the last row."""
+    ``start`` is the folder that the model came from. ``trained``: metrics of the last step. ``timings``: seconds of each phase since the last row."""
 
     recipe: PretrainRecipe
     directory: Path
@@ -68,6 +68,7 @@ class PretrainRun:
     guard: StepGuard
     checkpoints: RunCheckpoints
     first_step: int = 0
+    trained: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     row_began: float = field(default_factory=perf_counter)
     waited_s: float = 0.0
@@ -92,6 +93,7 @@ class PretrainRun:
             )  # fmt: skip
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
+        self.trained = result.metrics
         return result.metrics
 
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
@@ -126,7 +128,7 @@ class PretrainRun:
             return
         with self._timed("checkpoint", step):
             self.metrics.sync()
-            self.timings["checkpoint_stall"] = self.checkpoints.save(step)
+            self.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained)
 
     def stop(self, step: int) -> NoReturn:
         """End here, with everything saved, as SIGTERM asks."""

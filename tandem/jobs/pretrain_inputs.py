@@ -9,6 +9,7 @@ from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
 from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.model.huggingface_config import read_shapes
+from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
 from tandem.storage.files import open_storage
@@ -43,6 +44,8 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         check_disk(Path(recipe.run.directory), kept)
         if recipe.checkpoint.upload:
             _check_upload(recipe.checkpoint.upload)
+        if recipe.registry.is_on:
+            open_registry(recipe.registry, create=True).close()
         total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [

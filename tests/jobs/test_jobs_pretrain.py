@@ -182,7 +182,8 @@ def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data:
 
 def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     target = tmp_path / "uploads"
-    process = begin(tmp_path, recipe(data, checkpoint={"every_steps": 100, "upload": str(target)}))
+    sections = recipe(data, checkpoint={"every_steps": 100, "upload": str(target)}, registry={"path": str(tmp_path / "registry"), "name": "small"})
+    process = begin(tmp_path, sections)
     path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
 
     def wait_for(is_there: Callable[[], bool]) -> None:
@@ -204,6 +205,12 @@ def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the
     assert status == 0, error
     assert rows(tmp_path) == rows(undisturbed)
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == (undisturbed / "run/model/model.safetensors").read_bytes()
+    status, listed, error = finish(command(tmp_path, "models", "list", "--registry", "registry", "--json"))
+    assert status == 0, error
+    versions = [json.loads(line) for line in listed.splitlines()]
+    assert [v["version"] for v in versions] == list(range(1, len(versions) + 1)) and {stopped, 12} < {v["step"] for v in versions}
+    assert versions[-1]["path"] == str(tmp_path / "run" / "checkpoints" / "step-12") and len(versions[-1]["data"]) == 3
+    assert versions[-1]["metrics"]["train/loss"] == rows(undisturbed)[-1]["train/loss"] and "held_out/loss" in versions[-1]["metrics"]
     status, _, error = finish(command(tmp_path, "resume", "other", "--from", str(tmp_path / "run" / "checkpoints")))
     assert status == 2 and "holds no run" in error and len(error.splitlines()) == 1
     sections = recipe(data, checkpoint={"upload": str(target)})
