@@ -4,19 +4,25 @@ Samples and scores that the run had already written down are used again, not dra
 deterministic mode the resumed run equals the undisturbed one bit for bit; a machine with other threads, instruction set or
 torch build is refused.
 
-example:
+A pretraining run may go on with other values of the sections parallel and machine.
+
+examples:
   tandem resume runs/sort
+  tandem resume runs/pretrain --parallel.data=4      on another number of ranks: no sample is lost or repeated
 """
 
 import argparse
 
 from tandem.cli.display import display
+from tandem.runtime.faults import FaultPlan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
     parser.add_argument("--from", dest="source", metavar="URL", help="make the folder again from what checkpoint.upload copied there")
     parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
+    parser.set_defaults(takes_overrides=True)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,6 +31,9 @@ def run(options: argparse.Namespace) -> int:
     if options.source:
         restore(options.run_directory, options.source)
     with display() as listener:
-        result = resume(options.run_directory, inline=options.inline, listener=listener)
+        result = resume(
+            options.run_directory, inline=options.inline, listener=listener, overrides=options.overrides,
+            faults=FaultPlan.parse(options.fault) if options.fault else None,
+        )
     print(result.summary())
     return 0

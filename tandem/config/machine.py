@@ -8,7 +8,8 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """``threads``: of each worker, 0 takes all cores that this process may use (the workers take turns).
+    """``threads``: of each worker, 0 takes all cores that this process may use (the workers take turns);
+    the ranks of a run in several processes divide them.
     ``memory_gib``: what both sidecars may take together, 0 takes 80 % of what is free at the start.
     ``kernels``: ``auto`` takes the C++ kernels where a compiler is found. ``call_deadline_s``: the longest that one phase
     of a step may take before the run says who is stuck. ``max_recoveries``: dead workers and shims replaced in one run

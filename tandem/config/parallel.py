@@ -5,6 +5,7 @@ from typing import Literal
 
 from tandem.types.errors import UserError
 
+ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
 AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 
@@ -13,8 +14,18 @@ class ParallelConfig:
     """``data``, ``tensor``, ``pipeline``, ``context``: ranks along each axis of the mesh; their product is the number of
     processes. ``expert``: ranks that share the experts of a layer; it divides data x context.
 
+    ``schedule``: the order in which a pipeline works through its micro-batches. ``virtual_stages``: runs of layers on each of its
+    ranks; 2 or more with ``interleaved``. ``pipeline_layers``: the layers of each stage, the first virtual stage of every rank
+    before the second; empty splits by cost.
+
+    ``sequence_parallel``: the tensor-parallel ranks divide the tokens of the residual stream and its norms too. ``deterministic``: they
+    cut every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather of each input.
+
     ``zero``: what the data-parallel ranks cut between them: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the
-    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang.
+    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``least_stall_s``: a rank
+    that gets on with nothing is a hang after 20 times the longest pause that this run has seen, but not before so many seconds.
+    ``ranks_per_node``: ranks on one machine, 0 for all. ``across_nodes``: whether ranks along ``tensor`` and ``context``, which exchange
+    something in every layer, may stand on several machines.
     """
 
     data: int = 1
@@ -22,12 +33,25 @@ class ParallelConfig:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+    sequence_parallel: bool = True
+    deterministic: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     collective_timeout_s: float = 300.0
+    least_stall_s: float = 30.0
+    ranks_per_node: int = 0
+    across_nodes: bool = False
 
     @property
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
+
+    def nodes(self) -> list[int]:
+        """The node of each rank."""
+        each = self.ranks_per_node or self.world
+        return [rank // each for rank in range(self.world)]
 
     def check(self) -> None:
         """Raise ``UserError`` for a mesh that cannot be."""
@@ -36,5 +60,23 @@ class ParallelConfig:
                 raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be at least 1")
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
-        if not 0 < self.collective_timeout_s < float("inf"):
-            raise UserError(f"'parallel.collective_timeout_s' is {self.collective_timeout_s}; it must be above 0, and finite")
+        self._check_pipeline()
+        for name in ("collective_timeout_s", "least_stall_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be above 0, and finite")
+        if self.ranks_per_node < 0:
+            raise UserError(f"'parallel.ranks_per_node' is {self.ranks_per_node}; it must be 0 (all) or more")
+
+    def _check_pipeline(self) -> None:
+        if self.virtual_stages < 1:
+            raise UserError(f"'parallel.virtual_stages' is {self.virtual_stages}; it must be at least 1")
+        if (self.schedule == "interleaved") != (self.virtual_stages > 1):
+            raise UserError(
+                f"'parallel.schedule' is '{self.schedule}' with parallel.virtual_stages {self.virtual_stages}; 'interleaved' needs 2 or more, "
+                "the others have 1"
+            )
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise UserError("'parallel.schedule' is 'interleaved' with parallel.pipeline 1; it needs 2 ranks or more")
+        stages, counts = self.pipeline * self.virtual_stages, self.pipeline_layers
+        if counts and (len(counts) != stages or min(counts) < 1):
+            raise UserError(f"'parallel.pipeline_layers' is {list(counts)}; it must name 1 layer or more for each of {stages} stages")

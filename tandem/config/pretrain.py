@@ -6,6 +6,7 @@ from typing import Literal
 from tandem.config.checkpoint import PretrainCheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.trainer import TrainerConfig
@@ -83,6 +84,7 @@ class PretrainRecipe:
     checkpoint: PretrainCheckpointConfig = field(default_factory=PretrainCheckpointConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self) -> None:
         """Refuse combinations of sections that cannot work."""
@@ -91,4 +93,16 @@ class PretrainRecipe:
             raise UserError(
                 f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
                 f"{'model.max_length' if self.model.max_length else 'model.create.max_positions'}"
+            )
+        if self.parallel.data > self.data.sequences_per_step:
+            raise UserError(
+                f"'parallel.data' is {self.parallel.data} and a step has {self.data.sequences_per_step} sequences; raise "
+                "data.sequences_per_step, so that every rank has one"
+            )
+        if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
+            raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
+        if self.parallel.zero and self.trainer.optimizer != "adamw":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
+                "set it to adamw, or parallel.zero to 0"
             )

@@ -74,6 +74,9 @@ class Recipe:
             )
         if create and self.warm_up is None:
             raise UserError("a model made from the recipe knows nothing yet; add a section 'warm_up' (an empty one takes the defaults)")
+        for name in ("router_balance_loss", "router_bias_rate"):
+            if getattr(self.trainer, name):
+                raise UserError(f"'trainer.{name}' is {getattr(self.trainer, name)}; experts are balanced in pretraining only: leave it at 0")
         if self.trainer.dtype != "float32":
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; a pod on CPU trains in float32")
         if self.trainer.precision != "fp32":

@@ -26,6 +26,10 @@ class TrainerConfig:
     ``muon_momentum``, ``muon_iterations``: of Muon, which shares ``learning_rate`` and ``weight_decay``.
     ``max_grad_norm``: global norm to which gradients are clipped; 0 turns clipping off.
     ``micro_batch_tokens``: tokens in one forward and backward at most (a single longer sequence has its own).
+    ``recompute``: what the backward pass computes again instead of keeping: nothing, what costs little (``selective``: norms, rotation, the
+    gate), or whole layers (``full``). The bits of gradients do not change.
+    ``router_balance_loss``: the coefficient of the load-balancing loss of a mixture of experts (Fedus et al., 2021); 0: none.
+    ``router_bias_rate``: what the bias on the choice of experts moves by after each step (DeepSeek-V3; 0.001 there); 0: no bias.
     ``dtype``: of weights, gradients and moments.
     ``precision``: what linear layers multiply in: ``fp32`` (``dtype``), or 16 bits (``bf16``, ``fp16``) or 8 (``fp8``) with weights, moments
     and gradients of weights in fp32.
@@ -50,6 +54,9 @@ class TrainerConfig:
     muon_iterations: int = 5
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 16384
+    recompute: Literal["none", "full", "selective"] = "none"
+    router_balance_loss: float = 0.0
+    router_bias_rate: float = 0.0
     dtype: Literal["float32", "float64"] = "float32"
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     loss_scale: float = 65536.0
@@ -64,7 +71,7 @@ class TrainerConfig:
         for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be at least 0 and below 1")
-        for name in ("weight_decay", "max_grad_norm"):
+        for name in ("weight_decay", "max_grad_norm", "router_balance_loss", "router_bias_rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 (off) or more, and finite")
         for name in ("warmup_steps", "total_steps", "decay_steps", "max_skipped_steps"):

@@ -49,7 +49,7 @@ class RankWorker:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             try:
                 function(meta, blobs)
-            except RuntimeError as error:
+            except (RuntimeError, RunError) as error:
                 # What an exchange raises when another rank is gone: the first rank finds out which.
                 logger.exception("a call failed")
                 raise RunError(f"a rank could not go on: {str(error).splitlines()[0]}") from None

@@ -36,18 +36,18 @@ class PodMemory:
 
 def predict(
     shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool,
-    kv_cache_dtype: KVCacheDtype = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto", recompute: str = "none",
 ) -> PodMemory:
     """The plan for one pod on one device.
 
-    ``micro_batch_tokens`` bounds what a forward saves for its backward, ``batch_tokens`` (if smaller) is all there is.
+    ``micro_batch_tokens`` bounds what a forward saves for its backward under ``recompute``, ``batch_tokens`` (if smaller) is all there is.
     ``reference``: a frozen copy of the weights stands beside the actor.
     """
     weights = weight_bytes(shapes, dtype)
     moments = optimizer_bytes(shapes)
     held = weights + moments + (weights if reference else 0)
     tokens = min(micro_batch_tokens, batch_tokens)
-    working = weights + tokens * activation_bytes_per_token(shapes)
+    working = weights + tokens * activation_bytes_per_token(shapes, recompute)
     return PodMemory(
         trainer=PROCESS_BYTES + held + working,
         trainer_idle=PROCESS_BYTES + held,

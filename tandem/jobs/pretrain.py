@@ -1,31 +1,29 @@
-"""Pretraining: the next token of tokenized text, in one process. The loop, and what it needs."""
+"""Pretraining: the next token of tokenized text, in one process or on the ranks of a mesh. The loop, and what it needs."""
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import NoReturn
 
 from tandem.config.pretrain import PretrainRecipe
-from tandem.data.loader import Loader
+from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
+from tandem.jobs.pretrain_records import Records
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model
-from tandem.rl.algorithms.aggregate import counts_of
+from tandem.rl.algorithms.aggregate import GlobalCounts, counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.rl.algorithms.update import pack, sequence_logprobs
-from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
-from tandem.runtime.metrics import MetricsFile
+from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.kept_batch import write_batch
-from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.logprobs import infer
+from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_tokens
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import train_step
 from tandem.types import RunError, TrainSequence
@@ -52,119 +50,129 @@ def pretrain(run: "PretrainRun") -> int:
 
 @dataclass
 class PretrainRun:
-    """The model, its optimizer, its data and its files. ``sequence`` and ``held_out`` give packed sequences by index;
-    ``start`` is the folder that the model came from. ``trained``: metrics of the last step. ``timings``: seconds of each phase since the last row."""
+    """A model on its ranks, its data and its files. ``sequence`` and ``held_out`` give packed sequences by index; ``start`` is the
+    folder that the model came from. ``trained``: metrics of the last step."""
 
     recipe: PretrainRecipe
     directory: Path
     start: Path
-    model: Decoder
-    optimizer: Optimizer
+    replica: Replica
     sequence: Callable[[int], Pieces]
     held_out: Callable[[int], Pieces] | None
-    journal: Journal
-    metrics: MetricsFile
-    listener: Listener
+    records: Records
     guard: StepGuard
     checkpoints: RunCheckpoints
     first_step: int = 0
     trained: dict[str, float] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
-    row_began: float = field(default_factory=perf_counter)
     waited_s: float = 0.0
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.replica.ranks
+
+    @property
+    def model(self) -> Decoder:
+        return self.replica.model
+
     def batches(self) -> Loader[Pieces]:
-        """Batches from ``first_step`` on, read ahead."""
-        data = self.recipe.data
-        return Loader(self.sequence, data.sequences_per_step, first_step=self.first_step, ahead=data.read_ahead)
+        """This rank's share of the batches from ``first_step`` on, read ahead."""
+        data, ranks = self.recipe.data, self.ranks.data
+        return Loader(
+            self.sequence, data.sequences_per_step, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
+        )
 
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
-        """One optimizer step on ``batch``; returns its metrics."""
-        with self._timed("train", step):
+        """One optimizer step on a global batch, of which ``batch`` is this rank's share; returns its metrics."""
+        with self.records.phase("train", step):
             sequences = train_sequences(batch)
-            embedding = self.model.embed_tokens
-            bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
-            micro_batches = [collate([sequences[i] for i in chosen], embedding.dtype, embedding.device) for chosen in bins]
-            report = lambda done, total: self.listener.progress("train", done, total, "micro-batches")
-            loss = make_cross_entropy_loss(counts_of(sequences), "train")
+            counts, micro_batches = self._micro_batches(sequences)
             result = train_step(
-                self.model, self.optimizer, micro_batches, loss, learning_rate(self.recipe.trainer, step), on_progress=report,
-                guard=self.guard,
+                self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
+                learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
+                sums=self.replica.sums, on_phase=lambda phase: self.records.enter(phase, step),
             )  # fmt: skip
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
         self.trained = result.metrics
         return result.metrics
 
+    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, list[MicroBatch]]:
+        """The counts of the global batch, and this rank's micro-batches. Where ranks pass through the model together they have as many;
+        a rank has none only where all have none."""
+        like = self.model.embed_tokens
+        bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
+        micro_batches = [collate([sequences[i] for i in chosen], like.dtype, like.device) for chosen in bins]
+        counts, wanted = counts_of(sequences), len(bins)
+        if self.ranks.world.size > 1:
+            every = self.ranks.all_values([counts.tokens, counts.sequences, len(bins)], "counts of the batch")
+            tokens, in_all = self.ranks.sums([counts.tokens, counts.sequences], "counts of the batch")
+            counts = GlobalCounts(tokens, int(in_all))
+            most = int(max(row[2] for row in every))
+            wanted = most if self.replica.passes_together else min(most, max(1, len(bins)))
+        return counts, micro_batches + [blank(like.dtype, like.device)] * (wanted - len(bins))
+
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
         """Keep the batch of a step that was left out, and say so. Raises ``RunError`` where there were too many in a row."""
-        kept, guard = self.directory / "skipped" / f"step-{step}.json", self.guard
-        write_batch(kept, step, sequences, metrics)
+        ranks, guard = self.ranks.data, self.guard
+        kept = self.directory / "skipped" / (f"step-{step}.json" if ranks.size == 1 else f"step-{step}-share-{ranks.rank}-of-{ranks.size}.json")
+        if all(self.ranks.groups[name].rank == 0 for name in ("tensor", "context", "pipeline")):
+            write_batch(kept, step, sequences, metrics)
         what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']} and the loss {metrics['train/loss']}"
         if guard.is_exhausted:
             raise RunError(
                 f"{what}, {guard.skipped_in_a_row} steps in a row, more than trainer.max_skipped_steps ({guard.limit}): training has diverged; "
                 f"lower trainer.learning_rate or lengthen its warm-up; the batch is kept in '{kept}'"
             )
-        self.listener.message(f"{what}; it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'")
+        left = f"it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'"
+        self.records.listener.message(f"{what}; {left}")
 
     def evaluate(self, step: int) -> None:
         """The loss on the held-out data, in nats a token; journalled once."""
-        if self.held_out is None or self.journal.evaluation(step, "held_out") is not None:
+        if self.held_out is None or self.ranks.agreed(self.records.is_evaluated(step), "whether to evaluate"):
             return
-        with self._timed("evaluate", step):
-            sequences = train_sequences([self.held_out(i) for i in range(self.recipe.evaluation.sequences)])
-            report = lambda done, total: self.listener.progress("evaluate", done, total, "micro-batches")
-            found = sequence_logprobs(self.model, sequences, self.recipe.trainer.micro_batch_tokens, on_progress=report)
-            tokens = sum(len(s.token_ids) - 1 for s in sequences)
-            loss = -math.fsum(math.fsum(values) for values in found.values()) / tokens
-        self.journal.commit_evaluation(step, "held_out", {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens})
-        self.listener.message(f"step {step}: held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f} on {tokens} tokens")
+        with self.records.phase("evaluate", step):
+            share = batch_indices(0, self.recipe.evaluation.sequences, self.ranks.data.rank, self.ranks.data.size)
+            sequences = [s for s in train_sequences([self.held_out(i) for i in share]) if forward_tokens(s) > 0]
+            counts, micro_batches = self._micro_batches(sequences)
+            found = infer(self.model, micro_batches, on_progress=self.records.progress("evaluate"))
+            self.replica.rest()
+            own = math.fsum(math.fsum(values.values()) for values in found.values())
+            loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
+            tokens = int(counts.tokens)
+        perplexity = math.exp(min(loss, 700.0))
+        self.records.evaluated(step, {"loss": loss, "perplexity": perplexity, "tokens": tokens})
+        self.records.listener.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
 
     def checkpoint(self, step: int) -> None:
         """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
         again."""
         if step == self.checkpoints.last:
             return
-        with self._timed("checkpoint", step):
-            self.metrics.sync()
-            self.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained)
+        with self.records.phase("checkpoint", step):
+            self.records.sync()
+            self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained)
 
     def stop(self, step: int) -> NoReturn:
         """End here, with everything saved, as SIGTERM asks."""
         self.checkpoints.finish()
-        self.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {self.directory}' goes on")
+        self.records.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {self.directory}' goes on")
         raise KeyboardInterrupt
 
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
-        if not folder.exists():
-            save_model(self.model, folder, self.start)
+        with self.replica.whole():
+            if self.ranks.is_first and not folder.exists():
+                save_model(self.model, folder, self.start)
         return folder
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
         """The row of ``step`` in ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""
-        now = perf_counter()
-        seconds, self.row_began = now - self.row_began, now
         tokens = self.recipe.data.sequences_per_step * self.recipe.data.sequence_length
-        timings, self.timings = self.timings, {}
         waited, self.waited_s = waited_s - self.waited_s, waited_s
         row: dict[str, float | int] = {"step": step, **trained, "train/tokens": (step + 1) * tokens}
-        row.update({f"timing_s/{name}": value for name, value in sorted({**timings, "data_wait": waited}.items())})
-        row["timing_s/step"] = row["perf/time_per_step"] = seconds
-        row["perf/tokens_per_s"] = tokens / seconds
         row["memory/train/measured"] = float(memory_of(os.getpid()).rss_bytes)
-        self.metrics.append(row)
-        self.listener.row(row)
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str, step: int) -> Iterator[None]:
-        self.listener.phase(phase, step)
-        began = perf_counter()
-        with self.journal.transition(step, "trainer", phase):
-            yield
-        self.timings[phase] = self.timings.get(phase, 0.0) + perf_counter() - began
+        self.records.row(row, tokens, waited)
 
 
 def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:

@@ -7,17 +7,24 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
-from tandem.layout.bytes import activation_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.mesh import describe
+from tandem.layout.placement import check_placement, mesh_of
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
 from tandem.storage.files import open_storage
+from tandem.trainer.balance import check_balance
 from tandem.types import RunError, UserError
 
 
 def check_pretraining(recipe: PretrainRecipe) -> list[str]:
     """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
+    check_placement(recipe.parallel)
+    for axis in ("tensor", "pipeline", "expert"):
+        if getattr(recipe.parallel, axis) > 1:
+            raise UserError(f"'parallel.{axis}' is {getattr(recipe.parallel, axis)}; a run is saved from ranks along data and context only, set it to 1")
     with ExitStack() as stack:
         if recipe.model.create is not None:
             folder = stack.enter_context(folder_without_weights(recipe.model.create))
@@ -26,6 +33,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             if not folder.is_dir():
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
+        check_balance(shapes, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
@@ -33,26 +41,30 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
         weights = weight_bytes(shapes, recipe.trainer.dtype)
         tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
-        needed = 2 * weights + optimizer_bytes(shapes) + tokens * activation_bytes_per_token(shapes)
+        parallel = recipe.parallel
+        state = cut_by_zero(weights, optimizer_bytes(shapes), parallel.data * parallel.context, parallel.zero)
+        on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
+        needed = on_this_machine * (state + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens or raise "
-                "machine.memory_gib"
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set "
+                "trainer.recompute to full or raise machine.memory_gib"
             )
         kept = (recipe.checkpoint.keep + 1) * (weights + optimizer_bytes(shapes)) + 2 * weights
         check_disk(Path(recipe.run.directory), kept)
         if recipe.checkpoint.upload:
-            _check_upload(recipe.checkpoint.upload)
+            open_storage(recipe.checkpoint.upload, create=True)
         if recipe.registry.is_on:
             open_registry(recipe.registry, create=True).close()
-        total = sum(dataset.tokens for path, dataset in datasets if path != recipe.data.held_out)
+        total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
             f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
             f"predicted disk: up to {kept / 2**20:,.0f} MiB",
-            f"predicted memory: {needed / 2**20:,.0f} MiB besides the process itself",
+            f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
+            *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
         ]
 
 
@@ -63,13 +75,15 @@ def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_siz
         raise UserError(f"'{path}' was tokenized with another tokenizer than the model's; tokenize it again with the model's own")
 
 
-def _check_upload(url: str) -> None:
-    """Refuse a place that cannot be reached, and one that holds another run."""
+def check_upload_is_free(recipe: PretrainRecipe) -> None:
+    """Refuse to begin a run whose checkpoints would go where those of another one are."""
+    url = recipe.checkpoint.upload
+    if not url:
+        return
     # It needs torch, which the rest of this file does without.
     from tandem.trainer.checkpoint.remote import uploaded_steps
 
-    storage = open_storage(url, create=True)
-    if uploaded_steps(storage):
+    if uploaded_steps(open_storage(url, create=True)):
         raise UserError(f"'checkpoint.upload' is '{url}', which holds a run's checkpoints; name another place, or go on with 'tandem resume DIR --from {url}'")
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.data.prompts import PromptSource
 from tandem.jobs.inputs import check_inputs
-from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.pretrain_inputs import check_pretraining, check_upload_is_free
 from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.rl import reinforce
 from tandem.jobs.run import Run
+from tandem.jobs.supervise import supervise
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
@@ -77,12 +78,18 @@ def train(
 ) -> RunResult | PretrainResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
     _check(recipe)
+    if isinstance(recipe, PretrainRecipe):
+        check_upload_is_free(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
+    _write_recipe(recipe, directory)
+    return _execute(recipe, directory, inline, listener or Listener(), faults)
+
+
+def _write_recipe(recipe: AnyRecipe, directory: Path) -> None:
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
     fresh = directory / "config.yaml.tmp"
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(directory / "config.yaml")
-    return _execute(recipe, directory, inline, listener or Listener(), faults)
 
 
 def _check(recipe: AnyRecipe) -> list[str]:
@@ -91,11 +98,18 @@ def _check(recipe: AnyRecipe) -> list[str]:
 
 
 def resume(
-    run_directory: str | Path, *, inline: bool = False, listener: Listener | None = None, faults: FaultPlan | None = None
+    run_directory: str | Path, *, inline: bool = False, listener: Listener | None = None, faults: FaultPlan | None = None,
+    overrides: Sequence[str] = (),
 ) -> RunResult | PretrainResult:
-    """Go on with the run in ``run_directory`` from its newest whole checkpoint."""
+    """Go on with the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: of the sections ``parallel`` and ``machine``
+    of a pretraining run, which goes on with them."""
     directory = Path(run_directory)
-    return _execute(read_recipe(directory), directory, inline, listener or Listener(), faults, resumed=True)
+    recipe = read_recipe(directory, overrides)
+    if overrides:
+        _check_changed(recipe, overrides)
+        _check(recipe)
+        _write_recipe(recipe, directory)
+    return _execute(recipe, directory, inline, listener or Listener(), faults, resumed=True)
 
 
 def restore(run_directory: str | Path, url: str) -> None:
@@ -119,11 +133,21 @@ def restore(run_directory: str | Path, url: str) -> None:
             (directory / f"{name}.tmp").replace(directory / name)
 
 
-def read_recipe(directory: Path) -> AnyRecipe:
+def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        section = override.lstrip("-").split(".")[0].split("=")[0]
+        if not isinstance(recipe, PretrainRecipe) or section not in ("parallel", "machine"):
+            raise UserError(
+                f"'{override}' cannot change when a run is resumed: a pretraining run may go on with other values of 'parallel' and 'machine', "
+                "everything else stays; leave it out or start a new run"
+            )
+
+
+def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
-    return load_config(directory / "config.yaml")
+    return load_config(directory / "config.yaml", overrides)
 
 
 def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
@@ -150,6 +174,10 @@ def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
 def _execute(
     recipe: AnyRecipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
 ) -> RunResult | PretrainResult:
+    if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
+        if inline:
+            raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
+        return supervise(recipe, directory, listener, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It trains in this process; a pod's controller needs no torch.
         from tandem.jobs.start_pretraining import execute_pretraining

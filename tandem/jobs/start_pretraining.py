@@ -18,23 +18,30 @@ from tandem.data.stream import TokenStream
 from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_inputs import dataset_paths
+from tandem.jobs.pretrain_records import Records
 from tandem.jobs.pretrain_result import PretrainResult
 from tandem.kernels import select
+from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
+from tandem.layout.mesh import MeshShape
 from tandem.model.huggingface import load_model
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
+from tandem.runtime.communicator import Communicator
+from tandem.runtime.faults import FaultPoint, no_fault
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
+from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.storage.files import open_storage
+from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
-from tandem.trainer.optimizers import make_optimizer
-from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.ranks import Ranks, alone
+from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.types import UserError
 
 HELD_OUT_SEED = 0
@@ -42,58 +49,85 @@ Sequences = Callable[[int], Pieces]
 
 
 def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> PretrainResult:
-    """Run ``recipe`` in ``directory``, from its newest whole checkpoint where there is one."""
-    with ExitStack() as stack:
-        stack.enter_context(RunLock(directory))
+    """Run ``recipe`` in ``directory`` in this process, from its newest whole checkpoint where there is one."""
+    with RunLock(directory):
         setup("trainer", directory / "logs")
-        journal = stack.enter_context(Journal(directory / "journal.sqlite"))
-        metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
         listener.started(str(directory), recipe.run.max_steps, None)
-        threads = recipe.machine.threads or available_cores()
-        torch.set_num_threads(threads)
-        start = _start_model(recipe, directory, listener)
+        torch.set_num_threads(recipe.machine.threads or available_cores())
+        found = train_on(alone(), recipe, directory, listener, resumed=resumed)
+        assert found is not None
+        return found
+
+
+def train_on(
+    ranks: Ranks, recipe: PretrainRecipe, directory: Path, listener: Listener, *, resumed: bool, board: RankWriter | None = None,
+    fault_point: FaultPoint = no_fault, saving: Communicator | None = None,
+) -> PretrainResult | None:
+    """Run ``recipe`` on this rank, from the run's newest whole checkpoint where there is one; what it has come to, on the first rank.
+
+    ``listener`` is asked on the first rank only. ``saving``: of all ranks, for the checkpoints alone (``None``: there is but one)."""
+    with ExitStack() as stack:
+        journal = metrics = None
+        if ranks.is_first:
+            journal = stack.enter_context(Journal(directory / "journal.sqlite"))
+            metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
+        records = Records(journal, metrics, listener if ranks.is_first else Listener(), board, fault_point)
+        records.enter("load", 0)
+        if ranks.is_first:
+            _make_start_model(recipe, directory, listener)
+        # Nobody reads the model before it is written.
+        ranks.world.barrier("the model to start from")
+        start = _start_folder(recipe, directory)
         sequence, held_out = _data(recipe, journal)
-        kernels = select(recipe.machine.kernels)
-        model = load_model(start, kernels)
-        model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
-        if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
-            listener.message(
-                f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
-                "which shows its numbers and not its speed"
-            )
-        optimizer = make_optimizer(model, recipe.trainer)
-        guard, ranks = StepGuard(recipe.trainer), alone()
-        checkpoints = RunCheckpoints(
-            recipe, directory, start, model, optimizer, guard, ranks.world, asdict(ranks.mesh.shape), journal,
-            listener.message,
-        )  # fmt: skip
+        replica, kernels = _load(recipe, start, ranks, listener)
+        guard = StepGuard(recipe.trainer)
+        checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, saving or ranks.world, records)
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load()
-        _check_numerics(journal, numerics_record(threads, kernels.name))
-        journal.cut_after(step)
-        checkpoints.journal_loaded()
-        metrics.cut_after(step)
-        if resumed:
-            journal.record_event("resume", {"step": step})
-        run = PretrainRun(recipe, directory, start, model, optimizer, sequence, held_out, journal, metrics, listener, guard, checkpoints, step)
+        if journal is not None and metrics is not None:
+            _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, step)
+            journal.cut_after(step)
+            checkpoints.journal_loaded()
+            metrics.cut_after(step)
+            if resumed:
+                journal.record_event("resume", {"step": step})
+        run = PretrainRun(recipe, directory, start, replica, sequence, held_out, records, guard, checkpoints, step)
         with checkpoints.requests:
             steps = pretrain(run)
-        metrics.sync()
-        return _finish(run, steps)
+        records.sync()
+        records.enter("export", steps)
+        model = run.export()
+        return None if journal is None else _finish(directory, journal, model, steps)
 
 
-def _start_model(recipe: PretrainRecipe, directory: Path, listener: Listener) -> Path:
-    if recipe.model.create is None:
-        return Path(recipe.model.path or "").resolve()
-    folder = directory / "models" / "initial"
-    listener.phase("create_model", 0)
-    create_model(recipe.model.create, recipe.run.seed, folder)
-    return folder
+def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
+    """The model to start from and its optimizer, on this rank."""
+    kernels = select(recipe.machine.kernels)
+    model = load_model(start, kernels, parallel=ranks.model_parallel())
+    model.router_balance = make_balance(model, recipe.trainer, ranks)
+    model.recompute = recipe.trainer.recompute
+    model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
+    if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
+        listener.message(
+            f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
+            "which shows its numbers and not its speed"
+        )
+    return make_replica(model, recipe.trainer, ranks, recipe.parallel.zero), kernels
 
 
-def _data(recipe: PretrainRecipe, journal: Journal) -> tuple[Sequences, Sequences | None]:
+def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:
+    return Path(recipe.model.path or "").resolve() if recipe.model.create is None else directory / "models" / "initial"
+
+
+def _make_start_model(recipe: PretrainRecipe, directory: Path, listener: Listener) -> None:
+    if recipe.model.create is not None:
+        listener.phase("create_model", 0)
+        create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
+
+
+def _data(recipe: PretrainRecipe, journal: Journal | None) -> tuple[Sequences, Sequences | None]:
     """The mixture and the held-out data. Refuses to go on with other data than the run began with."""
     cache = Path(recipe.data.cache) if recipe.data.cache else None
     length, streams, digests = recipe.data.sequence_length, {}, {}
@@ -102,10 +136,10 @@ def _data(recipe: PretrainRecipe, journal: Journal) -> tuple[Sequences, Sequence
         held_out = path == recipe.data.held_out and number == len(recipe.data.train)
         streams[number] = TokenStream(files.dataset, files.open, seed=HELD_OUT_SEED if held_out else recipe.run.seed, length=length)
         digests[path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
-    saved = journal.get("data")
-    if saved is None:
+    saved = None if journal is None else journal.get("data")
+    if journal is not None and saved is None:
         journal.set("data", digests)
-    elif saved != digests:
+    elif saved is not None and saved != digests:
         changed = next(path for path in {**saved, **digests} if saved.get(path) != digests.get(path))
         raise UserError(f"the data '{changed}' is not what this run began with; restore it or start a new run")
     count = len(recipe.data.train)
@@ -114,19 +148,23 @@ def _data(recipe: PretrainRecipe, journal: Journal) -> tuple[Sequences, Sequence
     return train, streams[count].sequence if count in streams else None
 
 
-def _check_numerics(journal: Journal, now: dict[str, str | int]) -> None:
-    saved = journal.get("numerics")
-    if saved is None:
-        journal.set("numerics", now)
-    else:
+def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, step: int) -> None:
+    """Refuse to go on where the bits would be others, unless the ranks were changed, which changes them by intent."""
+    saved, mesh = journal.get("numerics"), asdict(shape)
+    before = journal.get("mesh", asdict(MeshShape()))
+    if saved is not None and before == mesh:
         check_numerics(saved, now)
+        return
+    if saved is not None:
+        journal.record_event("mesh", {"step": step, "before": before, "now": mesh})
+    journal.set("numerics", now)
+    journal.set("mesh", mesh)
 
 
-def _finish(run: PretrainRun, steps: int) -> PretrainResult:
-    model = run.export()
-    evaluations = [result["loss"] for _, kind, result in run.journal.evaluations() if kind == "held_out"]
+def _finish(directory: Path, journal: Journal, model: Path, steps: int) -> PretrainResult:
+    evaluations = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
     commands = (f'tandem generate {model} --prompt "import " --max-tokens 64',)
-    run.journal.set("commands", list(commands))
-    report = report_run(run.directory)
+    journal.set("commands", list(commands))
+    report = report_run(directory)
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-    return PretrainResult(run.directory, steps, before, after, model, report, commands)
+    return PretrainResult(directory, steps, before, after, model, report, commands)

@@ -36,7 +36,9 @@ def is_emulated(precision: Precision, device: torch.device) -> bool:
 
 def whole_precision(kernels: Kernels) -> Kernels:
     """The kernels under mixed ones: for what must not be rounded, such as a router."""
-    return kernels.inner if isinstance(kernels, MixedKernels) else kernels
+    # Asked by name: others may stand around the mixed ones.
+    found: Kernels = getattr(kernels, "inner", kernels)
+    return found
 
 
 class MixedKernels:

@@ -34,6 +34,13 @@ def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw") -> int:
     return sum(2 * (count + 4 * -(-count // _CODED_BLOCK)) if is_hidden and count >= _FEWEST_CODED else 8 * count for count, is_hidden in held)
 
 
+def cut_by_zero(weights: int, moments: int, ranks: int, stage: int) -> int:
+    """Bytes of weights, gradients and moments on one of ``ranks`` from one backward pass to the next, where each has the bytes given in
+    all: ZeRO stage 1 cuts the moments, 2 the gradients too, 3 the weights too (Rajbhandari et al., 2020)."""
+    parts = (weights, 3), (weights, 2), (moments, 1)
+    return sum(-(-size // ranks) if stage >= from_stage else size for size, from_stage in parts)
+
+
 def _held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
     """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
     hidden, inner, found = shapes.hidden_size, shapes.intermediate_size, []
@@ -54,20 +61,23 @@ def _held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
     return found
 
 
-def activation_bytes_per_token(shapes: ModelShapes) -> int:
-    """Bytes that the trainer's forward saves for one token's backward, in fp32, without checkpointing.
+def activation_bytes_per_token(shapes: ModelShapes, recompute: str = "none") -> int:
+    """Bytes that the trainer's forward saves for one token's backward, in fp32.
 
     Per layer: the residual stream twice, the two normed inputs, the projection q|k|v before and after rotation, the
     attention's output and log-sum-exp, gate|up and their product. In a mixture of experts every one of a token's
     experts has its own input, gate|up, product and output, beside the router's probabilities. Once: the final residual
-    and its norm.
+    and its norm. ``recompute`` (see ``trainer.recompute``): ``selective`` has no normed inputs, no rotated projection and no product;
+    ``full`` has two inputs of every layer, and all of one layer while its backward runs.
     """
-    hidden = shapes.hidden_size
-    total = 2 * hidden + shapes.num_layers * (4 * hidden + 2 * shapes.qkv_size + shapes.query_size + shapes.num_heads)
+    hidden, layers = shapes.hidden_size, []
+    is_whole = recompute != "selective"
     for layer in range(shapes.num_layers):
-        experts = shapes.experts_of(layer)
+        numbers = (4 if is_whole else 2) * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size + shapes.num_heads
+        experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
         if experts is None:
-            total += 3 * shapes.intermediate_size
+            numbers += kept * shapes.intermediate_size
         else:
-            total += experts.experts_per_token * (2 * hidden + 3 * experts.intermediate_size) + 2 * experts.num_experts
-    return 4 * total
+            numbers += experts.experts_per_token * (2 * hidden + kept * experts.intermediate_size) + 2 * experts.num_experts
+        layers.append(numbers)
+    return 4 * (2 * hidden + (2 * hidden * len(layers) + max(layers) if recompute == "full" else sum(layers)))

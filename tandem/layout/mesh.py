@@ -6,7 +6,8 @@ see different tokens (``data`` times ``context``), as in Megatron-Core.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Axis = Literal["pipeline", "data", "context", "tensor"]
@@ -80,3 +81,31 @@ class Mesh:
             places = range(int(getattr(self.shape, axis))) if axis in axes else (self.coordinate(axis),)
             ranks = [rank + place * self._stride(axis) for rank in ranks for place in places]
         return tuple(ranks)
+
+
+def smaller(shape: MeshShape) -> MeshShape | None:
+    """``shape`` with the most data-parallel ranks that are fewer; ``None`` where there is none."""
+    for data in range(shape.data - 1, 0, -1):
+        if data * shape.context % shape.expert == 0:
+            return replace(shape, data=data)
+    return None
+
+
+def crossing(shape: MeshShape, nodes: Sequence[int]) -> list[Axis]:
+    """The axes along which some group has ranks on several nodes; ``nodes[rank]`` is where a rank stands. Innermost first."""
+    if len(nodes) != shape.world:
+        raise ValueError(f"{len(nodes)} ranks have a node and the mesh has {shape.world}")
+    meshes = [Mesh(shape, rank) for rank in range(shape.world)]
+    return [axis for axis in reversed(AXES) if any(len({nodes[rank] for rank in mesh.group(axis)}) > 1 for mesh in meshes)]
+
+
+def describe(shape: MeshShape, nodes: Sequence[int]) -> list[str]:
+    """The mesh in lines for a person: the axes, outermost first, and who stands where."""
+    axes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
+    lines = [f"mesh: {shape.world} ranks = {axes}" + (f", experts over {shape.expert}" if shape.expert > 1 else "")]
+    if shape.world > 1:
+        across = crossing(shape, nodes)
+        for node in sorted(set(nodes)):
+            lines.append(f"  node {node}: ranks {', '.join(str(rank) for rank in range(shape.world) if nodes[rank] == node)}")
+        lines.append(f"  across nodes: {', '.join(across) if across else 'nothing'}")
+    return lines

@@ -1,6 +1,6 @@
 """The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, TokenLogprobs
 from tandem.kernels.kv_dtype import stored_dtype
+from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext
@@ -22,6 +23,7 @@ from tandem.model.parallel import Collectives, ModelParallel, training_collectiv
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
+from tandem.model.router_balance import RouterBalance
 from tandem.model.tensor_parallel import RankGroup, collectives
 from tandem.model.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.types.kv_cache import KVCacheDtype
@@ -35,6 +37,8 @@ class Decoder(nn.Module):
     it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks; with ``parallel`` it
     trains together with them.
     ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
+    With ``spans`` it holds pipeline stages: their layers, with the first stage the embedding, with the last the final norm, the head
+    and a copy of a tied embedding; what it does not hold is no attribute.
     ``around_layer``, where given, stands around every layer of a packed batch; with ``recompute`` other than ``none`` it must let
     exceptions pass, for a recomputation ends with one.
     """
@@ -49,6 +53,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         group: RankGroup | None = None,
+        spans: Sequence[Span] = (),
         parallel: ModelParallel | None = None,
     ) -> None:
         super().__init__()
@@ -59,11 +64,18 @@ class Decoder(nn.Module):
         assert group is None or parallel is None, "a part infers or trains"
         self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
         self.local = local = local_shapes(shapes, self.cut)
-        self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
-        self.layers = nn.ModuleList(Layer(shapes, i, dtype, device, self.cut) for i in range(shapes.num_layers))
-        self.norm = Norm(shapes.hidden_size, dtype, device)
-        tied = shapes.tie_embeddings
-        self.lm_head = None if tied else Linear(local.vocab_size, shapes.hidden_size, False, dtype, device)
+        self.spans = spans = tuple(spans) or (whole(shapes.num_layers),)
+        self.dtype = dtype
+        if self.holds("model.embed_tokens.weight"):
+            self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
+        self.layers = nn.ModuleList()
+        for index in self.layer_numbers:
+            # By its number in the whole model: parameters have the same names on every stage.
+            self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.cut))
+        if self.holds("model.norm.weight"):
+            self.norm = Norm(shapes.hidden_size, dtype, device)
+        has_head = self.holds("lm_head.weight") and not shapes.tie_embeddings
+        self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
         self._collectives = collectives(group)
@@ -71,12 +83,13 @@ class Decoder(nn.Module):
         self.quantization: Scheme | None = None
         self.around_layer: AroundLayer | None = None
         self.recompute: Recompute = "none"
+        self.router_balance: RouterBalance | None = None
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
-        lora: LoraBatch | None = None,
+        lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
         the rows that a ``PagedContext`` wants. With ``parallel`` every rank is given the whole packed batch, and returns the hidden
@@ -86,6 +99,10 @@ class Decoder(nn.Module):
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
         receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an
         adapter; there is no gradient then.
+
+        ``span``: the pipeline stage that runs (``None``: the whole model). One behind the first takes ``received``, the residual stream
+        that the stage before returned, and reads of ``tokens`` only how many they are; one before the last returns the residual stream,
+        [T, H] or this rank's part of it.
         """
         is_packed_batch = isinstance(attention, PackedContext)
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_positions:
@@ -94,7 +111,9 @@ class Decoder(nn.Module):
                 f"the model's {self.shapes.max_positions} positions"
             )
         if self._packed is None and is_packed_batch and lora is None:
-            return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits)
+            stage = span or self.spans[0]
+            steps = [weights for weights in self._plain_steps() if stage.start <= weights.attention.index < stage.stop]
+            return self._run(steps, self.kernels.linear, tokens, positions, attention, router_logits, span=stage, received=received)
         with torch.no_grad():
             if self._packed is None:
                 return self._run(self._plain_steps(), self.kernels.linear, tokens, positions, attention, router_logits, lora)
@@ -102,7 +121,7 @@ class Decoder(nn.Module):
 
     def _run(
         self, layers: list[LayerWeights], linear: Any, tokens: Tensor, positions: Tensor, context: AttentionContext,
-        router_logits: list[Tensor] | None, lora: LoraBatch | None = None,
+        router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
         assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
@@ -115,18 +134,26 @@ class Decoder(nn.Module):
         kernels, around = self.kernels, None
         if isinstance(context, PackedContext):
             kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
+        balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
-            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.embed_tokens.dtype),
-            collectives, expert_ranks, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
+            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
         )
         x: Tensor | None = None
-        residual = self._embed(tokens, collectives)
+        if span is None or span.is_first:
+            residual = self._embed(tokens, collectives)
+        else:
+            assert received is not None
+            # Nothing changes when -0 is added to it; the sum and its gradient are then taken as in one process.
+            x, residual = received, torch.full_like(received, -0.0)
         for weights in layers:
             if around is None:
                 x, residual = run_layer(batch, weights, x, residual, wanted if weights is layers[-1] else None)
             else:
                 x, residual = around(weights.attention.index, partial(run_layer, batch, weights), x, residual)
         assert x is not None
+        if span is not None and not span.is_last:
+            return x + residual
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
@@ -256,20 +283,32 @@ class Decoder(nn.Module):
             [layer.experts.plain() if layer.experts else None for layer in self._layers()],
         )
 
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The layers that it holds, by their number in the whole model."""
+        return [index for span in self.spans for index in range(span.start, span.stop)]
+
+    def holds(self, name: str) -> bool:
+        """Whether it holds the parameter of this Hugging Face name, or a part of it."""
+        return any(span.holds(name, self.shapes.tie_embeddings) for span in self.spans)
+
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
         shapes = self.local
-        # Partial products are summed over the ranks, a bias is to be added once.
-        biased = self.cut.deterministic or self.cut.rank == 0
+        # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
+        # the sum, so that all have its gradient at the same moment.
+        is_summed = not self.cut.deterministic and self.cut.size > 1
+        late = is_summed and self.parallel is not None
+        biased = not is_summed or (not late and self.cut.rank == 0)
         heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
         steps = []
-        for index, layer in enumerate(self._layers()):
+        for place, (index, layer) in enumerate(zip(self.layer_numbers, self._layers(), strict=True)):
             q_norm = layer.q_norm.weight if layer.q_norm is not None else None
             k_norm = layer.k_norm.weight if layer.k_norm is not None else None
             attention = AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps)
-            qkv, output, gate_up, down = (*matrices[index], None, None)[:4]
+            qkv, output, gate_up, down = (*matrices[place], None, None)[:4]
             steps.append(
                 LayerWeights(
                     layer.input_layernorm.weight,
@@ -283,7 +322,9 @@ class Decoder(nn.Module):
                     layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
                     down,
                     layer.down_proj.bias if layer.down_proj is not None and biased else None,
-                    experts[index],
+                    experts[place],
+                    layer.o_proj.bias if late else None,
+                    layer.down_proj.bias if layer.down_proj is not None and late else None,
                 )
             )
         return steps
@@ -292,7 +333,8 @@ class Decoder(nn.Module):
         if self._packed is not None:
             raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
         super()._apply(fn, recurse)
-        self._cos_sin = self._cos_sin.to(self.embed_tokens.device)
+        weight = next(self.parameters())
+        self.dtype, self._cos_sin = weight.dtype, self._cos_sin.to(weight.device)
         return self
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels
+from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import EXPERT_NAMES, ExpertNames, parameters
 from tandem.layout.sharding import Cut, cut_slices, is_held, local_parameters
 from tandem.model.decoder import Decoder, Layer, Linear
@@ -36,8 +37,8 @@ __all__ = [
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder by its Hugging Face name, from one file or from shards. Raises ``UserError`` before
+def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder by its Hugging Face name, or those that are wanted, from one file or from shards. Raises ``UserError`` before
     the first tensor where a file is missing, and on the way where one is broken."""
     folder = Path(folder)
     shards: dict[str, list[str] | None] = {}
@@ -57,7 +58,7 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise UserError(f"'{folder}' lacks the shard '{shard}' that its index lists; download the folder again")
     for shard, listed in shards.items():
-        yield from read_file(folder / shard, listed)
+        yield from read_file(folder / shard, listed, is_wanted)
 
 
 def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
@@ -65,14 +66,16 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     if decoder.is_packed:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
-    found: dict[str, Tensor] = {
-        "model.embed_tokens.weight": decoder.embed_tokens,
-        "model.norm.weight": decoder.norm.weight,
-    }
+    held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.holds(name)]
+    found: dict[str, Tensor] = {}
+    if "model.embed_tokens.weight" in held:
+        found["model.embed_tokens.weight"] = decoder.embed_tokens
+    if "model.norm.weight" in held:
+        found["model.norm.weight"] = decoder.norm.weight
     if decoder.lm_head is not None:
         found["lm_head.weight"] = decoder.head_weight
     projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
         found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
@@ -89,7 +92,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
             found[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
         found[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
         found[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
-    return {name: found[name] for name, _ in local_parameters(decoder.shapes, decoder.cut)}
+    return {name: found[name] for name in held}
 
 
 def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> dict[str, Tensor]:
@@ -110,7 +113,7 @@ def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[st
 
 
 def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, view of the decoder's own memory) for every parameter, in the order of
+    """(Hugging Face name, view of the decoder's own memory) for every parameter that it holds, in the order of
     ``layout.shapes.parameters``. A tied head is not listed. No gradient."""
     for name, tensor in _parameters_of(decoder).items():
         yield name, tensor.detach()
@@ -118,7 +121,7 @@ def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pack: bool = False) -> None:
     """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one
-    rank's part takes whole tensors too, and of each its own part.
+    rank's part takes whole tensors too, and of each its own part; a pipeline stage passes over what other stages hold.
 
     Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
     then. A packed decoder is unpacked; call ``pack`` again before inference, or ask for it here with ``pack``, which
@@ -139,14 +142,14 @@ def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = Fa
 
     @torch.no_grad()
     def fill(layer: int | None) -> None:
-        for name, parameter in by_layer[layer].items():
+        for name, parameter in by_layer.get(layer, {}).items():
             parameter.copy_(parts[name])
 
     fill(None)
     if pack:
         decoder.pack(fill)
     else:
-        for index in range(decoder.shapes.num_layers):
+        for index in decoder.layer_numbers:
             fill(index)
 
 
@@ -171,7 +174,7 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
         if not name.endswith("rotary_emb.inv_freq"):
             given[name] = tensor
-    tied_head = given.pop("lm_head.weight", None) if decoder.lm_head is None else None
+    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_embeddings else None
     for name, tensor in given.items():
         if name not in shapes:
             raise UserError(
@@ -185,10 +188,12 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(
                 f"tensor '{name}' is {tensor.dtype}; quantised weights are not supported, use the float checkpoint"
             )
+    for name in [name for name in given if name in shapes and not decoder.holds(name)]:
+        del given[name]
     for name in shapes:
-        if name not in given:
+        if name not in given and decoder.holds(name):
             raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
-    if tied_head is not None and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
+    if tied_head is not None and "model.embed_tokens.weight" in given and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
         raise UserError(
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
             "tie_word_embeddings true; set it to false"
@@ -198,17 +203,18 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, parallel: ModelParallel | None = None,
+    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
+    parallel: ModelParallel | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, or one rank's part of it; with ``pack`` packed for inference, rounded as
+    """The model of a Hugging Face folder, one rank's part of it or its pipeline stages; with ``pack`` packed for inference, rounded as
     ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
     shapes = read_shapes(folder)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
-    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel)
+    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
     decoder.quantization = quantization
     try:
-        load_tensors(decoder, read_tensors(folder), pack=pack)
+        load_tensors(decoder, read_tensors(folder, decoder.holds), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder

@@ -73,9 +73,11 @@ class ExpertLayer(NamedTuple):
 def mixture(
     kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None,
     before_down: Callable[[Tensor], Tensor] | None = None, ranks: Communicator | None = None,
+    route: Callable[[Tensor, int, bool], Routing] | None = None,
 ) -> Tensor:
     """``x[T, H]`` through each token's experts -> [T, H]. ``router_logits``, where given, receives the [T, E] of this
-    layer; ``before_down`` is applied to the input of ``down``. ``ranks``: those that the experts are divided between."""
+    layer; ``before_down`` is applied to the input of ``down``. ``ranks``: those that the experts are divided between.
+    ``route``: in place of the kernels' own."""
     is_packed = isinstance(layer.gate_up, PackedGroups)
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
     # Which experts a token meets is a matter of small differences: never in mixed precision.
@@ -83,7 +85,7 @@ def mixture(
     logits = router(x, layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)
-    routing = kernels.route(logits, layer.experts_per_token, layer.normalised)
+    routing = (route or kernels.route)(logits, layer.experts_per_token, layer.normalised)
 
     def compute(rows: Tensor, bounds: Tensor) -> Tensor:
         inner = kernels.silu_mul(grouped(rows, layer.gate_up, bounds))

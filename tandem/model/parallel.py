@@ -48,6 +48,12 @@ class ModelParallel:
         """Where the context ranks' runs of a batch of ``tokens`` begin, and the last ends: [size + 1]."""
         return [tokens * rank // self.context.size for rank in range(self.context.size + 1)]
 
+    def residual_rows(self, tokens: int) -> int:
+        """Rows of the residual stream on this rank, of a batch of ``tokens``."""
+        bounds, rank = self.bounds(tokens), self.context.rank
+        own = bounds[rank + 1] - bounds[rank]
+        return -(-own // self.tensor.size) if self.sequence else own
+
     def share(self, context: PackedContext, tokens: int) -> tuple[PackedContext | SharedContext, slice]:
         """What attention is given, and this rank's run of the tokens."""
         bounds, rank = self.bounds(tokens), self.context.rank

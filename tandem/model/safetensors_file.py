@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,8 +55,10 @@ def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         os.fsync(file.fileno())
 
 
-def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``path``, or those of ``names``. Raises ``UserError`` for a file that is missing, broken or cut
+def read_file(
+    path: Path, names: Iterable[str] | None = None, is_wanted: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``path``, or those of ``names``, or of either those that are wanted. Raises ``UserError`` for a file that is missing, broken or cut
     short, and for a name that it lacks."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -67,7 +69,8 @@ def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[tuple[
                     raise UserError(
                         f"'{path}' has no tensor '{name}', which its index lists; download the folder again"
                     )
-                yield name, file.get_tensor(name)
+                if is_wanted is None or is_wanted(name):
+                    yield name, file.get_tensor(name)
     except FileNotFoundError:
         raise UserError(f"'{path}' is missing; download the folder again") from None
     except (SafetensorError, OSError) as error:

@@ -49,6 +49,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         shapes,
         dtype=recipe.trainer.dtype,
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        recompute=recipe.trainer.recompute,
         batch_tokens=sequences * max_length,
         kv_cache_tokens=kv_cache_tokens(recipe, max_length),
         kv_cache_dtype=recipe.rollout.kv_cache_dtype,

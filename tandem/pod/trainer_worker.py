@@ -114,6 +114,7 @@ class TrainerWorker:
         start = self.start = Path(meta["start"])
         self.model = load_model(start, self.kernels)
         self.model.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
+        self.model.recompute = self.recipe.trainer.recompute
         self.optimizer = make_optimizer(self.model, self.recipe.trainer)
         if self.recipe.algorithm.kl_coefficient > 0:
             self.reference = load_model(start, self.kernels).requires_grad_(False)

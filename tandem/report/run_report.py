@@ -6,15 +6,20 @@ Read from the run's own files alone (``metrics.jsonl`` and the journal), so that
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as graph
 from plotly.offline import get_plotlyjs
 
+from tandem.config.parallel import ScheduleName
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import load_config
+from tandem.report.timeline import timeline_section
 from tandem.runtime.journal import Journal
 from tandem.runtime.metrics import read_rows
+from tandem.runtime.tracing import Span, read_trace, traced_steps
 from tandem.types import UserError
 
 Row = Mapping[str, Any]
@@ -31,7 +36,8 @@ pre { padding: .7rem 1rem; overflow-x: auto } .good { color: #116329 } .bad { co
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Everything the page shows. ``examples``: before and after, each a list of {prompt, completion, correct}."""
+    """Everything the page shows. ``examples``: before and after, each a list of {prompt, completion, correct}. ``traces``: what every
+    rank did in the traced steps; ``order``: the pipeline's schedule."""
 
     name: str
     rows: Sequence[Row]
@@ -42,6 +48,8 @@ class RunFacts:
     examples_after: Sequence[Mapping[str, Any]]
     commands: Sequence[str]
     headline: str
+    traces: Mapping[int, Sequence[Span]] = field(default_factory=dict)
+    order: ScheduleName = "1f1b"
 
 
 def report_run(directory: Path) -> Path:
@@ -58,6 +66,7 @@ def read_facts(directory: Path) -> RunFacts:
     with Journal(directory / "journal.sqlite", read_only=True) as journal:
         evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
         events = [{"kind": event.kind, "detail": event.detail} for event in journal.events()]
+        traces = {step: read_trace(directory / "traces", step) for step in traced_steps(directory / "traces")}
         memory, commands = journal.get("memory", {}), journal.get("commands", [])
     sampled = [e for e in evaluations if e["kind"] == "sampled"]
     return RunFacts(
@@ -70,7 +79,14 @@ def read_facts(directory: Path) -> RunFacts:
         examples_after=sampled[-1].get("examples", []) if sampled else [],
         commands=commands,
         headline=_headline(evaluations),
+        traces=traces,
+        order=_schedule_of(directory) if traces else "1f1b",
     )
+
+
+def _schedule_of(directory: Path) -> ScheduleName:
+    recipe = load_config(directory / "config.yaml")
+    return recipe.parallel.schedule if isinstance(recipe, PretrainRecipe) else "1f1b"
 
 
 def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -103,6 +119,7 @@ def page(facts: RunFacts) -> str:
         f"<h1>{html.escape(facts.name)}</h1><p>{html.escape(facts.headline)}</p>",
         curve,
         "<h2>Where a step's seconds go</h2>" + _time_plot(facts.rows) + _time_table(facts.rows),
+        timeline_section(facts.traces, facts.order, _figure),
         "<h2>Memory of each phase</h2>" + _memory_table(facts),
         "" if is_pretraining else "<h2>Rollout and trainer agree</h2>" + _agreement(facts.rows),
         "" if is_pretraining else "<h2>Completions before and after</h2>" + _examples(facts),

@@ -7,7 +7,8 @@ that of a ring: (n - 1) / n of the bytes out of each rank, twice for an all-redu
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,29 @@ from torch import Tensor
 from tandem.layout.mesh import AXES, GroupName, Mesh
 from tandem.types import RunError
 
+FEW_BYTES = 1 << 16
+"""An all-reduce of at most so many gathers every rank's whole tensor: one exchange in place of two, for the same sum."""
 GROUPS: tuple[GroupName, ...] = (*AXES, "tokens", "expert", "expert_data", "world")
+
+
+class CollectiveError(RunError):
+    """A collective failed or did not end: another rank is dead, stuck, or makes another call."""
+
+
+class Traffic(Protocol):
+    """Hears of the collectives of one rank."""
+
+    def started(self, group: str, name: str, sent_bytes: int) -> None:
+        """This rank has begun to send ``sent_bytes``."""
+        ...
+
+    def waits(self, group: str, name: str) -> None:
+        """It now waits for the end of one."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """It waits no more."""
+        ...
 
 
 class Pending:
@@ -35,21 +58,33 @@ class Communicator:
     """One group of ranks, seen from ``rank`` of ``size``. Every method must be called by every rank of the group in the same
     order; ``name`` says what for, and stands in the error where a collective fails or does not end."""
 
-    def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float) -> None:
+    def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s
-        self._group = group
+        self._group, self._traffic = group, traffic
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Every rank's ``x``: [size, *x.shape]."""
         return self.start_all_gather(x, name).wait()
 
-    def start_all_gather(self, x: Tensor, name: str) -> Pending:
+    def start_all_gather(self, x: Tensor, name: str, out: Tensor | None = None) -> Pending:
+        """``out``: contiguous memory for the result, which must not be that of ``x``."""
         if self.size == 1:
-            return Pending(self, name, None, lambda: x.unsqueeze(0))
+            return Pending(self, name, None, lambda: x.unsqueeze(0) if out is None else out.view(1, *x.shape).copy_(x))
         x = x.contiguous()
-        out = x.new_empty(self.size, x.numel())
-        work = self._call(name, lambda: self._group._allgather_base(out.view(-1), x.view(-1)))
+        out = x.new_empty(self.size, x.numel()) if out is None else out
+        work = self._call(name, lambda: self._group._allgather_base(out.view(-1), x.view(-1)), x.nbytes * (self.size - 1))
         return Pending(self, name, work, lambda: out.view(self.size, *x.shape))
+
+    def gather(self, x: Tensor, to: int, name: str) -> list[Tensor]:
+        """On rank ``to`` every rank's ``x``, by rank; elsewhere none."""
+        if self.size == 1:
+            return [x]
+        x = x.contiguous()
+        options = dist.GatherOptions()
+        options.rootRank = to
+        out = [torch.empty_like(x) for _ in range(self.size)] if self.rank == to else []
+        self._wait(name, self._call(name, lambda: self._group.gather([out] if out else [], [x], options), 0 if out else x.nbytes))
+        return out
 
     def reduce_scatter(self, x: Tensor, name: str) -> Tensor:
         """``x[size, ...]``, a part for each rank -> the sum over ranks of this rank's part."""
@@ -60,7 +95,7 @@ class Communicator:
             return Pending(self, name, None, lambda: x[0])
         x = x.contiguous()
         out = torch.empty_like(x)
-        work = self._call(name, lambda: self._group.alltoall_base(out.view(-1), x.view(-1), [], []))
+        work = self._call(name, lambda: self._group.alltoall_base(out.view(-1), x.view(-1), [], []), x.nbytes // self.size * (self.size - 1))
         return Pending(self, name, work, lambda: _sum(out))
 
     def all_reduce(self, x: Tensor, name: str) -> Tensor:
@@ -68,6 +103,8 @@ class Communicator:
         if self.size == 1:
             return x
         flat = x.reshape(-1)
+        if flat.numel() * flat.element_size() <= FEW_BYTES:
+            return _sum(self.all_gather(flat, name)).view(x.shape)
         part = -(-flat.numel() // self.size)
         padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
         own = self.reduce_scatter(padded.view(self.size, part), name)
@@ -80,7 +117,8 @@ class Communicator:
             return x
         x = x.contiguous()
         out = x.new_empty(sum(receive), *x.shape[1:])
-        self._wait(name, self._call(name, lambda: self._group.alltoall_base(out, x, list(receive), list(send))))
+        sent = (len(x) - send[self.rank]) * x[:1].nbytes
+        self._wait(name, self._call(name, lambda: self._group.alltoall_base(out, x, list(receive), list(send)), sent))
         return out
 
     def broadcast(self, x: Tensor, source: int, name: str) -> None:
@@ -89,11 +127,11 @@ class Communicator:
             return
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._wait(name, self._call(name, lambda: self._group.broadcast([x], options)))
+        self._wait(name, self._call(name, lambda: self._group.broadcast([x], options), x.nbytes if self.rank == source else 0))
 
     def send(self, x: Tensor, to: int, name: str, tag: int = 0) -> Pending:
         x = x.contiguous()
-        return Pending(self, name, self._call(name, lambda: self._group.send([x], to, tag)), lambda: x)
+        return Pending(self, name, self._call(name, lambda: self._group.send([x], to, tag), x.nbytes), lambda: x)
 
     def receive(self, x: Tensor, source: int, name: str, tag: int = 0) -> Pending:
         """Fill contiguous ``x`` with what ``source`` sends under ``tag``."""
@@ -103,44 +141,52 @@ class Communicator:
         if self.size > 1:
             self._wait(name, self._call(name, self._group.barrier))
 
-    def _call(self, name: str, call: Callable[[], Any]) -> Any:
+    def _call(self, name: str, call: Callable[[], Any], sent_bytes: int = 0) -> Any:
+        if self._traffic is not None:
+            self._traffic.started(self.group_name, name, sent_bytes)
         try:
             return call()
         except RuntimeError as error:
             raise self._failed(name, error) from None
 
     def _wait(self, name: str, work: Any) -> None:
+        began = perf_counter()
+        if self._traffic is not None:
+            self._traffic.waits(self.group_name, name)
         try:
             work.wait()
         except RuntimeError as error:
             raise self._failed(name, error) from None
+        if self._traffic is not None:
+            self._traffic.waited(perf_counter() - began)
 
-    def _failed(self, name: str, error: RuntimeError) -> RunError:
+    def _failed(self, name: str, error: RuntimeError) -> CollectiveError:
         reason = " ".join(str(error).split())
-        return RunError(f"rank {self.rank} of {self.size} ('{self.group_name}'): the collective '{name}' failed: {reason}")
+        return CollectiveError(f"rank {self.rank} of {self.size} ('{self.group_name}'): the collective '{name}' failed: {reason}")
 
 
-def join(mesh: Mesh, store: Any, device: torch.device, deadline_s: float) -> Mapping[GroupName, Communicator]:
+def join(
+    mesh: Mesh, store: Any, device: torch.device, deadline_s: float, traffic: Traffic | None = None, hostname: str = ""
+) -> Mapping[GroupName, Communicator]:
     """Meet the other ranks of ``mesh`` over ``store`` (a ``torch.distributed`` store that all of them reach); one communicator a
-    group, those of one rank without a process group."""
+    group, those of one rank without a process group. ``hostname``: the address that gloo listens on (empty: that of this host's
+    name)."""
     found: dict[GroupName, Communicator] = {}
     for name in GROUPS:
         ranks = mesh.group(name)
         rank, group = ranks.index(mesh.rank), None
         if len(ranks) > 1:
-            group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), device, deadline_s)
-        found[name] = Communicator(name, rank, len(ranks), group, deadline_s)
+            group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), device, deadline_s, hostname)
+        found[name] = Communicator(name, rank, len(ranks), group, deadline_s, traffic)
     return found
 
 
-def join_world(rank: int, size: int, store: Any, device: torch.device, deadline_s: float) -> Communicator:
-    """One more communicator of all ranks, over a ``store`` with a prefix of its own: for a thread whose collectives must not meet
-    those of others."""
-    group = _process_group(store, rank, size, device, deadline_s) if size > 1 else None
-    return Communicator("world", rank, size, group, deadline_s)
+def connect(name: str, rank: int, size: int, store: Any, device: torch.device, deadline_s: float) -> Communicator:
+    """Meet the other ranks of one group on this machine over ``store``, which only they can reach."""
+    return Communicator(name, rank, size, _process_group(store, rank, size, device, deadline_s, "127.0.0.1"), deadline_s)
 
 
-def _process_group(store: Any, rank: int, size: int, device: torch.device, deadline_s: float) -> Any:
+def _process_group(store: Any, rank: int, size: int, device: torch.device, deadline_s: float, hostname: str) -> Any:
     limit = timedelta(seconds=deadline_s)
     if device.type == "cuda":
         settings = dist.ProcessGroupNCCL.Options()
@@ -149,7 +195,7 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device, deadl
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_default_device()]
+    options._devices = [gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()]
     return gloo(store, rank, size, options)
 
 

@@ -1,14 +1,15 @@
 """Deaths on purpose: ``kill -9`` at a named point of a run, so that a test can prove that nothing is lost.
 
-A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar or a
-call. A plan is ``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once
-in a run's life: its marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the
-point alive.
+A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar, a call, or
+a phase of a rank's step. Instead of dying a process may ``stall`` before the point: it sleeps for ever. A plan is
+``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once in a run's life: its
+marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the point alive.
 """
 
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ def no_fault(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``role`` dies ``when`` (before, after) the point ``name`` of ``step``. The role ``pod`` is everything at once:
+    """``role`` dies ``when`` (before, after; or does not die but ``stall``) the point ``name`` of ``step``. The role ``pod`` is everything at once:
     the controller kills its own process group, and what it started dies with it."""
 
     role: str
@@ -49,10 +50,10 @@ class FaultPlan:
         """From ``ROLE:WHEN:NAME:STEP``, several with commas. Raises ``UserError``."""
         faults = []
         for part in text.split(","):
-            found = re.fullmatch(r"(\w+):(before|after):(\w+):(\d+)", part.strip())
-            if not found or found[1] not in ROLES:
+            found = re.fullmatch(r"(\w+):(before|after|stall):(\w+):(\d+)", part.strip())
+            if not found or (found[1] not in ROLES and not re.fullmatch(r"rank\d+", found[1])):
                 raise UserError(
-                    f"the fault '{part}' is not ROLE:before|after:NAME:STEP with a role of {', '.join(ROLES)}; "
+                    f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP with a role of {', '.join(ROLES)}, rankN; "
                     "for example trainer_worker:after:train:3"
                 )
             faults.append(Fault(found[1], found[2], found[3], int(found[4])))
@@ -64,13 +65,15 @@ class FaultPlan:
     def point(self, role: str, run_directory: Path) -> FaultPoint:
         """The fault point of a process whose role is ``role``. The controller's also carries out the pod's faults."""
         roles = {role, "pod"} if role == "controller" else {role}
-        mine = {f"{f.when}:{f.name}:{f.step}": f for f in self.faults if f.role in roles}
+        mine = {f"{f.when.replace('stall', 'before')}:{f.name}:{f.step}": f for f in self.faults if f.role in roles}
         if not mine:
             return no_fault
 
         def point(name: str) -> None:
             fault = mine.get(name)
             if fault is not None and _mark(run_directory, fault):
+                if fault.when == "stall":
+                    _sleep()
                 _die(fault)
 
         return point
@@ -90,6 +93,11 @@ def _mark(run_directory: Path, fault: Fault) -> bool:
     os.fsync(directory)
     os.close(directory)
     return True
+
+
+def _sleep() -> None:
+    while True:
+        time.sleep(3600)
 
 
 def _die(fault: Fault) -> None:

@@ -3,7 +3,7 @@
 Keys: ``step`` (int, required; the step's place, counted from 0: row 3 describes the step from 3 to 4 optimizer steps
 taken) and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``response_length/*``, ``kl``,
 ``mismatch_kl``, ``rollout/staleness``, ``weight_version``, ``evaluation/*``, ``timing_s/*`` (seconds), ``perf/*`` and
-``memory/{phase}/{predicted,measured}`` (bytes). Floats are written with the fewest digits that give back the same bits;
+``memory/{phase}/{predicted,measured}`` (bytes), ``comm/*``. Floats are written with the fewest digits that give back the same bits;
 infinities and NaN as ``Infinity`` and ``NaN``, which Python's ``json`` reads.
 
 A row is handed to the operating system when ``append`` returns: a killed process loses none. ``sync`` brings them to
@@ -19,7 +19,7 @@ from typing import Any
 
 from tandem.types.errors import RunError, UserError
 
-VOLATILE = ("timing_s/", "perf/", "memory/")
+VOLATILE = ("timing_s/", "perf/", "memory/", "comm/")
 """Prefixes of the keys that differ between two runs which are otherwise equal bit for bit."""
 
 

@@ -34,8 +34,8 @@ class AdamW8bit:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def clip(self) -> float:
-        return clip_gradients(self.parameters.values(), self._config.max_grad_norm)
+    def clip(self, scale: float = 1.0) -> float:
+        return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

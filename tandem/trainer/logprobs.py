@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tandem.model.decoder import Decoder
 from tandem.trainer.micro_batch import MicroBatch
@@ -17,14 +18,17 @@ def infer(
     sequence. The same packed forward as in training, hence the same bits."""
     found: dict[str, dict[int, float]] = {}
     for done, micro_batch in enumerate(micro_batches, start=1):
-        values = predict(model, micro_batch, temperature).scaled.tolist()
-        indices = (micro_batch.positions[micro_batch.rows] + 1).tolist()
-        sequences = micro_batch.sequence_of_row.tolist()
-        for sequence, index, value in zip(sequences, indices, values, strict=True):
-            found.setdefault(micro_batch.ids[sequence], {})[index] = value
+        collect(found, predict(model, micro_batch, temperature).scaled, micro_batch)
         if on_progress is not None:
             on_progress(done, len(micro_batches))
     return found
+
+
+def collect(found: dict[str, dict[int, float]], logprobs: Tensor, micro_batch: MicroBatch) -> None:
+    """Put ``logprobs[R]`` of a micro-batch's rows into ``found``."""
+    indices = (micro_batch.positions[micro_batch.rows] + 1).tolist()
+    for sequence, index, value in zip(micro_batch.sequence_of_row.tolist(), indices, logprobs.tolist(), strict=True):
+        found.setdefault(micro_batch.ids[sequence], {})[index] = value
 
 
 def per_token(found: dict[int, float], length: int) -> tuple[float, ...]:

@@ -113,6 +113,15 @@ def collate(
     )
 
 
+def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> MicroBatch:
+    """One token of which nothing counts: for a rank that has nothing to do in a pass that all ranks must go through."""
+    none, real = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=dtype, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    sums = torch.ones(1, dtype=dtype, device=device)
+    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, None, None, none, sums)
+
+
 def _take(column: list[float], values: Sequence[float], indices: list[int]) -> None:
     column += [values[i] for i in indices] if values else [0.0] * len(indices)
 

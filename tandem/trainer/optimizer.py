@@ -2,7 +2,7 @@
 global norm."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,14 +29,18 @@ class Optimizer(Protocol):
     same bits. ``Muon`` needs whole matrices (of a stacked projection: whole parts)."""
 
     parameters: dict[str, nn.Parameter]
-    updates: int
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made."""
+        ...
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         ...
 
-    def clip(self) -> float:
-        """Clip the gradients by their global norm; returns the norm before."""
+    def clip(self, scale: float = 1.0) -> float:
+        """Divide the gradients by ``scale`` and clip them by their global norm; returns the norm between the two."""
         ...
 
     def step(self, learning_rate: float) -> None:
@@ -53,10 +57,14 @@ class Optimizer(Protocol):
         ...
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most ``max_norm`` (0: off; Pascanu et al., 2013); returns the norm before,
-    NaN or infinity where a gradient is not finite. Each tensor's norm is taken in float64, and their squares are summed exactly."""
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, scale: float = 1.0) -> float:
+    """Divide all gradients by ``scale``, and scale them so that their global norm is at most ``max_norm`` (0: off; Pascanu et al., 2013);
+    returns the norm before, NaN or infinity where a gradient is not finite. Each tensor's norm is taken in float64, and their squares
+    are summed exactly."""
     gradients = [p.grad for p in parameters if p.grad is not None]
+    if scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(1.0 / scale)
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
     if not all(map(math.isfinite, norms)):
         return math.nan if any(map(math.isnan, norms)) else math.inf
@@ -84,18 +92,20 @@ def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
 class AdamW:
     """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters. Elementwise.
 
-    Matrices are decayed; norms and biases (fewer than two axes) are not. torch's fused kernel gives the same bits on
-    any number of threads on CPU."""
+    Matrices are decayed; norms and biases (fewer than two axes) are not. ``decayed``, where given, names those that are. torch's fused
+    kernel gives the same bits on any number of threads on CPU."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None
+    ) -> None:
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.max_grad_norm = config.max_grad_norm
         self.updates = 0
-        values = list(self.parameters.values())
+        names = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
         self._adamw = torch.optim.AdamW(
             [
-                {"params": [p for p in values if p.ndim >= 2], "weight_decay": config.weight_decay},
-                {"params": [p for p in values if p.ndim < 2], "weight_decay": 0.0},
+                {"params": [p for name, p in self.parameters.items() if name in names], "weight_decay": config.weight_decay},
+                {"params": [p for name, p in self.parameters.items() if name not in names], "weight_decay": 0.0},
             ],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
@@ -106,8 +116,8 @@ class AdamW:
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
 
-    def clip(self) -> float:
-        return clip_gradients(self.parameters.values(), self.max_grad_norm)
+    def clip(self, scale: float = 1.0) -> float:
+        return clip_gradients(self.parameters.values(), self.max_grad_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
@@ -23,6 +23,14 @@ logger = logging.getLogger(__name__)
 
 MODEL, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
 RESERVED = frozenset({MODEL, MOMENTS, STATE})
+
+
+class HasState(Protocol):
+    """An optimizer, or what ranks have gathered of theirs."""
+
+    def state(self) -> OptimizerState:
+        """What the next step depends on besides weights and gradients."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ def save_checkpoint(
     checkpoints: Path,
     step: int,
     model: Decoder,
-    optimizer: Optimizer,
+    optimizer: HasState,
     state: Mapping[str, Any],
     companions: Sequence[Path] = (),
     before_commit: Callable[[], None] | None = None,

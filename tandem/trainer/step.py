@@ -1,18 +1,21 @@
 """The step executor: one optimizer step on micro-batches, given a loss. It knows no algorithm."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
+from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.guard import StepGuard, Verdict
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer
+from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.parallel.ranks import Ranks
 from tandem.types import RunError
 
 
@@ -27,6 +30,30 @@ class LossShare(NamedTuple):
 
 Loss = Callable[[TokenLogprobs, MicroBatch], LossShare]
 Progress = Callable[[int, int], None]
+Phase = Literal["forward", "backward", "reduce", "optimizer"]
+OnPhase = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What the forward and backward passes of a step's micro-batches add up to: ``sums`` and ``maxima`` of their metrics, and ``loss``.
+    ``peak_stash``: the most micro-batches that activations were held of at a time, counted once for each pipeline stage here."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    loss: float
+    peak_stash: int = 1
+
+
+class ForwardBackward(Protocol):
+    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters, and calls ``after_backward`` behind each
+    backward. ``on_phase`` hears what begins now."""
+
+    def __call__(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
+    ) -> Passed: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +74,45 @@ def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> Toke
     return model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
 
 
+def sum_shares(shares: Iterable[LossShare]) -> Passed:
+    """The shares of micro-batches together, in their order."""
+    total, sums, maxima = 0.0, dict[str, float](), dict[str, float]()
+    for share in shares:
+        total += share.loss.item()
+        for name, value in share.sums.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+        for name, value in share.maxima.items():
+            maxima[name] = max(maxima.get(name, 0.0), value.item())
+    return Passed(sums, maxima, total)
+
+
+def in_turn(model: Decoder) -> ForwardBackward:
+    """One micro-batch after the other through the whole ``model``."""
+
+    def forward_backward(
+        micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
+    ) -> Passed:  # fmt: skip
+        def shares() -> Iterator[LossShare]:
+            for number, micro_batch in enumerate(micro_batches):
+                on_phase("forward")
+                with tracer.span("forward", micro_batch=number):
+                    share = loss(predict(model, micro_batch, temperature), micro_batch)
+                on_phase("backward")
+                with tracer.span("backward", micro_batch=number):
+                    (share.loss if scale == 1.0 else share.loss * scale).backward()
+                    if after_backward is not None:
+                        after_backward()
+                yield share
+                if on_progress is not None:
+                    on_progress(number + 1, len(micro_batches))
+
+        return sum_shares(shares())
+
+    return forward_backward
+
+
 def train_step(
     model: Decoder,
     optimizer: Optimizer,
@@ -56,31 +122,36 @@ def train_step(
     temperature: float = 1.0,
     on_progress: Progress | None = None,
     guard: StepGuard | None = None,
+    sums: GradientSums | None = None,
+    on_phase: OnPhase = lambda phase: None,
+    forward_backward: ForwardBackward | None = None,
+    tracer: Tracer = NO_TRACE,
 ) -> StepResult:
     """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
 
+    ``sums``: of the ranks that train together, over which ``optimizer`` stands. Each is given its own micro-batches, at least one
+    (``micro_batch.blank``); loss, metrics and gradient are those of all of them. ``on_phase`` hears what begins now.
+
     Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
-    one, ``RunError`` is raised.
+    one, ``RunError`` is raised. ``forward_backward``: how micro-batches go through the model (``None``: ``in_turn``).
     """
     scale = 1.0 if guard is None else guard.scale
-    total = 0.0
     optimizer.zero_grad()
-    metrics: dict[str, float] = {}
-    for done, micro_batch in enumerate(micro_batches, start=1):
-        share = loss(predict(model, micro_batch, temperature), micro_batch)
-        (share.loss if scale == 1.0 else share.loss * scale).backward()
-        total += share.loss.item()
-        for name, value in share.sums.items():
-            metrics[name] = metrics.get(name, 0.0) + value.item()
-        for name, value in share.maxima.items():
-            metrics[name] = max(metrics.get(name, 0.0), value.item())
-        if on_progress is not None:
-            on_progress(done, len(micro_batches))
-    if scale != 1.0:
-        for parameter in optimizer.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / scale)
-    grad_norm = optimizer.clip() if micro_batches else 0.0
+    balance = model.router_balance
+    if balance is not None:
+        balance.begin(sum(m.tokens.numel() for m in micro_batches), scale)
+    if sums is not None:
+        sums.expect(len(micro_batches))
+    after_backward = None if sums is None else sums.end_backward
+    passed = (forward_backward or in_turn(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
+    total, metrics, maxima = passed.loss, passed.sums, passed.maxima
+    on_phase("reduce")
+    if sums is not None:
+        with tracer.span("reduce"):
+            sums.finish()
+            total, metrics, maxima = over_ranks(sums.ranks, total, metrics, maxima)
+    with tracer.span("clip"):
+        grad_norm = optimizer.clip(scale) if micro_batches else 0.0
     verdict: Verdict = "taken"
     if guard is not None:
         verdict = guard.judge(grad_norm, total)
@@ -89,6 +160,22 @@ def train_step(
         raise RunError(f"{what}: training has diverged; lower trainer.learning_rate or lengthen its warm-up")
     updated = bool(micro_batches) and verdict == "taken"
     if updated:
-        optimizer.step(learning_rate)
-    metrics |= {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
+        on_phase("optimizer")
+        with tracer.span("optimizer"):
+            optimizer.step(learning_rate)
+    if balance is not None:
+        metrics = metrics | balance.end(updated)
+    metrics = metrics | maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)
+
+
+def over_ranks(
+    ranks: Ranks, loss: float, sums: dict[str, float], maxima: dict[str, float]
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The loss and the metrics of the global batch, from each rank's shares; the names are those of every rank."""
+    loss, *added = ranks.sums([loss, *sums.values()], "the loss")
+    found = dict(zip(sums, added, strict=True))
+    if not maxima:
+        return loss, found, {}
+    largest = [max(column) for column in zip(*ranks.all_values(list(maxima.values()), "largest values"), strict=True)]
+    return loss, found, dict(zip(maxima, largest, strict=True))

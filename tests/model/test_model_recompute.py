@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tandem.kernels import select
+from tandem.kernels.mixed import in_precision
+from tandem.layout.bytes import activation_bytes_per_token
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.initialise import initialise
@@ -88,3 +90,27 @@ def test_less_is_kept_as_the_shapes_say(kernels) -> None:
     assert none - selective > 0.9 * dropped
     if kernels.name == "reference":
         assert none - selective > 4 * layers * 4 * tokens * tokens / 2, "the scores of four heads"
+
+
+def test_recomputation_in_mixed_precision_has_the_same_bits() -> None:
+    model = Decoder(MIXTRAL, in_precision(select("reference"), "bf16", torch.device("cpu")))
+    initialise(model, 0, 0.2)
+    wanted = gradients(model, "none")
+    for recompute in ("full", "selective"):
+        found = gradients(model, recompute)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_prediction_of_what_is_kept(recompute) -> None:
+    shapes, tokens = ModelShapes("llama", 61, 128, 6, 4, 2, 32, 384, 1024, False), 1024
+    try:
+        model = Decoder(shapes, select("cpu"))
+    except UserError as error:
+        pytest.skip(str(error))
+    initialise(model, 0, 0.2)
+    kept, predicted = kept_bytes(model, recompute, tokens), tokens * activation_bytes_per_token(shapes, recompute)
+    if recompute == "full":
+        # The prediction has the layer whose backward runs.
+        predicted -= tokens * (activation_bytes_per_token(shapes) - 4 * 2 * 128) // 6
+    assert kept == pytest.approx(predicted, rel=0.15)

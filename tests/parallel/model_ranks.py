@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,14 +16,15 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.sharding import Cut, cut_slices, is_held
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, to_huggingface
-from tandem.model.parallel import ModelParallel
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
+from tandem.trainer.balance import make_balance
 from tandem.trainer.micro_batch import MicroBatch, collate
-from tandem.trainer.optimizer import AdamW
-from tandem.trainer.parallel.placement import is_counted_here, placement, sum_partial_gradients
-from tandem.trainer.step import predict
+from tandem.trainer.parallel.placement import placement, sum_partial_gradients
+from tandem.trainer.parallel.ranks import Ranks, alone
+from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.step import predict, train_step
 from tandem.types import TrainSequence
 
 QWEN3 = ModelShapes("qwen3", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True)
@@ -48,6 +49,9 @@ class Case:
     temperature: float = 1.0
     steps: int = 3
     recompute: Literal["none", "full", "selective"] = "none"
+    balance_loss: float = 0.0
+    bias_rate: float = 0.0
+    zero: Literal[0, 1, 2, 3] = 0
 
 
 @dataclass
@@ -61,6 +65,8 @@ class Trained:
     norms: list[float]
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    overloads: list[float] = field(default_factory=list)
+    biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def sequences_of(case: Case) -> list[TrainSequence]:
@@ -81,45 +87,49 @@ def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
     }
 
 
-def build(case: Case, groups: Mapping[GroupName, Communicator] | None) -> Decoder:
-    parallel = None
-    if groups is not None:
-        cut = Cut(groups["tensor"].rank, groups["tensor"].size, case.deterministic, groups["expert"].rank, groups["expert"].size)
-        parallel = ModelParallel(cut, groups["tensor"], groups["context"], groups["expert"], case.sequence)
+def ranks_of(here: Here | None, case: Case) -> Ranks:
+    return alone() if here is None else Ranks(here.mesh, here.groups, case.deterministic, case.sequence)
+
+
+def build(case: Case, here: Here | None) -> Decoder:
+    parallel = ranks_of(here, case).model_parallel()
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
     model.recompute = case.recompute
+    config = TrainerConfig(router_balance_loss=case.balance_loss, router_bias_rate=case.bias_rate)
+    model.router_balance = make_balance(model, config, ranks_of(here, case))
     load_tensors(model, weights_of(case.shapes).items())
     return model
 
 
 def train(here: Here | None, case: Case) -> Trained:
     """``case`` on this rank, or in one process where there is none."""
-    torch.set_num_threads(1)
     groups = None if here is None else here.groups
-    model = build(case, groups)
+    model = build(case, here)
     data = (0, 1) if groups is None else (groups["data"].rank, groups["data"].size)
     every = sequences_of(case)
     own = list(range(len(every)))[data[0] :: data[1]]
     micro_batch = collate([every[i] for i in own], getattr(torch, case.dtype))
     loss_of = make_cross_entropy_loss(counts_of(every))
-    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01))
     logits, logprobs = by_sequence(model, micro_batch, own, case)
-    trained = Trained(logits, logprobs, [], [], {}, {})
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        share = loss_of(predict(model, micro_batch, case.temperature), micro_batch)
-        share.loss.backward()
-        if groups is None:
-            trained.losses.append(share.loss.item())
-        else:
-            reduce(model, groups)
-            trained.losses.append(groups["data"].all_reduce(share.loss.detach().view(1), "the loss").item())
-        if step == 0:
-            trained.gradients = whole(model, {name: p.grad for name, p in model.named_parameters()}, groups)
-        trained.norms.append(clip(model, optimizer, groups))
-        optimizer.step(LEARNING_RATE)
-    trained.parameters = whole(model, dict(model.named_parameters()), groups)
+    if model.router_balance is not None:
+        model.router_balance.begin(len(micro_batch.tokens))
+    loss_of(predict(model, micro_batch, case.temperature), micro_batch).loss.backward()
+    if groups is not None:
+        reduce(model, groups)
+    gradients = whole(model, {name: p.grad for name, p in model.named_parameters()}, groups)
+    trained = Trained(logits, logprobs, [], [], gradients, {})
+    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01)
+    replica = make_replica(model, config, ranks_of(here, case), case.zero)
+    for _ in range(case.steps):
+        metrics = train_step(model, replica.optimizer, [micro_batch], loss_of, LEARNING_RATE, case.temperature, sums=replica.sums).metrics
+        trained.losses.append(metrics["sft/loss"])
+        trained.norms.append(metrics["actor/grad_norm"])
+        if model.router_balance is not None:
+            trained.overloads.append(metrics["router/max_overload"])
+            trained.biases = dict(model.router_balance.biases)
+    with replica.whole():
+        trained.parameters = whole(model, dict(model.named_parameters()), groups)
     return trained
 
 
@@ -139,21 +149,6 @@ def reduce(model: Decoder, groups: Mapping[GroupName, Communicator]) -> None:
         ranks = groups[placement(model, name).replicas]
         assert parameter.grad is not None, name
         parameter.grad = ranks.all_reduce(parameter.grad, "a gradient")
-
-
-def clip(model: Decoder, optimizer: AdamW, groups: Mapping[GroupName, Communicator] | None) -> float:
-    squares = [
-        p.grad.double().square().sum().item()
-        for name, p in model.named_parameters()
-        if p.grad is not None and (groups is None or is_counted_here(model, name, groups))
-    ]
-    if groups is not None:
-        squares = groups["world"].all_gather(torch.tensor([math.fsum(squares)], dtype=torch.float64), "the norm").view(-1).tolist()
-    norm = math.sqrt(math.fsum(squares))
-    for parameter in model.parameters():
-        if parameter.grad is not None and norm > optimizer.max_grad_norm:
-            parameter.grad.mul_(optimizer.max_grad_norm / norm)
-    return norm
 
 
 def whole(
@@ -197,7 +192,7 @@ _alone: dict[Case, Trained] = {}
 
 def by_one(case: Case) -> Trained:
     """What one process has for ``case``, once."""
-    plain = replace(case, deterministic=False, sequence=False)
+    plain = replace(case, deterministic=False, sequence=False, zero=0)
     if plain not in _alone:
         _alone[plain] = train(None, plain)
     return _alone[plain]
@@ -211,6 +206,8 @@ def check(found: list[Trained], wanted: Trained) -> None:
         assert distance(rank.logits, {i: wanted.logits[i] for i in rank.logits}) < close
         assert distance(rank.logprobs, {i: wanted.logprobs[i] for i in rank.logprobs}) < close
         assert distance(rank.gradients, wanted.gradients) < close
+        assert rank.overloads == wanted.overloads
+        assert all(torch.equal(rank.biases[layer], bias) for layer, bias in wanted.biases.items())
         for values, others in ((rank.losses, wanted.losses), (rank.norms, wanted.norms)):
             assert all(abs(a - b) <= (1e-5 if is_float32 else 1e-10) * abs(b) for a, b in zip(values, others, strict=True))
         if is_float32:

@@ -32,6 +32,16 @@ def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, s
     check(ranks.run(shape, trained, case), by_one(case))
 
 
+@pytest.mark.parametrize(
+    ("shape", "recompute"), [(MeshShape(data=2, expert=2), "none"), (MeshShape(context=2, tensor=2), "full")], ids=["data", "context"]
+)
+def test_balancing_sees_the_tokens_of_all_ranks(ranks: Ranks, shape, recompute) -> None:
+    case = Case(QWEN3_MOE, balance_loss=0.05, bias_rate=0.01, recompute=recompute, sequence=shape.tensor > 1)
+    wanted = by_one(case)
+    check(ranks.run(shape, trained, case), wanted)
+    assert any(bias.abs().max() > 0.005 for bias in wanted.biases.values())
+
+
 def test_experts_and_ranks_without_a_token_take_part(ranks: Ranks) -> None:
     """Two tokens go to one expert each of 16 on four ranks; the first ranks see no token themselves."""
     case = Case(MANY, lengths=(3,), masked=3)

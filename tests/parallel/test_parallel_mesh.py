@@ -1,12 +1,16 @@
 """The mesh and its collectives: who stands where, and sums in rank order."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import Here, Ranks
 
-from tandem.layout.mesh import AXES, Mesh, MeshShape
+from tandem.config.parallel import ParallelConfig
+from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
+from tandem.layout.placement import check_placement
+from tandem.types import UserError
 
 SHAPES = [MeshShape(), MeshShape(data=2, tensor=2), MeshShape(2, 2, 2), MeshShape(data=4, context=2, expert=4), MeshShape(3, 2, 2, 2, 6)]
 
@@ -73,3 +77,30 @@ def test_rows_reach_the_rank_they_are_sent_to_none_included(ranks: Ranks) -> Non
             first = sum(counts[:rank])
             rows += [100 * source + first + i for i in range(counts[rank])]
         assert answer["exchanged"].tolist() == rows
+
+
+def test_axes_that_cross_nodes_follow_from_who_stands_where() -> None:
+    shape = MeshShape(data=2, tensor=2, pipeline=2)
+    assert crossing(shape, [0] * 8) == []
+    assert crossing(shape, [0, 0, 1, 1, 2, 2, 3, 3]) == ["data", "pipeline"]
+    assert crossing(shape, [0, 0, 0, 0, 1, 1, 1, 1]) == ["pipeline"]
+    assert crossing(shape, [0, 1, 0, 1, 0, 1, 0, 1]) == ["tensor"]
+    assert crossing(MeshShape(context=2, tensor=2), [0, 0, 1, 1]) == ["context"]
+    with pytest.raises(ValueError, match="4 ranks have a node and the mesh has 8"):
+        crossing(shape, [0] * 4)
+
+
+def test_tensor_and_context_stay_inside_a_node_unless_it_is_asked_for() -> None:
+    check_placement(ParallelConfig(data=4, tensor=2, ranks_per_node=2))
+    for refused in (ParallelConfig(data=2, tensor=4, ranks_per_node=2), ParallelConfig(tensor=3, data=2, ranks_per_node=2)):
+        with pytest.raises(UserError, match=r"'parallel.tensor' is \d.*several machines.*parallel.across_nodes"):
+            check_placement(refused)
+        check_placement(replace(refused, across_nodes=True))
+    with pytest.raises(UserError, match=r"'parallel.context' is 2"):
+        check_placement(ParallelConfig(context=2, tensor=2, ranks_per_node=2))
+
+
+def test_mesh_loses_data_parallel_ranks_and_no_others() -> None:
+    assert smaller(MeshShape(data=4, tensor=2)) == MeshShape(data=3, tensor=2)
+    assert smaller(MeshShape(data=4, expert=2)) == MeshShape(data=2, expert=2)
+    assert smaller(MeshShape(tensor=2)) is None and smaller(MeshShape(data=4, expert=4)) is None

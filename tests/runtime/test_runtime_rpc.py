@@ -154,7 +154,9 @@ def test_an_answer_that_is_no_json_is_an_error_not_a_hang(client):
         client.call("unspeakable", deadline_s=20)
 
 
-@pytest.mark.parametrize("credential", ["", "wrong", CREDENTIAL[:-1], CREDENTIAL + "0", "é"])
+@pytest.mark.parametrize(
+    "credential", ["", "wrong", CREDENTIAL[:-1], CREDENTIAL + "0", "é"], ids=["none", "wrong", "too short", "too long", "not ASCII"]
+)
 def test_a_wrong_credential_is_refused(server, credential):
     head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {credential}\r\nContent-Length: 0\r\n\r\n"
     assert b" 401 " in raw(server, head.encode()).split(b"\r\n")[0]

@@ -49,7 +49,7 @@ import torch, torch.distributed as dist
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
 from test_trainer_checkpoint_faults import RANKS, rows
-from tandem.runtime.communicator import join_world
+from tandem.runtime.communicator import connect
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.types import RunError
 
@@ -57,7 +57,7 @@ def rank_process(rank, folder, store, step, victim, at):
     def point(name):
         if rank == victim and name == at:
             os.kill(os.getpid(), signal.SIGKILL)
-    ranks = join_world(rank, RANKS, dist.FileStore(store, RANKS), torch.device("cpu"), 30.0)
+    ranks = connect("world", rank, RANKS, dist.FileStore(store, RANKS), torch.device("cpu"), 30.0)
     checkpointer = Checkpointer(folder, 2, ranks, {"data": RANKS}, fault_point=point)
     try:
         checkpointer.save(step, [rows(step, rank)], {"updates": step}, companions=[folder.parent / "config.json"])

@@ -211,7 +211,8 @@ void tandem_int8_linear(const float* x, const uint8_t* packed, const float* scal
   thread_local Scratch memory;
   float* held = memory.floats(m * deep / 4 + 2 * m);
   const Inputs inputs = {reinterpret_cast<int8_t*>(held + 2 * m), held, reinterpret_cast<int32_t*>(held + m)};
-  const int threads = threads_for(m * n * k / 4);
+  // A weight of one row is read from memory once, whatever the arithmetic costs.
+  const int threads = threads_for(m * n * k / 4 + n * k);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m > 1)
   for (int64_t row = 0; row < m; ++row)
     round_row(x + row * k, k, deep, inputs.codes + row * deep, inputs.scales + row, inputs.sums + row);

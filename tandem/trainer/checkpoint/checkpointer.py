@@ -5,7 +5,7 @@ waits for. It votes over a communicator of its own, so that its collectives neve
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +20,15 @@ from tandem.trainer.checkpoint.rank_file import DTYPES
 from tandem.trainer.checkpoint.shard import Key, Piece, Shard, divide, piece_of
 from tandem.trainer.checkpoint.staging import Staging
 from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
+
+BEAT_S = 1.0
+
+
+def wait_for(future: Future[Any], beat: Callable[[], None] | None) -> None:
+    """Until ``future`` is done; ``beat`` is called every second."""
+    while not wait([future], timeout=BEAT_S).done:
+        if beat is not None:
+            beat()
 
 
 class Checkpointer:
@@ -73,9 +82,11 @@ class Checkpointer:
         done, self._under_way = self._under_way, None
         return done.result()
 
-    def wait(self) -> None:
-        """Until nothing is under way. Raises ``RunError`` where it failed; a success is left for ``take_committed``."""
+    def wait(self, beat: Callable[[], None] | None = None) -> None:
+        """Until nothing is under way; ``beat`` is called every second. Raises ``RunError`` where it failed; a success is left for
+        ``take_committed``."""
         if self._under_way is not None:
+            wait_for(self._under_way, beat)
             self._under_way.result()
 
     def close(self) -> None:

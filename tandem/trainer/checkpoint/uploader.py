@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Lock
 
 from tandem.storage.files import Storage
+from tandem.trainer.checkpoint.checkpointer import wait_for
 from tandem.trainer.checkpoint.remote import prune_uploads, upload, uploaded_steps
 from tandem.types import RunError
 
@@ -40,9 +41,10 @@ class Uploader:
         with self._lock:
             return {step for step in (self._wanted, self._at_work) if step is not None}
 
-    def finish(self) -> None:
-        """Wait for the copies. Raises ``RunError`` where the newest checkpoint could not be copied."""
+    def finish(self, beat: Callable[[], None] | None = None) -> None:
+        """Wait for the copies; ``beat`` is called every second. Raises ``RunError`` where the newest checkpoint could not be copied."""
         if self._last is not None:
+            wait_for(self._last, beat)
             self._last.result()
 
     def close(self) -> None:

@@ -22,19 +22,20 @@ class Placement(NamedTuple):
 
 def placement(model: Decoder, name: str) -> Placement:
     """Of the parameter ``name`` of ``model.named_parameters()``."""
-    parallel = model.parallel
+    # Of what stands in the residual stream.
+    residual: OverTensorRanks = "partial" if model.parallel is not None and model.parallel.sequence else "whole"
     if re.search(r"\.experts\.(gate_up|down)_proj$", name):
         # Without expert parallelism the group has every rank of ``tokens``.
         return Placement("cut", "expert_data")
     if re.search(r"(embed_tokens|lm_head\.weight|(qkv|gate_up)_proj\.(weight|bias)|(o|down)_proj\.weight)$", name):
         return Placement("cut", "tokens")
     if re.search(r"(o|down)_proj\.bias$", name):
-        return Placement("cut" if model.cut.deterministic else "partial", "tokens")
+        return Placement("cut" if model.cut.deterministic else residual, "tokens")
     if re.search(r"([qk]_norm\.weight|experts\.router)$", name):
         # They see this rank's heads, or weigh this rank's part of what experts return.
         return Placement("partial", "tokens")
     assert re.search(r"(^|layer|attention_layer|\.)norm\.weight$", name), name
-    return Placement("partial" if parallel is not None and parallel.sequence else "whole", "tokens")
+    return Placement(residual, "tokens")
 
 
 def sum_partial_gradients(model: Decoder) -> None:
@@ -48,7 +49,14 @@ def sum_partial_gradients(model: Decoder) -> None:
             parameter.grad = model.parallel.tensor.all_reduce(own, f"gradient of {name}")
 
 
+def is_tied_copy(model: Decoder, name: str) -> bool:
+    """Whether ``name`` is the copy that the last pipeline stage has of a tied embedding: no number of its own."""
+    return name == "embed_tokens" and not model.spans[0].is_first
+
+
 def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Communicator]) -> bool:
     """Whether this rank counts the gradient of ``name`` in the global norm, so that each number is counted once in the world."""
+    if is_tied_copy(model, name):
+        return False
     where = placement(model, name)
     return groups[where.replicas].rank == 0 and (where.tensor == "cut" or groups["tensor"].rank == 0)

@@ -1,0 +1,94 @@
+"""What a rank of a pretraining run writes down: the first one all of it, the others only where they are."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.runtime.metrics import MetricsFile
+from tandem.runtime.rank_board import RankWriter
+
+
+@dataclass
+class Records:
+    """``journal``, ``metrics``: the run's files, on the first rank. ``listener`` hears of the run, and nothing of other ranks. ``board``: where a
+    supervisor looks. ``timings``: seconds of each phase since the last row."""
+
+    journal: Journal | None
+    metrics: MetricsFile | None
+    listener: Listener
+    board: RankWriter | None = None
+    fault_point: FaultPoint = no_fault
+    timings: dict[str, float] = field(default_factory=dict)
+    row_began: float = field(default_factory=perf_counter)
+    sent_before: tuple[int, int, float] = (0, 0, 0.0)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """The body is ``name`` of ``step``: timed, journalled and shown."""
+        self.enter(name, step)
+        self.listener.phase(name, step)
+        began = perf_counter()
+        with contextlib.nullcontext() if self.journal is None else self.journal.transition(step, "trainer", name):
+            yield
+        self.timings[name] = self.timings.get(name, 0.0) + perf_counter() - began
+        self.fault_point(f"after:{name}:{step}")
+
+    def enter(self, name: str, step: int) -> None:
+        """A phase, or a part of one, begins."""
+        if self.board is not None:
+            self.board.phase_is(name, step)
+        self.fault_point(f"before:{name}:{step}")
+
+    def progress(self, name: str) -> Callable[[int, int], None]:
+        """Hears of micro-batches in ``name``."""
+
+        def report(done: int, total: int) -> None:
+            if self.board is not None:
+                self.board.beat()
+            self.listener.progress(name, done, total, "micro-batches")
+
+        return report
+
+    def is_evaluated(self, step: int) -> bool:
+        return self.journal is not None and self.journal.evaluation(step, "held_out") is not None
+
+    def evaluated(self, step: int, result: Mapping[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.commit_evaluation(step, "held_out", dict(result))
+
+    def is_saved(self, step: int) -> bool:
+        return self.journal is not None and any(found.step == step for found in self.journal.checkpoints())
+
+    def saved(self, step: int, digest: str) -> None:
+        if self.journal is not None:
+            self.journal.commit_checkpoint(step, digest)
+
+    def sync(self) -> None:
+        """Rows written so far are on the disk."""
+        if self.metrics is not None:
+            self.metrics.sync()
+
+    def row(self, row: Mapping[str, float | int], tokens: int, data_wait_s: float) -> None:
+        """The row of a step on ``tokens``, with the seconds of its phases and what it sent."""
+        now = perf_counter()
+        seconds, self.row_began = now - self.row_began, now
+        timings, self.timings = self.timings, {}
+        whole = {**row, **{f"timing_s/{name}": value for name, value in sorted({**timings, "data_wait": data_wait_s}.items())}, **self._traffic()}
+        whole["timing_s/step"] = whole["perf/time_per_step"] = seconds
+        whole["perf/tokens_per_s"] = tokens / seconds
+        if self.metrics is not None:
+            self.metrics.append(whole)
+            self.listener.row(whole)
+
+    def _traffic(self) -> dict[str, float | int]:
+        """Collectives of this rank since the last row."""
+        if self.board is None:
+            return {}
+        now, before = (self.board.collectives, self.board.sent_bytes, self.board.waited_s), self.sent_before
+        self.sent_before = now
+        return {"comm/collectives": now[0] - before[0], "comm/sent_bytes": now[1] - before[1], "comm/wait_s": now[2] - before[2]}

@@ -1,0 +1,33 @@
+"""Whether a model can be laid out over a mesh: asked before any process starts. Imports no torch."""
+
+from tandem.config.parallel import ParallelConfig
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import Cut, vocabulary_part
+from tandem.types.errors import UserError
+
+
+def check_layout(shapes: ModelShapes, parallel: ParallelConfig) -> None:
+    """Raise ``UserError``, naming the setting, its value and what the model has, where ``parallel`` does not divide it."""
+    tensor, expert, experts = parallel.tensor, parallel.expert, shapes.experts
+    counts = {"num_heads": shapes.num_heads, "num_kv_heads": shapes.num_kv_heads}
+    if experts is None or experts.dense_layers:
+        counts["intermediate_size"] = shapes.intermediate_size
+    if experts is not None:
+        counts["experts' intermediate_size"] = experts.intermediate_size
+    if parallel.deterministic:
+        counts["hidden_size"] = shapes.hidden_size
+    for name, count in counts.items():
+        if count % tensor:
+            fits = [size for size in range(1, tensor) if all(other % size == 0 for other in counts.values())]
+            raise UserError(f"'parallel.tensor' is {tensor}, which does not divide the model's {name} {count}; {fits[-1]} does")
+    if shapes.vocab_size <= vocabulary_part(shapes, Cut(0, tensor)) * (tensor - 1):
+        raise UserError(f"'parallel.tensor' is {tensor}, too many for the model's vocabulary of {shapes.vocab_size}")
+    if parallel.pipeline * parallel.virtual_stages > shapes.num_layers:
+        asked = f"'parallel.pipeline' is {parallel.pipeline}"
+        if parallel.virtual_stages > 1:
+            asked += f" times parallel.virtual_stages {parallel.virtual_stages}"
+        raise UserError(f"{asked}; the model has {shapes.num_layers} layers, and a stage needs one")
+    if expert > 1 and experts is None:
+        raise UserError(f"'parallel.expert' is {expert}; this {shapes.architecture} model has no experts: leave it at 1")
+    if experts is not None and experts.num_experts % expert:
+        raise UserError(f"'parallel.expert' is {expert}, which does not divide the model's {experts.num_experts} experts")

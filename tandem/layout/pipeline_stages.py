@@ -1,0 +1,93 @@
+"""Which layers stand on which stage of a pipeline. Imports no torch."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tandem.layout.shapes import ModelShapes
+
+
+class Span(NamedTuple):
+    """The layers ``start`` to ``stop`` of ``layers``. The first span has the embedding, the last the final norm and the head."""
+
+    start: int
+    stop: int
+    layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.layers
+
+    def holds(self, name: str, tied: bool) -> bool:
+        """Whether a stage has the parameter of this Hugging Face name. The last one has a copy of a ``tied`` embedding."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer:
+            return self.start <= int(layer[1]) < self.stop
+        if name.startswith("model.embed_tokens"):
+            return self.is_first or (self.is_last and tied)
+        return self.is_last
+
+
+def whole(layers: int) -> Span:
+    return Span(0, layers, layers)
+
+
+def spans(counts: Sequence[int]) -> tuple[Span, ...]:
+    """The spans of stages with ``counts`` layers each."""
+    ends = list(itertools.accumulate(counts))
+    return tuple(Span(end - count, end, ends[-1]) for end, count in zip(ends, counts, strict=True))
+
+
+def stage_spans(shapes: ModelShapes, stages: int, counts: Sequence[int] = ()) -> tuple[Span, ...]:
+    """A span for each stage: ``counts`` layers each, or a split by cost. Raises ``ValueError`` where there is none."""
+    if counts:
+        if len(counts) != stages or sum(counts) != shapes.num_layers or min(counts) < 1:
+            raise ValueError(f"the layers {list(counts)} are no split of the model's {shapes.num_layers} layers over {stages} stages")
+        return spans(counts)
+    if shapes.num_layers < stages:
+        raise ValueError(f"the model has {shapes.num_layers} layers, fewer than {stages} pipeline stages")
+    layers, first, last = stage_costs(shapes)
+    return spans(split_by_cost(layers, first, last, stages))
+
+
+def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
+    """Multiply-adds a token in the forward pass of each layer, of the embedding and of the head, attention's scores left out. The
+    backward pass costs each twice that."""
+    hidden = shapes.hidden_size
+    layers = []
+    for index in range(shapes.num_layers):
+        experts = shapes.experts_of(index)
+        if experts is None:
+            mlp = 3.0 * shapes.intermediate_size
+        else:
+            mlp = 3.0 * experts.intermediate_size * experts.experts_per_token + experts.num_experts
+        layers.append(hidden * (shapes.qkv_size + shapes.query_size + mlp))
+    return tuple(layers), float(hidden), float(hidden * shapes.vocab_size)
+
+
+def split_by_cost(layers: Sequence[float], first: float, last: float, stages: int) -> tuple[int, ...]:
+    """The number of layers of each stage, at least 1, such that the dearest stage is as cheap as can be, ``first`` standing on the
+    first stage and ``last`` on the last; among those splits the one with the smallest sum of squares."""
+    count = len(layers)
+    sums = [0.0, *itertools.accumulate(layers)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
+
+    # best[stop]: (dearest, sum of squares, counts) of the stages so far over layers [0, stop).
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (dearest, squares, counts) in best.items():
+            for stop in range(start + 1, count - (stages - stage - 1) + 1):
+                here = cost(stage, start, stop)
+                candidate = (max(dearest, here), squares + here * here, (*counts, stop - start))
+                if stop not in reached or candidate < reached[stop]:
+                    reached[stop] = candidate
+        best = reached
+    return best[count][2]

@@ -1,0 +1,21 @@
+"""Where the ranks of section ``parallel`` stand. Imports no torch."""
+
+from tandem.config.parallel import ParallelConfig
+from tandem.layout.mesh import MeshShape, crossing
+from tandem.types.errors import UserError
+
+
+def mesh_of(parallel: ParallelConfig) -> MeshShape:
+    return MeshShape(parallel.data, parallel.tensor, parallel.pipeline, parallel.context, parallel.expert)
+
+
+def check_placement(parallel: ParallelConfig) -> None:
+    """Refuse a mesh in which ranks that exchange something in every layer stand on several nodes, unless it was asked for."""
+    if parallel.across_nodes:
+        return
+    for axis in crossing(mesh_of(parallel), parallel.nodes()):
+        if axis in ("tensor", "context"):
+            raise UserError(
+                f"'parallel.{axis}' is {getattr(parallel, axis)}, and with parallel.ranks_per_node {parallel.ranks_per_node} its ranks would stand on "
+                f"several machines, between which every layer would wait; lower it, or set parallel.across_nodes to true"
+            )

@@ -1,0 +1,217 @@
+"""Pipeline schedules as data: what each rank computes, sends and receives, in order. Imports no torch.
+
+A model is cut into ``stages`` runs of layers; stage s stands on rank s mod p of p, so that with ``virtual_stages`` v each rank has
+v of them. GPipe (Huang et al., 2019) runs all forwards, then all backwards; 1F1B (PipeDream-Flush: Narayanan et al., 2021a) holds
+at most p - rank micro-batches; interleaved 1F1B (Narayanan et al., 2021b, section 2.2, in Megatron-LM's order) has a bubble v
+times smaller. Every backward of a stage comes in the order of the micro-batches, so that gradients are summed alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+Kind = Literal["forward", "backward", "send_activation", "receive_activation", "send_gradient", "receive_gradient"]
+
+
+class Operation(NamedTuple):
+    """``stage``: the one on this rank that computes, that a send comes from or a receive is for. ``peer``: the other rank of a
+    transfer, else -1."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    peer: int = -1
+
+
+class Compute(NamedTuple):
+    """A forward or backward that ``rank`` runs from ``start`` to ``end``."""
+
+    rank: int
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """``ranks`` of a pipeline, each with ``virtual_stages``, over ``micro_batches``."""
+
+    ranks: int
+    micro_batches: int
+    virtual_stages: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> range:
+        """The stages on ``rank``, ascending."""
+        return range(rank, self.stages, self.ranks)
+
+    def tag(self, operation: Operation) -> int:
+        """The number of a transfer, the same on both sides and different for every transfer of a step."""
+        is_gradient = operation.kind.endswith("gradient")
+        boundary = operation.stage - (operation.kind in ("receive_activation", "send_gradient"))
+        return 2 * (boundary * self.micro_batches + operation.micro_batch) + is_gradient
+
+
+def schedule(name: ScheduleName, shape: PipelineShape) -> tuple[tuple[Operation, ...], ...]:
+    """The operations of every rank. Raises ``ValueError`` for a shape that ``name`` does not have."""
+    if shape.ranks < 1 or shape.micro_batches < 0 or shape.virtual_stages < 1:
+        raise ValueError(f"there is no pipeline of {shape}")
+    if (name == "interleaved") != (shape.virtual_stages > 1):
+        raise ValueError(f"'{name}' with {shape.virtual_stages} virtual stages; 'interleaved' has 2 or more, the others 1")
+    if shape.virtual_stages > 1 and shape.ranks == 1:
+        raise ValueError("'interleaved' needs 2 ranks or more")
+    orders = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved}
+    return with_transfers(shape, [orders[name](shape, rank) for rank in range(shape.ranks)])
+
+
+def forward_schedule(shape: PipelineShape) -> tuple[tuple[Operation, ...], ...]:
+    """The operations of every rank for a pass without gradients."""
+    p = shape.ranks
+    groups = range(0, shape.micro_batches, p)
+    orders = [
+        [
+            Operation("forward", stage, m)
+            for first in groups
+            for stage in shape.stages_of(rank)
+            for m in range(first, min(first + p, shape.micro_batches))
+        ]
+        for rank in range(p)
+    ]
+    return with_transfers(shape, orders)
+
+
+def computes_of(operations: Sequence[Operation]) -> list[Operation]:
+    return [operation for operation in operations if operation.kind in ("forward", "backward")]
+
+
+def _gpipe(shape: PipelineShape, rank: int) -> list[Operation]:
+    every = range(shape.micro_batches)
+    return [Operation("forward", rank, m) for m in every] + [Operation("backward", rank, m) for m in every]
+
+
+def _one_forward_one_backward(shape: PipelineShape, rank: int) -> list[Operation]:
+    every = range(shape.micro_batches)
+    return _alternating(
+        [Operation("forward", rank, m) for m in every], [Operation("backward", rank, m) for m in every], shape.ranks - rank - 1
+    )
+
+
+def _interleaved(shape: PipelineShape, rank: int) -> list[Operation]:
+    p, v = shape.ranks, shape.virtual_stages
+    # The order is made for a multiple of p micro-batches. What those too many would do is left out, on which nothing depends.
+    groups = -(-shape.micro_batches // p)
+    forwards, backwards = [], []
+    for group in range(groups):
+        for chunk in range(v):
+            for micro_batch in range(group * p, (group + 1) * p):
+                forwards.append(Operation("forward", chunk * p + rank, micro_batch))
+                backwards.append(Operation("backward", (v - 1 - chunk) * p + rank, micro_batch))
+    ordered = _alternating(forwards, backwards, 2 * (p - rank - 1) + (v - 1) * p)
+    return [operation for operation in ordered if operation.micro_batch < shape.micro_batches]
+
+
+def _alternating(forwards: list[Operation], backwards: list[Operation], warm_up: int) -> list[Operation]:
+    """``warm_up`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    return forwards[:warm_up] + [operation for pair in pairs for operation in pair] + backwards[len(forwards) - warm_up :]
+
+
+def simulate(
+    shape: PipelineShape, orders: Sequence[Sequence[Operation]], forward: Sequence[float] = (), backward: Sequence[float] = ()
+) -> list[Compute]:
+    """When each forward and backward of ``orders`` runs where every rank goes on as soon as it can and transfers take no time,
+    by end. ``forward`` and ``backward``: the seconds of each stage (1 and 2 where not given). Raises ``ValueError`` where the
+    ranks wait for each other."""
+    forward, backward = forward or [1.0] * shape.stages, backward or [2.0] * shape.stages
+    orders = [computes_of(order) for order in orders]
+    done: dict[Operation, float] = {}
+    place, free, found = [0] * shape.ranks, [0.0] * shape.ranks, []
+    left = sum(map(len, orders))
+    while left:
+        before = left
+        for rank, order in enumerate(orders):
+            while place[rank] < len(order):
+                operation = order[place[rank]]
+                needed = _needs(shape, operation)
+                if any(other not in done for other in needed):
+                    break
+                start = max([free[rank], *(done[other] for other in needed)])
+                seconds = (forward if operation.kind == "forward" else backward)[operation.stage]
+                done[operation] = free[rank] = start + seconds
+                found.append(Compute(rank, operation, start, start + seconds))
+                place[rank] += 1
+                left -= 1
+        if left == before:
+            stuck = [f"rank {rank} at {order[at].kind} {order[at][1:3]}" for rank, (order, at) in enumerate(zip(orders, place, strict=True)) if at < len(order)]
+            raise ValueError(f"the schedule does not end: {', '.join(stuck)}")
+    return sorted(found, key=lambda c: (c.end, c.rank))
+
+
+def _needs(shape: PipelineShape, operation: Operation) -> list[Operation]:
+    kind, stage, micro_batch, _ = operation
+    if kind == "forward":
+        return [Operation("forward", stage - 1, micro_batch)] if stage > 0 else []
+    own = Operation("forward", stage, micro_batch)
+    return [own, Operation("backward", stage + 1, micro_batch)] if stage < shape.stages - 1 else [own]
+
+
+def with_transfers(shape: PipelineShape, orders: Sequence[Sequence[Operation]]) -> tuple[tuple[Operation, ...], ...]:
+    """``orders`` with a send behind each compute whose result another rank needs, and its receive on that rank.
+
+    Computes and transfers are put in one order for all ranks, by the time at which they end in a simulation; each rank's list is
+    its part of that. So the transfers cannot deadlock even where a send waits for its receive, and a receive stands as early as
+    what it receives can be there: posted at its place, it travels while the rank computes."""
+    lists: list[list[Operation]] = [[] for _ in range(shape.ranks)]
+    waiting: list[Compute] = []
+    timeline = simulate(shape, orders)
+    for at, compute in enumerate(timeline):
+        lists[compute.rank].append(compute.operation)
+        waiting.append(compute)
+        if at + 1 == len(timeline) or timeline[at + 1].end > compute.end:
+            for ended in waiting:
+                _transfer(shape, ended, lists)
+            waiting = []
+    return tuple(map(tuple, lists))
+
+
+def _transfer(shape: PipelineShape, compute: Compute, lists: list[list[Operation]]) -> None:
+    kind, stage, micro_batch, _ = compute.operation
+    to = stage + 1 if kind == "forward" else stage - 1
+    if 0 <= to < shape.stages:
+        peer = shape.rank_of(to)
+        send: Kind = "send_activation" if kind == "forward" else "send_gradient"
+        receive: Kind = "receive_activation" if kind == "forward" else "receive_gradient"
+        lists[compute.rank].append(Operation(send, stage, micro_batch, peer))
+        lists[peer].append(Operation(receive, to, micro_batch, compute.rank))
+
+
+def peak_stash(operations: Sequence[Operation]) -> int:
+    """The most forwards whose backward is still to come, over all stages of a rank: what it holds activations of."""
+    held = most = 0
+    for operation in operations:
+        held += {"forward": 1, "backward": -1}.get(operation.kind, 0)
+        most = max(most, held)
+    return most
+
+
+def bubble_share(timeline: Sequence[Compute]) -> float:
+    """The share of all ranks' time, from the first start to the last end, in which they compute nothing."""
+    if not timeline:
+        return 0.0
+    ranks = len({compute.rank for compute in timeline})
+    span = max(c.end for c in timeline) - min(c.start for c in timeline)
+    return 1.0 - sum(c.end - c.start for c in timeline) / (ranks * span)
+
+
+def published_bubble_share(shape: PipelineShape) -> float:
+    """(p - 1) / (v m + p - 1): equation 1 of Narayanan et al. (2021b) as a share of the whole step, stages of equal cost and m a
+    multiple of p where v > 1."""
+    return (shape.ranks - 1) / (shape.virtual_stages * shape.micro_batches + shape.ranks - 1)

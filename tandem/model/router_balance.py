@@ -1,0 +1,115 @@
+"""Keeping the experts of a mixture evenly busy while it trains: by a loss, or by a bias on the router's choice.
+
+The loss is that of Switch Transformers (Fedus et al., 2021, equations 4 to 6), for each layer, with the shares of experts taken over all
+tokens that the ranks compute at the same time (Qiu et al., 2025: shares of small batches punish specialisation). It enters the
+backward pass at the gates, so that nothing has to carry it past stages and recomputation.
+
+The bias (Wang et al., 2024; DeepSeek-V3, section 2.1.2) is added to the probabilities where experts are chosen and nowhere else. After each
+step it moves by a fixed amount, up for experts that had less than their share of the step's tokens, down for the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import Kernels, Routing, sum_in_order
+from tandem.runtime.communicator import Communicator
+
+ALONE = Communicator("alone", 0, 1, None, 0.0)
+
+
+class RouterBalance:
+    """Of one decoder. ``loss``: the coefficient of the loss, ``bias_rate``: what a bias moves by; 0 turns either off. ``ranks``: those that
+    hold the same router and see different tokens; ``copies``: ranks that compute the same tokens, and whose gradients of the
+    router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches."""
+
+    def __init__(
+        self, num_experts: int, layers: Sequence[int], loss: float = 0.0, bias_rate: float = 0.0, ranks: Communicator = ALONE, copies: int = 1,
+        readers: int = 1,
+    ) -> None:
+        self.loss, self.bias_rate, self.ranks = loss, bias_rate, ranks
+        self._copies, self._readers = copies, readers
+        self.counts = {layer: torch.zeros(num_experts, dtype=torch.int64) for layer in layers}
+        self.biases = {layer: torch.zeros(num_experts, dtype=torch.float64) for layer in layers}
+        self._weight = 0.0
+
+    def begin(self, tokens: int, scale: float = 1.0) -> None:
+        """A step begins, in which this rank is given micro-batches of ``tokens`` in all. ``scale``: that of the loss."""
+        if self.loss:
+            every = int(self.ranks.all_reduce(torch.tensor([tokens]), "tokens of the step")) // self._readers
+            self._weight = self.loss * scale / max(every, 1) / self._copies
+        for counts in self.counts.values():
+            counts.zero_()
+
+    def end(self, updated: bool) -> dict[str, float]:
+        """The step is over: move the biases if the weights were ``updated``. Returns the largest overload of an expert, as a share of its
+        even part, over all layers."""
+        worst = 0.0
+        for layer, own in self.counts.items():
+            counts = self.ranks.all_reduce(own, "tokens of each expert")
+            even = int(counts.sum()) / len(counts)
+            if even:
+                worst = max(worst, int(counts.max()) / even - 1.0)
+            if updated and self.bias_rate:
+                self.biases[layer] += self.bias_rate * torch.sign(even - counts.double())
+        return {"router/max_overload": worst}
+
+    def route(self, kernels: Kernels, layer: int, logits: Tensor, each: int, normalised: bool) -> Routing:
+        """``kernels.route`` with this layer's bias; the tokens of each expert are counted and the loss is attached."""
+        routing = biased_route(logits, self.biases[layer], each, normalised) if self.bias_rate else kernels.route(logits, each, normalised)
+        # Inside a backward pass the same tokens are routed again.
+        if torch.is_grad_enabled():
+            found = routing.bounds.diff()
+            if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+                self.counts[layer] += found.cpu()
+            if self.loss and logits.requires_grad:
+                routing = routing._replace(gates=_Attach.apply(routing.gates, self._balance(logits, found)))
+        return routing
+
+    def _balance(self, logits: Tensor, found: Tensor) -> Tensor:
+        """This rank's share of the loss of one layer: E times the sum over experts of (share of the tokens) times (sum of probabilities)."""
+        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        every = torch.cat((found, found.new_tensor([len(logits)])))
+        every = self.ranks.all_reduce(every, "tokens of each expert in a micro-batch")
+        shares = every[:-1] / every[-1:].clamp_min(1)
+        return self._weight * len(shares) * (shares.to(probabilities.dtype) * probabilities.sum(0)).sum()
+
+    def state(self) -> dict[str, list[float]]:
+        """The biases, by layer."""
+        return {str(layer): bias.tolist() for layer, bias in self.biases.items()} if self.bias_rate else {}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        for layer, bias in state.items():
+            self.biases[int(layer)] = torch.tensor(bias, dtype=torch.float64)
+
+
+def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> Routing:
+    """``Kernels.route`` where the experts with the largest probability plus ``bias[E]`` are chosen; the gates are probabilities alone."""
+    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    wanted = probabilities.detach() + bias.to(probabilities)
+    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each]
+    gates = probabilities.gather(1, experts)
+    if normalised:
+        gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    bounds = flat.new_zeros(logits.shape[1] + 1)
+    torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
+    return Routing(gates, experts, bounds, order, inverse)
+
+
+class _Attach(torch.autograd.Function):
+    """``x``, whose backward pass also starts that of the scalar ``loss`` (as in Megatron-Core)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, torch.ones_like(ctx.like)

@@ -1,0 +1,117 @@
+"""What every rank is doing now, in one small file of shared memory that can be read whatever state a rank is in.
+
+A rank writes its own record with plain stores to memory, which cost it nothing and need nobody to listen; the supervisor reads
+records of ranks that are stuck in C, stopped, or dead. A record that is read while it is written may be torn in its texts, never
+in what a deadline is computed from (``beat_s`` is one aligned number).
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_RECORD = struct.Struct("<ddqqqqd48s16s64s")
+_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """``beat_s``: unix seconds when it last got on with something, 0 before its first; ``step`` and ``phase``: where it is;
+    ``collective``, ``group``, ``since_s``: what it waits in (empty: in none). ``collectives``: how many it has begun, ``sent_bytes`` what
+    it has sent in them, ``waited_s`` how long it has waited, all since its start. ``pid``: its process."""
+
+    rank: int
+    pid: int
+    beat_s: float
+    step: int
+    phase: str
+    collective: str
+    group: str
+    since_s: float
+    collectives: int
+    sent_bytes: int
+    waited_s: float
+
+    def describe(self, now_s: float) -> str:
+        """``rank 1 waits in the collective 'gradients of layer 3' ('tokens') of step 4 for 12.0 s``."""
+        if self.beat_s == 0:
+            return f"rank {self.rank} has not begun"
+        where = f"in '{self.phase}' of step {self.step}" if self.phase else "in its start"
+        if self.collective:
+            return f"rank {self.rank} waits in the collective '{self.collective}' ('{self.group}') {where} for {now_s - self.since_s:.1f} s"
+        return f"rank {self.rank} has done nothing {where} for {now_s - self.beat_s:.1f} s"
+
+
+class RankBoard:
+    """The records of ``ranks`` ranks in the file ``path``, which is made where it is missing."""
+
+    def __init__(self, path: Path, ranks: int) -> None:
+        self.ranks = ranks
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, ranks * _SIZE)
+            self._memory = mmap.mmap(descriptor, ranks * _SIZE)
+        finally:
+            os.close(descriptor)
+
+    def states(self) -> list[RankState]:
+        """Every rank's record, by rank."""
+        found = []
+        for rank in range(self.ranks):
+            values = _RECORD.unpack_from(self._memory, rank * _SIZE)
+            beat_s, since_s, pid, step, collectives, sent, waited, *texts = values
+            phase, group, collective = (text.split(b"\0", 1)[0].decode("utf-8", "replace") for text in texts)
+            found.append(RankState(rank, pid, beat_s, step, phase, collective, group, since_s, collectives, sent, waited))
+        return found
+
+    def writer(self, rank: int) -> "RankWriter":
+        """What rank ``rank``, which is this process, writes with."""
+        return RankWriter(self._memory, rank)
+
+    def clear(self) -> None:
+        """Forget all ranks, before others are started."""
+        self._memory[:] = bytes(len(self._memory))
+
+
+class RankWriter:
+    """Writes one rank's record: a ``Traffic`` of its communicators."""
+
+    def __init__(self, memory: mmap.mmap, rank: int) -> None:
+        self._memory, self._at = memory, rank * _SIZE
+        self._lock = threading.Lock()
+        self.step, self.phase = 0, ""
+        self.collectives, self.sent_bytes, self.waited_s = 0, 0, 0.0
+        self._collective, self._group, self._since = "", "", 0.0
+        self._write()
+
+    def phase_is(self, phase: str, step: int) -> None:
+        """This rank enters ``phase`` of ``step``."""
+        self.phase, self.step = phase, step
+        self._write()
+
+    def beat(self) -> None:
+        """This rank got on with its work."""
+        self._write()
+
+    def started(self, group: str, name: str, sent_bytes: int) -> None:
+        self.collectives += 1
+        self.sent_bytes += sent_bytes
+
+    def waits(self, group: str, name: str) -> None:
+        self._collective, self._group, self._since = name, group, time.time()
+        self._write()
+
+    def waited(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self._collective = self._group = ""
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            _RECORD.pack_into(
+                self._memory, self._at, time.time(), self._since, os.getpid(), self.step, self.collectives, self.sent_bytes,
+                self.waited_s, self.phase.encode()[:47], self._group.encode()[:15], self._collective.encode()[:63],
+            )  # fmt: skip

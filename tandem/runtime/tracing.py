@@ -1,0 +1,98 @@
+"""What a rank did in a step and when, in the Trace Event Format that Chrome and Perfetto open: a line an event, a file a rank and step."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``name`` began at ``start_s`` (seconds since the epoch) on ``rank`` and took ``seconds``. ``arguments``: what else is said of
+    it, ``micro_batch`` and ``stage`` among them. ``thread``: 0 for the thread that the step runs on."""
+
+    name: str
+    rank: int
+    start_s: float
+    seconds: float
+    thread: int
+    arguments: dict[str, int]
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.seconds
+
+
+class Tracer:
+    """Records the steps named in ``steps`` under ``directory``. Outside of them a span costs a comparison."""
+
+    def __init__(self, directory: Path | None = None, rank: int = 0, steps: Collection[int] = ()) -> None:
+        self._directory, self._rank, self._steps = directory, rank, frozenset(steps)
+        self._lock = threading.Lock()
+        self._main = threading.get_ident()
+        self._path: Path | None = None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Record until the end of the block, if ``step`` is to be traced."""
+        if self._directory is None or step not in self._steps:
+            yield
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"step-{step}-rank-{self._rank}.json"
+        # The closing bracket is optional in this format, for files that a killed process leaves.
+        path.write_text("[\n", encoding="utf-8")
+        self._path = path
+        try:
+            with self.span("step", step=step):
+                yield
+        finally:
+            self._path = None
+
+    def span(self, name: str, **arguments: int) -> contextlib.AbstractContextManager[None]:
+        """Record the block as ``name``. One that begins in a traced step, on any thread, may end after it."""
+        return contextlib.nullcontext() if self._path is None else self._record(name, self._path, arguments)
+
+    @contextlib.contextmanager
+    def _record(self, name: str, path: Path, arguments: dict[str, int]) -> Iterator[None]:
+        start, began = time.time_ns(), time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            took = time.perf_counter_ns() - began
+            thread = 0 if threading.get_ident() == self._main else threading.get_native_id()
+            event = {"name": name, "ph": "X", "ts": start / 1000, "dur": took / 1000, "pid": self._rank, "tid": thread, "args": arguments}
+            with self._lock, path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + ",\n")
+
+
+NO_TRACE = Tracer()
+
+
+def traced_steps(directory: Path) -> list[int]:
+    """The steps that have a trace in ``directory``, ascending."""
+    return sorted({int(path.name.split("-")[1]) for path in directory.glob("step-*-rank-*.json")})
+
+
+def read_trace(directory: Path, step: int) -> list[Span]:
+    """Every rank's spans of ``step``, by their start. Raises ``UserError`` where there are none or a file is none of ours."""
+    found = []
+    for path in sorted(directory.glob(f"step-{step}-rank-*.json")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line in ("[", ""):
+                continue
+            try:
+                event = json.loads(line.rstrip(","))
+                found.append(
+                    Span(event["name"], event["pid"], event["ts"] / 1e6, event["dur"] / 1e6, event["tid"], dict(event["args"]))
+                )
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"'{path}' is not a trace: its line '{line[:40]}' cannot be read; remove the file") from None
+    if not found:
+        raise UserError(f"'{directory}' has no trace of step {step}; name the step in run.trace_steps before the run")
+    return sorted(found, key=lambda span: span.start_s)

@@ -1,0 +1,28 @@
+"""What keeps a model's experts evenly busy, as a recipe says."""
+
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.router_balance import RouterBalance
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.types import UserError
+
+
+def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
+    """Raise ``UserError`` where ``config`` balances experts of a model that has none."""
+    for name in ("router_balance_loss", "router_bias_rate"):
+        if getattr(config, name) and shapes.experts is None:
+            raise UserError(f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model has no experts: leave it at 0")
+
+
+def make_balance(model: Decoder, config: TrainerConfig, ranks: Ranks) -> RouterBalance | None:
+    """``None`` for a model without experts, and where nothing is balanced."""
+    experts = model.shapes.experts
+    if experts is None or not (config.router_balance_loss or config.router_bias_rate):
+        return None
+    layers = [i for i in model.layer_numbers if model.shapes.experts_of(i) is not None]
+    groups = ranks.groups
+    return RouterBalance(
+        experts.num_experts, layers, config.router_balance_loss, config.router_bias_rate, groups["tokens"], groups["tensor"].size,
+        groups["context"].size,
+    )

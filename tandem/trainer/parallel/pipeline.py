@@ -1,0 +1,220 @@
+"""Pipeline parallelism: one rank's part of the forward and backward of a step, by a schedule that is plain data."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.layout.pipeline_stages import Span
+from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, forward_schedule, schedule
+from tandem.model.attention import PackedContext
+from tandem.model.decoder import Decoder
+from tandem.runtime.communicator import Communicator, Pending
+from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.trainer.logprobs import collect
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.step import Loss, LossShare, OnPhase, Passed, Progress, sum_shares
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """This rank's place in a pipeline. ``model``: a decoder of this rank's stages; ``spans``: the layers of every stage;
+    ``ranks``: those of the pipeline. Stage s stands on rank s mod p."""
+
+    model: Decoder
+    spans: Sequence[Span]
+    ranks: Communicator
+    order: ScheduleName = "1f1b"
+
+    def shape(self, micro_batches: int) -> PipelineShape:
+        return PipelineShape(self.ranks.size, micro_batches, len(self.spans) // self.ranks.size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.ranks.rank == self.ranks.size - 1
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
+    ) -> Passed:
+        """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
+        micro-batches. Every rank is given the same ones: so each knows the size of what it is sent. ``after_backward`` is called
+        behind each backward of a stage. Every rank has the metrics and the loss."""
+        shares: list[LossShare] = []
+
+        def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+            rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+            share = loss(self.model.token_logprobs(hidden, *rows), micro_batch)
+            shares.append(share._replace(loss=share.loss.detach()))
+            return share.loss if scale == 1.0 else share.loss * scale
+
+        operations = schedule(self.order, self.shape(len(micro_batches)))
+        done = _Pass(self, micro_batches, at_last, on_progress, tracer, True, after_backward, on_phase)
+        done.run(operations[self.ranks.rank])
+        own = sum_shares(shares)
+        found = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
+        return Passed(**found, peak_stash=done.peak_stash)
+
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor], on_progress: Progress | None = None
+    ) -> None:
+        """The pass without gradients. ``at_last`` is given, on the rank of the last stage, what a whole model's ``forward`` returns of
+        every micro-batch, in their order; what it returns is dropped."""
+        operations = forward_schedule(self.shape(len(micro_batches)))
+        _Pass(self, micro_batches, at_last, on_progress, NO_TRACE, keeps=False).run(operations[self.ranks.rank])
+
+    @property
+    def has_tied_copy(self) -> bool:
+        """Whether this rank and another have a copy each of a tied embedding."""
+        return self.model.shapes.tie_embeddings and self.ranks.size > 1 and (self.is_first or self.is_last)
+
+    def sum_tied_gradient(self, own: Tensor) -> Tensor:
+        """The gradient of a tied embedding, or a part of it, from those of the first and of the last stage: the same bits on both. Once
+        a step, on both ranks; before or after a sum over replicas."""
+        peer = self.ranks.size - 1 if self.is_first else 0
+        name = "gradient of the tied embedding"
+        arriving = self.ranks.receive(torch.empty_like(own), peer, name)
+        sent = self.ranks.send(own, peer, name)
+        other = arriving.wait()
+        sent.wait()
+        # The same order on both, so that the copies stay equal bit for bit.
+        return own + other if self.is_first else other + own
+
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
+    ) -> dict[str, dict[int, float]]:
+        """``trainer.logprobs.infer`` by a pipeline, on every rank."""
+        found: dict[str, dict[int, float]] = {}
+
+        def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+            rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+            logprobs = self.model.token_logprobs(hidden, *rows).scaled
+            collect(found, logprobs, micro_batch)
+            return logprobs
+
+        self.forward(micro_batches, at_last, on_progress)
+        sent = self._from_last(found, "log-probabilities")
+        return {name: {int(index): value for index, value in values.items()} for name, values in sent.items()}
+
+    def _from_last(self, value: Any, name: str) -> Any:
+        return broadcast_value(self.ranks, value, self.ranks.size - 1, name, next(self.model.parameters()).device)
+
+
+class _Pass:
+    """The state of one pass over micro-batches. ``keeps``: a backward follows."""
+
+    def __init__(
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor],
+        on_progress: Progress | None, tracer: Tracer, keeps: bool = True, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
+    ) -> None:
+        self.pipeline, self.micro_batches, self.at_last, self.keeps = pipeline, micro_batches, at_last, keeps
+        self.on_progress, self.tracer, self.after_backward, self.on_phase = on_progress, tracer, after_backward, on_phase
+        self.shape = pipeline.shape(len(micro_batches))
+        self.arriving: dict[tuple[str, int, int], Pending] = {}
+        self.sending: deque[Pending] = deque()
+        self.received: dict[tuple[int, int], Tensor] = {}
+        self.returned: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self.peak_stash = self.done = 0
+
+    def run(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            kind, at = operation.kind, (operation.stage, operation.micro_batch)
+            if kind == "forward":
+                self._forward(*at)
+            elif kind == "backward":
+                self._backward(*at)
+            elif kind == "send_activation":
+                self._send(operation, (self.returned[at] if self.keeps else self.returned.pop(at)).detach())
+            elif kind == "send_gradient":
+                self._send(operation, self.gradients.pop(at))
+            else:
+                self._post(operation)
+        while self.sending:
+            self.sending.popleft().wait()
+
+    def _forward(self, stage: int, number: int) -> None:
+        self.on_phase("forward")
+        model, span, micro_batch = self.pipeline.model, self.pipeline.spans[stage], self.micro_batches[number]
+        received = self._arrived("receive_activation", stage, number) if stage > 0 else None
+        with self.tracer.span("forward", stage=stage, micro_batch=number):
+            if received is not None and self.keeps:
+                self.received[stage, number] = received.requires_grad_()
+            context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
+            out = model(micro_batch.tokens, micro_batch.positions, context, span=span, received=received)
+            if span.is_last:
+                out = self.at_last(out, micro_batch)
+            if self.keeps or not span.is_last:
+                self.returned[stage, number] = out
+        self.peak_stash = max(self.peak_stash, len(self.returned))
+        if not self.keeps:
+            self._count()
+
+    def _backward(self, stage: int, number: int) -> None:
+        self.on_phase("backward")
+        is_last = self.pipeline.spans[stage].is_last
+        gradient = None if is_last else self._arrived("receive_gradient", stage, number)
+        with self.tracer.span("backward", stage=stage, micro_batch=number):
+            self.returned.pop((stage, number)).backward(gradient)  # type: ignore[no-untyped-call]
+            if stage > 0:
+                made = self.received.pop((stage, number)).grad
+                assert made is not None
+                self.gradients[stage, number] = made
+        if self.after_backward is not None:
+            self.after_backward()
+        self._count()
+
+    def _count(self) -> None:
+        self.done += 1
+        if self.on_progress is not None and self.done % self.shape.virtual_stages == 0:
+            self.on_progress(self.done // self.shape.virtual_stages, len(self.micro_batches))
+
+    def _send(self, operation: Operation, x: Tensor) -> None:
+        with self.tracer.span(operation.kind, stage=operation.stage, micro_batch=operation.micro_batch, peer=operation.peer):
+            name = _name(operation)
+            self.sending.append(self.pipeline.ranks.send(x, operation.peer, name, self.shape.tag(operation)))
+            # Only so many tensors are kept for others. No deadlock: the order of operations is good for sends that wait.
+            while len(self.sending) > 2 * self.shape.stages:
+                self.sending.popleft().wait()
+
+    def _post(self, operation: Operation) -> None:
+        model = self.pipeline.model
+        tokens = len(self.micro_batches[operation.micro_batch].tokens)
+        rows = tokens if model.parallel is None else model.parallel.residual_rows(tokens)
+        weight = next(model.parameters())
+        space = weight.new_empty(rows, model.shapes.hidden_size, dtype=model.dtype)
+        pending = self.pipeline.ranks.receive(space, operation.peer, _name(operation), self.shape.tag(operation))
+        self.arriving[operation.kind, operation.stage, operation.micro_batch] = pending
+
+    def _arrived(self, kind: str, stage: int, number: int) -> Tensor:
+        with self.tracer.span(kind, stage=stage, micro_batch=number):
+            return self.arriving.pop((kind, stage, number)).wait()
+
+
+def _name(operation: Operation) -> str:
+    return f"{operation.kind.replace('_', ' ')} of micro-batch {operation.micro_batch} at stage {operation.stage}"
+
+
+def broadcast_value(ranks: Communicator, value: Any, source: int, name: str, device: torch.device) -> Any:
+    """What rank ``source`` has, a value that JSON holds, on every rank."""
+    if ranks.size == 1:
+        return value
+    own = json.dumps(value).encode() if ranks.rank == source else b""
+    length = torch.tensor([len(own)], device=device)
+    ranks.broadcast(length, source, name)
+    content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if ranks.rank == source:
+        content.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    ranks.broadcast(content, source, name)
+    return json.loads(bytes(content.cpu().tolist()))

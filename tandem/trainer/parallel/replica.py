@@ -1,0 +1,85 @@
+"""A model and its optimizer as one rank has them: alone, beside replicas, or cut by ZeRO."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.config.trainer import TrainerConfig
+from tandem.model.decoder import Decoder
+from tandem.trainer.logprobs import infer
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
+from tandem.trainer.parallel.pipeline import Pipeline
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.step import ForwardBackward, Progress, in_turn
+from tandem.trainer.zero import ShardedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A state that was brought together before it is written."""
+
+    held: OptimizerState
+
+    def state(self) -> OptimizerState:
+        return self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """``sums``: the gradients' sums over ranks (``None``: this process is alone). ``pipeline``: what the model's stages pass through."""
+
+    ranks: Ranks
+    model: Decoder
+    optimizer: Optimizer
+    sums: GradientSums | None = None
+    pipeline: Pipeline | None = None
+
+    @property
+    def passes_together(self) -> bool:
+        """Whether ranks exchange something inside a forward and backward pass, so that all must go through as many."""
+        return (self.sums is not None and self.sums.each_backward) or self.ranks.groups["expert"].size > 1
+
+    def whole(self, changes: bool = False) -> AbstractContextManager[None]:
+        """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
+        optimizer = self.optimizer
+        return optimizer.whole(changes) if isinstance(optimizer, ShardedOptimizer) else nullcontext()
+
+    def gathered_state(self) -> Gathered:
+        """The optimizer's whole state, on the first rank; all ranks must ask for it."""
+        return Gathered(self.optimizer.state())
+
+    @property
+    def forward_backward(self) -> ForwardBackward:
+        """How micro-batches go through the model."""
+        return in_turn(self.model) if self.pipeline is None else self.pipeline.forward_backward
+
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
+    ) -> dict[str, dict[int, float]]:
+        """``trainer.logprobs.infer`` of this rank's micro-batches, on every rank of a pipeline."""
+        if self.pipeline is not None:
+            return self.pipeline.infer(micro_batches, temperature, on_progress)
+        return infer(self.model, micro_batches, temperature, on_progress)
+
+    def rest(self) -> None:
+        """Give back what a forward pass without a backward left gathered."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.rest()
+
+
+def make_replica(
+    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None
+) -> Replica:
+    """``model``, whose weights are there, with the optimizer that ``config`` names."""
+    if ranks.world.size == 1:
+        return Replica(ranks, model, make_optimizer(model, config))
+    sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
+    sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
+    if zero == 0:
+        return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config), sums, config.max_grad_norm), sums, pipeline)
+    assert config.optimizer == "adamw", "other optimizers cannot be cut anywhere"
+    return Replica(ranks, model, ShardedOptimizer(sums, config, zero), sums, pipeline)

@@ -1,0 +1,199 @@
+"""Pretraining on several ranks with the real command: the curve of one process, exact resumes on other numbers of ranks, and ranks that
+die or hang."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tandem.data.storage import open_storage
+
+from tandem.config.recipe import load_config
+from tandem.data.documents import DocumentFormat
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.start import resume, train
+from tandem.runtime.journal import Journal
+from tandem.runtime.metrics import VOLATILE
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.glob("*.py")):
+        shutil.copyfile(path, folder / "text" / path.name)
+    form = DocumentFormat(suffixes=(".py",))
+    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
+    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "json"), str(folder / "tokenizer"), form, workers=1))
+    return folder
+
+
+def write_recipe(folder: Path, data: Path) -> None:
+    recipe = {
+        "algorithm": {"name": "pretrain"},
+        "model": {
+            "create": {
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+            }
+        },
+        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "sequences_per_step": 7},
+        "trainer": {"learning_rate": 3.0e-3, "warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100},
+        "evaluation": {"every_steps": STEPS, "sequences": 5},
+        "checkpoint": {"every_steps": 5, "keep": 2},
+        "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
+        "parallel": {"least_stall_s": 2.0},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def run(folder: Path, data: Path, *arguments: str, status: int = 0) -> str:
+    """Train in ``folder``/run; what the command printed."""
+    write_recipe(folder, data)
+    return command(folder, "train", "recipe.yaml", "--machine.threads=1", *arguments, status=status)
+
+
+def command(folder: Path, *arguments: str, status: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=400)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
+
+
+def recoveries(folder: Path) -> list[dict[str, Any]]:
+    with Journal(folder / "run" / "journal.sqlite", read_only=True) as journal:
+        return [event.detail for event in journal.events() if event.kind == "recovery"]
+
+
+def is_same_run(folder: Path, other: Path) -> bool:
+    files = ("model/model.safetensors", f"checkpoints/step-{STEPS}/optimizer.safetensors")
+    return rows(folder) == rows(other) and all((folder / "run" / f).read_bytes() == (other / "run" / f).read_bytes() for f in files)
+
+
+@pytest.fixture(scope="module")
+def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    write_recipe(folder, data)
+    before = torch.get_num_threads()
+    train(load_config(folder / "recipe.yaml", ["--machine.threads=1"]))
+    torch.set_num_threads(before)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    run(folder, data, "--parallel.data=2")
+    return folder
+
+
+def is_curve_of(folder: Path, other: Path) -> bool:
+    found, wanted = rows(folder), rows(other)
+    assert [row["step"] for row in found] == list(range(STEPS))
+    assert wanted[0]["train/loss"] - wanted[-1]["train/loss"] > 0.3, "it learns, so equal curves mean something"
+    names = ("train/loss", "train/entropy", "actor/grad_norm")
+    return all(math.isclose(a[name], b[name], rel_tol=2e-5) for a, b in zip(found, wanted, strict=True) for name in names)
+
+
+def test_two_ranks_have_the_curve_of_one_process_and_count_what_they_send(two: Path, one: Path) -> None:
+    assert is_curve_of(two, one)
+    sent = [json.loads(line) for line in (two / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    numbers = sum(math.prod(shape) for shape in shapes_in(two / "run" / "model" / "model.safetensors"))
+    # A reduce-scatter and an all-gather of every gradient send half of it each; the rest is padding, counts, the loss and the norm.
+    assert 4 * numbers < sent["comm/sent_bytes"] < 1.1 * 4 * numbers
+    assert sent["comm/wait_s"] > 0 and sent["comm/collectives"] >= 8
+
+
+def shapes_in(path: Path) -> list[list[int]]:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+
+
+def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample(one: Path, data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
+    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.restart_budget (0)" in said
+    resume(tmp_path / "run", overrides=["--parallel.data=1", "--parallel.zero=0"])
+    assert is_curve_of(tmp_path, one)
+    with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
+        (changed,) = [event.detail for event in journal.events() if event.kind == "mesh"]
+    assert (changed["step"], changed["before"]["data"], changed["now"]["data"]) == (5, 2, 1)
+
+
+@pytest.mark.full
+def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: Path, tmp_path: Path) -> None:
+    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
+    again = ("--parallel.data=4", "--parallel.zero=2", "--fault=rank3:before:train:10")
+    command(tmp_path, "resume", "run", *again, status=1)
+    command(tmp_path, "resume", "run", "--parallel.data=1", "--parallel.zero=0")
+    assert is_curve_of(tmp_path, one)
+
+
+def test_hung_rank_is_named_with_stacks_and_the_run_goes_on_to_the_same_bits(two: Path, data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=1", "--fault=rank1:stall:backward:6")
+    (hung,) = [line for line in said.splitlines() if "rank 1 has done nothing" in line]
+    assert re.search(r"in 'backward' of step 6 for [\d.]+ s; rank 0 waits in the collective 'gradients of the head' \('tokens'\)", hung)
+    (stacks,) = (tmp_path / "run" / "logs").glob("stacks-*.txt")
+    waits, sleeps = stacks.read_text().split("rank 1 has done nothing")
+    assert "in _wait" in waits and "in train_step" in waits and "in _sleep" in sleeps
+    assert [event["ranks"] for event in recoveries(tmp_path)] == [[1]]
+    assert is_same_run(tmp_path, two)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_any_rank_killed_at_any_phase_leaves_the_same_bits(zero: int, rank: int, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "killed").mkdir()
+    run(tmp_path / "undisturbed", data, "--parallel.data=2", f"--parallel.zero={zero}")
+    places = [f"before:{phase}:{6 + nth}" for nth, phase in enumerate(("train", "forward", "backward", "reduce"))]
+    places += ["after:train:4", "before:checkpoint:5", "after:checkpoint:5", "before:optimizer:10", f"before:evaluate:{STEPS}", f"before:export:{STEPS}"]
+    faults = ",".join(f"rank{rank}:{place}" for place in ["before:load:0", *places])
+    run(tmp_path / "killed", data, "--parallel.data=2", f"--parallel.zero={zero}", f"--fault={faults}", "--run.restart_budget=20")
+    assert len(recoveries(tmp_path / "killed")) == len(places) + 1
+    assert is_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+@pytest.mark.full
+def test_place_that_is_lost_twice_in_one_step_is_given_up_and_the_run_goes_on_with_fewer_ranks(one: Path, data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, "--parallel.data=3", "--fault=rank2:before:train:6,rank2:before:forward:6")
+    assert "going on from the newest checkpoint with 2 data-parallel ranks" in said
+    assert [event["mesh"]["data"] for event in recoveries(tmp_path)] == [3, 2]
+    assert is_curve_of(tmp_path, one)
+
+
+def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, "--parallel.data=4", "--parallel.ranks_per_node=2", "--dry-run")
+    assert "mesh: 4 ranks = pipeline 1 x data 4 x context 1 x tensor 1" in said
+    assert "  node 1: ranks 2, 3" in said and "  across nodes: data" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--parallel.data=8"], "'parallel.data' is 8 and a step has 7 sequences"),
+        (["--parallel.data=0"], "it must be at least 1"),
+        (["--parallel.zero=1"], "there is one rank to cut between"),
+        (["--parallel.data=2", "--parallel.zero=2", "--trainer.optimizer=muon"], "set it to adamw, or parallel.zero to 0"),
+        (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),
+        (["--parallel.data=2", "--inline"], "--inline is one process"),
+    ],
+)
+def test_mesh_that_cannot_be_is_refused_in_one_line(arguments: list[str], said: str, data: Path, tmp_path: Path) -> None:
+    assert said in run(tmp_path, data, *arguments, status=2).splitlines()[-1]

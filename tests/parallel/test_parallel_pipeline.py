@@ -1,0 +1,343 @@
+"""Pipeline parallelism: what its ranks compute together is what one process computes."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_ranks import LEARNING_RATE, LLAMA, QWEN3, Case, distance, reduce, sequences_of, weights_of
+from ranks import Here, Ranks
+
+from tandem.config.trainer import TrainerConfig
+from tandem.kernels import select
+from tandem.layout.mesh import MeshShape
+from tandem.layout.pipeline_stages import stage_spans
+from tandem.layout.schedules import PipelineShape, ScheduleName
+from tandem.layout.sharding import Cut, cut_slices
+from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
+from tandem.model.parallel import ModelParallel
+from tandem.rl.algorithms.aggregate import counts_of
+from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.logprobs import infer
+from tandem.trainer.micro_batch import MicroBatch, collate
+from tandem.trainer.optimizer import AdamW
+from tandem.trainer.parallel.pipeline import Pipeline
+from tandem.trainer.parallel.placement import is_counted_here
+from tandem.trainer.parallel.ranks import Ranks as AllRanks
+from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.step import predict, train_step
+
+TIED, UNTIED = replace(QWEN3, num_layers=5), replace(LLAMA, num_layers=5)
+BINS = ((0, 3), (1,), (4, 5), (2,), (6,))
+"""Micro-batches by sequence; as uneven as can be: 17 + 5, 2, 30 + 3, 17 and 8 tokens."""
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def micro_batches_of(case: Case, bins: Any, data: tuple[int, int] = (0, 1)) -> list[MicroBatch]:
+    """Every micro-batch, or those of a data rank: each rank must have as many, and has parts of all."""
+    every = sequences_of(case)
+    chosen = [[i for place, i in enumerate(one) if place % data[1] == data[0]] for one in bins]
+    return [collate([every[i] for i in one], getattr(torch, case.dtype)) for one in chosen if one]
+
+
+def norm_of(squares: list[float], limit: float, model: Decoder) -> float:
+    norm = math.sqrt(math.fsum(squares))
+    for parameter in model.parameters():
+        if parameter.grad is not None and norm > limit:
+            parameter.grad.mul_(limit / norm)
+    return norm
+
+
+def named(model: Decoder, values: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """``values``, one for each parameter, by Hugging Face name."""
+    twin = Decoder(model.shapes, model.kernels, dtype=model.dtype, parallel=model.parallel, spans=model.spans)
+    with torch.no_grad():
+        for parameter, value in zip(twin.parameters(), values, strict=True):
+            assert value is not None
+            parameter.copy_(value)
+    return {name: tensor.clone() for name, tensor in to_huggingface(twin)}
+
+
+def alone(case: Case, bins: Any) -> dict[str, Any]:
+    """The same in one process, by a loop over the micro-batches."""
+    model = Decoder(case.shapes, select(case.kernels, getattr(torch, case.dtype)), dtype=getattr(torch, case.dtype))
+    load_tensors(model, weights_of(case.shapes).items())
+    micro_batches, loss_of = micro_batches_of(case, bins), make_cross_entropy_loss(counts_of(sequences_of(case)))
+    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
+    with torch.no_grad():
+        logits = [model.logits(model(m.tokens, m.positions, PackedContext(m.cu_seqlens, m.max_seqlen))) for m in micro_batches]
+    found: dict[str, Any] = {"logits": logits, "losses": [], "norms": [], "inferred": infer(model, micro_batches, 1.3)}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro_batch in micro_batches:
+            share = loss_of(predict(model, micro_batch, 1.0), micro_batch)
+            share.loss.backward()
+            total += share.loss.item()
+        if step == 0:
+            found["gradients"] = named(model, [p.grad for p in model.parameters()])
+        squares = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
+        found["norms"].append(norm_of(squares, optimizer.max_grad_norm, model))
+        optimizer.step(LEARNING_RATE)
+        found["losses"].append(total)
+    found["parameters"] = named(model, list(model.parameters()))
+    return found
+
+
+def piped(here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = ()) -> dict[str, Any]:
+    """As one rank. Parameters and gradients are those that this rank holds."""
+    groups, ranks = here.groups, here.groups["pipeline"]
+    spans = stage_spans(case.shapes, ranks.size * virtual, counts)
+    own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
+    cut = Cut(groups["tensor"].rank, groups["tensor"].size, case.deterministic)
+    parallel = ModelParallel(cut, groups["tensor"], groups["context"], groups["expert"], case.sequence)
+    dtype = getattr(torch, case.dtype)
+    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, spans=own, parallel=parallel)
+    model.recompute = case.recompute
+    load_tensors(model, weights_of(case.shapes).items())
+    pipeline = Pipeline(model, spans, ranks, order)
+    micro_batches = micro_batches_of(case, bins, (groups["data"].rank, groups["data"].size))
+    loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
+    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
+    logits: list[torch.Tensor] = []
+
+    def keep(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+        logits.append(model.packed_logits(hidden, len(micro_batch.tokens)))
+        return logits[-1]
+
+    pipeline.forward(micro_batches, keep)
+    inferred = pipeline.infer(micro_batches, 1.3)
+    found: dict[str, Any] = {"logits": logits, "losses": [], "norms": [], "cut": cut, "inferred": inferred}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        passed = pipeline.forward_backward(micro_batches, loss_of)
+        found["stash"] = passed.peak_stash
+        if pipeline.has_tied_copy:
+            assert model.embed_tokens.grad is not None
+            model.embed_tokens.grad = pipeline.sum_tied_gradient(model.embed_tokens.grad)
+        reduce(model, groups)
+        if step == 0:
+            found["gradients"] = named(model, [p.grad for p in model.parameters()])
+        squares = [p.grad.double().square().sum().item() for n, p in model.named_parameters() if p.grad is not None and is_counted_here(model, n, groups)]
+        squares = groups["world"].all_gather(torch.tensor([math.fsum(squares)], dtype=torch.float64), "the norm").view(-1).tolist()
+        found["norms"].append(norm_of(squares, optimizer.max_grad_norm, model))
+        optimizer.step(LEARNING_RATE)
+        loss = groups["data"].all_reduce(torch.tensor([passed.loss], dtype=torch.float64), "the loss").item()
+        found["losses"].append(loss)
+    found["parameters"] = named(model, list(model.parameters()))
+    return found
+
+
+def gathered(found: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
+    """The ranks' tensors together. What two ranks hold they hold alike, bit for bit."""
+    together: dict[str, torch.Tensor] = {}
+    for rank in found:
+        for key, value in rank[name].items():
+            assert key not in together or torch.equal(together[key], value), key
+            together[key] = value
+    return together
+
+
+def check(found: list[dict[str, Any]], wanted: dict[str, Any], close: float, apart: float) -> None:
+    for rank in found:
+        assert rank["inferred"].keys() == wanted["inferred"].keys()
+        assert all(rank["inferred"][name] == pytest.approx(values, rel=close * 10) for name, values in wanted["inferred"].items())
+    assert len(found[-1]["logits"]) == len(wanted["logits"])
+    assert all(torch.allclose(a, b, rtol=close * 10, atol=close * 10) for a, b in zip(found[-1]["logits"], wanted["logits"], strict=True))
+    assert distance(gathered(found, "gradients"), wanted["gradients"]) < close
+    for rank in found:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=close * 10)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=close * 10)
+    parameters = gathered(found, "parameters")
+    assert parameters.keys() == wanted["parameters"].keys()
+    assert max((parameters[name] - value).abs().max().item() for name, value in wanted["parameters"].items()) < apart
+
+
+CASES = [
+    pytest.param(2, "1f1b", 1, (), TIED, id="2 ranks, tied"),
+    pytest.param(2, "1f1b", 1, (4, 1), UNTIED, id="2 ranks, uneven, untied"),
+    pytest.param(4, "1f1b", 1, (), TIED, id="4 ranks, tied"),
+    pytest.param(4, "gpipe", 1, (1, 2, 1, 1), UNTIED, id="4 ranks, GPipe"),
+    pytest.param(2, "interleaved", 2, (1, 2, 1, 1), TIED, id="2 ranks, interleaved, tied"),
+    pytest.param(2, "interleaved", 2, (), UNTIED, id="2 ranks, interleaved, untied"),
+]
+
+
+@pytest.mark.parametrize(("size", "order", "virtual", "counts", "shapes"), CASES)
+def test_a_pipeline_is_one_process_in_float64(
+    ranks: Ranks, size: int, order: ScheduleName, virtual: int, counts: tuple[int, ...], shapes: Any
+) -> None:
+    case = Case(shapes)
+    found = ranks.run(MeshShape(pipeline=size), piped, case, BINS, order, virtual, counts)
+    check(found, alone(case, BINS), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("shapes", [TIED, UNTIED], ids=["tied", "untied"])
+def test_a_pipeline_is_one_process_in_float32(ranks: Ranks, shapes: Any) -> None:
+    case = Case(shapes, dtype="float32", kernels="cpu")
+    found = ranks.run(MeshShape(pipeline=2), piped, case, BINS)
+    check(found, alone(case, BINS), 1e-6, 0.1 * LEARNING_RATE)
+
+
+def test_fewer_micro_batches_than_ranks_and_a_single_one(ranks: Ranks) -> None:
+    case = Case(TIED)
+    for bins in (BINS[:2], BINS[:1]):
+        for order, virtual in (("1f1b", 1), ("gpipe", 1)):
+            check(ranks.run(MeshShape(pipeline=4), piped, case, bins, order, virtual), alone(case, bins), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_gradients_of_every_schedule_are_bit_for_bit_those_of_one_process(ranks: Ranks, kernels: Any) -> None:
+    """Each stage sums its gradients in the order of the micro-batches, and a stage boundary changes no sum."""
+    case = Case(UNTIED, dtype="float32", kernels=kernels, steps=1)
+    wanted = alone(case, BINS)["gradients"]
+    for order, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        found = gathered(ranks.run(MeshShape(pipeline=2), piped, case, BINS, order, virtual), "gradients")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), order
+
+
+def test_gradients_of_a_tied_embedding_are_the_same_under_every_schedule_and_on_both_stages(ranks: Ranks) -> None:
+    case = Case(TIED, dtype="float32", kernels="cpu")
+    found = [ranks.run(MeshShape(pipeline=2), piped, case, BINS, *how) for how in (("gpipe",), ("1f1b",), ("interleaved", 2))]
+    for name in ("gradients", "parameters"):
+        first, *others = (gathered(one, name) for one in found)
+        assert all("model.embed_tokens.weight" in rank[name] for one in found for rank in one)
+        assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
+
+
+PRODUCTS = [
+    pytest.param(MeshShape(pipeline=2, data=2), Case(TIED), "1f1b", 1, id="2 x data 2"),
+    pytest.param(MeshShape(pipeline=2, tensor=2), Case(TIED), "1f1b", 1, id="2 x tensor 2"),
+    pytest.param(MeshShape(pipeline=2, tensor=2), Case(UNTIED, sequence=True), "interleaved", 2, id="2 x tensor 2, sequence parallel, interleaved"),
+    pytest.param(MeshShape(pipeline=2, context=2), Case(TIED), "1f1b", 1, id="2 x context 2"),
+    pytest.param(MeshShape(pipeline=2, data=2, tensor=2), Case(TIED, sequence=True), "1f1b", 1, id="2 x 2 x 2", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("mesh", "case", "order", "virtual"), PRODUCTS)
+def test_products_with_other_kinds_of_parallelism_are_one_process(ranks: Ranks, mesh: MeshShape, case: Case, order: Any, virtual: int) -> None:
+    bins = ((0, 3), (1, 6), (4, 5, 2))
+    found = ranks.run(mesh, piped, case, bins, order, virtual)
+    wanted = alone(case, bins)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
+        for kind in ("gradients", "parameters"):
+            for name, value in rank[kind].items():
+                part = wanted[kind][name][cut_slices(case.shapes, name, wanted[kind][name].shape, rank["cut"])]
+                assert torch.allclose(value, part, rtol=1e-9, atol=1e-10), (kind, name)
+    names = {name for rank in found for name in rank["parameters"]}
+    assert names == wanted["parameters"].keys()
+
+
+def saved_by_micro_batch(here: Here, case: Case, bins: Any, order: ScheduleName) -> tuple[int, int]:
+    """The most tensors that the backward passes of this rank kept at a time, and those of one micro-batch."""
+    ranks = here.groups["pipeline"]
+    spans = stage_spans(case.shapes, ranks.size)
+    model = Decoder(case.shapes, select("reference", torch.float64), dtype=torch.float64, spans=[spans[ranks.rank]])
+    load_tensors(model, weights_of(case.shapes).items())
+    live, most = 0, 0
+
+    class Kept:
+        def __init__(self, x: torch.Tensor) -> None:
+            nonlocal live, most
+            self.x = x
+            live += 1
+            most = max(most, live)
+
+        def __del__(self) -> None:
+            nonlocal live
+            live -= 1
+
+    micro_batches, loss_of = micro_batches_of(case, bins), make_cross_entropy_loss(counts_of(sequences_of(case)))
+    peaks = []
+    for chosen in (micro_batches, micro_batches[:1]):
+        most = 0
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.x):
+            Pipeline(model, spans, ranks, order).forward_backward(chosen, loss_of)
+        assert live == 0
+        peaks.append(most)
+    return peaks[0], peaks[1]
+
+
+def test_the_stash_measured_is_the_published_one(ranks: Ranks) -> None:
+    """Counted in the tensors that autograd keeps: the same number for every micro-batch."""
+    case, bins, p = Case(replace(TIED, num_layers=4)), ((0,), (1,), (2,), (3,), (4,), (5,)), 4
+    for order, wanted in (("1f1b", [min(p - rank, len(bins)) for rank in range(p)]), ("gpipe", [len(bins)] * p)):
+        found = ranks.run(MeshShape(pipeline=p), saved_by_micro_batch, case, bins, order)
+        assert [most / one for most, one in found] == wanted
+
+
+def stage_from_folder(here: Here, folder: str, shapes: Any, virtual: int) -> dict[str, torch.Tensor]:
+    ranks = here.groups["pipeline"]
+    spans = stage_spans(shapes, ranks.size * virtual)
+    own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
+    model = load_model(folder, select("reference", torch.float32), spans=own)
+    return {name: tensor.clone() for name, tensor in to_huggingface(model)}
+
+
+@pytest.mark.parametrize("shapes", [TIED, UNTIED], ids=["tied", "untied"])
+def test_a_stage_reads_its_own_tensors_from_a_hugging_face_folder_and_no_others(ranks: Ranks, tmp_path: Path, shapes: Any) -> None:
+    model = Decoder(shapes, select("reference", torch.float32))
+    load_tensors(model, weights_of(shapes).items())
+    save_model(model, tmp_path / "model")
+    found = ranks.run(MeshShape(pipeline=2), stage_from_folder, str(tmp_path / "model"), shapes, 2)
+    together: dict[str, torch.Tensor] = {}
+    for one in found:
+        twice = one.keys() & together.keys()
+        assert twice <= ({"model.embed_tokens.weight"} if shapes.tie_embeddings else set())
+        together |= one
+    wanted = dict(to_huggingface(model))
+    assert together.keys() == wanted.keys()
+    assert all(torch.equal(together[name], value) for name, value in wanted.items())
+
+
+def stepped(here: Here, case: Case, bins: Any, zero: Any, order: ScheduleName, virtual: int) -> dict[str, Any]:
+    """The steps of ``alone`` by ``train_step`` as one rank, with sums of gradients that overlap the backward passes."""
+    ranks = here.groups["pipeline"]
+    spans = stage_spans(case.shapes, ranks.size * virtual)
+    own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
+    dtype = getattr(torch, case.dtype)
+    everyone = AllRanks(here.mesh, here.groups)
+    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, spans=own, parallel=everyone.model_parallel())
+    load_tensors(model, weights_of(case.shapes).items())
+    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01)
+    replica = make_replica(model, config, everyone, zero, Pipeline(model, spans, ranks, order))
+    micro_batches = micro_batches_of(case, bins, (everyone.data.rank, everyone.data.size))
+    loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(case.steps):
+        done = train_step(
+            model, replica.optimizer, micro_batches, loss_of, LEARNING_RATE, sums=replica.sums, forward_backward=replica.forward_backward
+        )
+        found["losses"].append(done.metrics["sft/loss"])
+        found["norms"].append(done.metrics["actor/grad_norm"])
+    with replica.whole():
+        found["parameters"] = named(model, list(model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "order", "virtual"),
+    [
+        (MeshShape(pipeline=2), 0, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 0, "interleaved", 2),
+        (MeshShape(pipeline=2, data=2), 1, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 2, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 3, "1f1b", 1),
+    ],
+)
+@pytest.mark.parametrize("shapes", [TIED, UNTIED], ids=["tied", "untied"])
+def test_training_steps_of_a_pipeline_beside_replicas_and_zero_are_one_process(
+    ranks: Ranks, shapes: Any, mesh: MeshShape, zero: int, order: Any, virtual: int
+) -> None:
+    case, bins = Case(shapes), ((0, 3), (1, 6), (4, 5, 2))
+    found, wanted = ranks.run(mesh, stepped, case, bins, zero, order, virtual), alone(case, bins)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
+    assert distance(gathered(found, "parameters"), wanted["parameters"]) < 1e-10

@@ -1,0 +1,130 @@
+"""Who is stuck, from a board that ranks write and a deadline that is learned; stacks of other processes; collectives with a deadline."""
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tandem.layout.mesh import Mesh, MeshShape
+from tandem.runtime.communicator import CollectiveError, join
+from tandem.runtime.rank_board import RankBoard, RankState
+from tandem.runtime.stacks import innermost, stacks_of
+from tandem.runtime.stall_watch import FACTOR, StallWatch
+
+DEADLINE_S = 3.0
+STATE = RankState(0, 100, 1000.0, 0, "forward", "", "", 0.0, 0, 0, 0.0)
+
+
+def test_board_says_what_a_rank_does_and_waits_for(tmp_path: Path) -> None:
+    board = RankBoard(tmp_path / "board", 2)
+    other = RankBoard(tmp_path / "board", 2)
+    writer = board.writer(1)
+    writer.phase_is("backward", 7)
+    writer.started("tokens", "gradients of layer 3", 640)
+    writer.waits("tokens", "gradients of layer 3")
+    nobody, state = other.states()
+    assert nobody.beat_s == 0 and nobody.describe(0.0) == "rank 0 has not begun"
+    assert (state.step, state.phase, state.collective, state.group, state.sent_bytes) == (7, "backward", "gradients of layer 3", "tokens", 640)
+    assert state.describe(state.since_s + 2) == (
+        "rank 1 waits in the collective 'gradients of layer 3' ('tokens') in 'backward' of step 7 for 2.0 s"
+    )
+    writer.waited(0.5)
+    assert other.states()[1].collective == "" and other.states()[1].waited_s == 0.5
+    board.clear()
+    assert other.states()[1].beat_s == 0
+
+
+def watched(pause_s: float, steps: int, watch: StallWatch) -> float:
+    """Two ranks that show life every ``pause_s`` for ``steps`` steps; the time at the end."""
+    now = 1000.0
+    for step in range(steps + 1):
+        now += pause_s
+        assert watch.look([replace(STATE, rank=rank, step=step, beat_s=now) for rank in range(2)], now) == []
+    return now
+
+
+@pytest.mark.parametrize("pause_s", [0.5, 2.0])
+def test_deadline_follows_from_the_pauses_that_were_seen(pause_s: float) -> None:
+    watch = StallWatch(first_s=300.0, least_s=1.0)
+    assert watch.deadline_s("forward") == 300.0
+    now = watched(pause_s, 5, watch)
+    assert watch.deadline_s("forward") == pytest.approx(FACTOR * pause_s)
+    assert watch.deadline_s("checkpoint") == 300.0
+    stuck = [replace(STATE, step=5, beat_s=now, collective="the loss"), replace(STATE, rank=1, step=5, beat_s=now)]
+    assert watch.look(stuck, now + FACTOR * pause_s) == []
+    assert [state.rank for state in watch.look(stuck, now + FACTOR * pause_s + 1)] == [1]
+
+
+def test_rank_that_waits_for_another_is_not_the_one_that_is_stuck() -> None:
+    watch = StallWatch(first_s=10.0, least_s=1.0)
+    waits = replace(STATE, collective="the loss", beat_s=1000.0)
+    idle = replace(STATE, rank=1, beat_s=1001.0)
+    assert [state.rank for state in watch.look([waits, idle], 1012.0)] == [1]
+    # Both wait, in different calls: the one that has made fewer is behind.
+    behind = replace(idle, collective="the gradient norm", collectives=4)
+    assert [state.rank for state in watch.look([replace(waits, collectives=5), behind], 1012.0)] == [1]
+
+
+def test_rank_that_has_not_begun_is_no_hang_and_neither_is_a_slow_start() -> None:
+    watch = StallWatch(first_s=10.0, least_s=1.0)
+    assert watch.look([STATE, replace(STATE, rank=1, beat_s=0.0)], 5000.0) == []
+    assert watch.look([STATE, replace(STATE, rank=1)], 1009.0) == []
+
+
+SLEEPER = """
+import sys, time
+from pathlib import Path
+from tandem.runtime.stacks import answer_with_stacks
+
+def wait_for_ever():
+    while True:
+        time.sleep(60)
+
+answer_with_stacks(Path(sys.argv[1]))
+print("ready", flush=True)
+wait_for_ever()
+"""
+
+
+def test_stacks_come_from_a_process_that_sleeps_and_not_from_one_that_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        (found,) = stacks_of({1: (process.pid, path)}).values()
+        assert innermost(found).startswith("wait_for_ever (<string>:")
+        process.send_signal(signal.SIGSTOP)
+        assert stacks_of({1: (process.pid, path)}, wait_s=0.2) == {1: ""}
+        assert stacks_of({1: (process.pid, tmp_path / "nothing")}, wait_s=0.2) == {1: ""}
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_collective_that_does_not_end_is_named_after_its_deadline(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, torch, torch.distributed as dist\n"
+        "from tandem.layout.mesh import Mesh, MeshShape\n"
+        "from tandem.runtime.communicator import join\n"
+        "print('ready', flush=True)\n"
+        "held = join(Mesh(MeshShape(data=2), 1), dist.FileStore(sys.argv[1], 2), torch.device('cpu'), 60.0)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store")], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        board = RankBoard(tmp_path / "board", 2)
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        tokens = join(Mesh(MeshShape(data=2), 0), store, torch.device("cpu"), DEADLINE_S, board.writer(0))["tokens"]
+        with pytest.raises(CollectiveError, match=r"rank 0 of 2 \('tokens'\): the collective 'gradients of layer 3' failed: .*[Tt]imed out"):
+            tokens.reduce_scatter(torch.ones(2, 5), "gradients of layer 3")
+        assert board.states()[0].collective == "gradients of layer 3"
+    finally:
+        process.kill()
+        process.wait()
