@@ -13,14 +13,14 @@ from tandem.data.stream import Sequence as Pieces
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_records import Records
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface import load_tensors, save_model
 from tandem.rl.algorithms.aggregate import GlobalCounts, counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
+from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.kept_batch import write_batch
-from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_tokens
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
@@ -44,6 +44,7 @@ def pretrain(run: "PretrainRun") -> int:
             if step == last:
                 run.checkpoints.finish()
                 return step
+            run.tracer.begin(step)
             run.write_row(step, run.train(step, sequences), loader.idle_s)
     raise AssertionError("the loader has no end")
 
@@ -65,6 +66,7 @@ class PretrainRun:
     first_step: int = 0
     trained: dict[str, float] = field(default_factory=dict)
     waited_s: float = 0.0
+    tracer: Tracer = NO_TRACE
 
     @property
     def ranks(self) -> Ranks:
@@ -84,12 +86,14 @@ class PretrainRun:
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
         """One optimizer step on a global batch, of which ``batch`` is this rank's share; returns its metrics."""
         with self.records.phase("train", step):
-            sequences = train_sequences(batch)
-            counts, micro_batches = self._micro_batches(sequences)
+            with self.tracer.span("shard the batch"):
+                sequences = train_sequences(batch)
+                counts, micro_batches = self._micro_batches(sequences)
             result = train_step(
                 self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
                 learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
-                sums=self.replica.sums, on_phase=lambda phase: self.records.enter(phase, step),
+                sums=self.replica.sums, forward_backward=self.replica.forward_backward, tracer=self.tracer,
+                on_phase=lambda phase: self.records.enter(phase, step),
             )  # fmt: skip
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
@@ -99,7 +103,7 @@ class PretrainRun:
     def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, list[MicroBatch]]:
         """The counts of the global batch, and this rank's micro-batches. Where ranks pass through the model together they have as many;
         a rank has none only where all have none."""
-        like = self.model.embed_tokens
+        like = self.model
         bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
         micro_batches = [collate([sequences[i] for i in chosen], like.dtype, like.device) for chosen in bins]
         counts, wanted = counts_of(sequences), len(bins)
@@ -134,7 +138,7 @@ class PretrainRun:
             share = batch_indices(0, self.recipe.evaluation.sequences, self.ranks.data.rank, self.ranks.data.size)
             sequences = [s for s in train_sequences([self.held_out(i) for i in share]) if forward_tokens(s) > 0]
             counts, micro_batches = self._micro_batches(sequences)
-            found = infer(self.model, micro_batches, on_progress=self.records.progress("evaluate"))
+            found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.rest()
             own = math.fsum(math.fsum(values.values()) for values in found.values())
             loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
@@ -150,7 +154,7 @@ class PretrainRun:
             return
         with self.records.phase("checkpoint", step):
             self.records.sync()
-            self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained)
+            self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained, self.tracer.span("checkpoint write", step=step))
 
     def stop(self, step: int) -> NoReturn:
         """End here, with everything saved, as SIGTERM asks."""
@@ -161,9 +165,17 @@ class PretrainRun:
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
-        with self.replica.whole():
+        if self.ranks.groups["tensor"].size * self.ranks.groups["expert"].size > 1:
             if self.ranks.is_first and not folder.exists():
-                save_model(self.model, folder, self.start)
+                # No rank holds a whole matrix; the last checkpoint does.
+                model = Decoder(self.model.shapes, self.model.kernels, dtype=self.model.dtype)
+                load_tensors(model, self.checkpoints.whole_weights())
+                save_model(model, folder, self.start)
+            return folder
+        with self.replica.whole():
+            whole = self.replica.gathered_model()
+            if self.ranks.is_first and whole is not None and not folder.exists():
+                save_model(whole, folder, self.start)
         return folder
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:

@@ -1,14 +1,19 @@
 """The checkpoints of a pretraining run: when, of what, and what becomes of them."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.pretrain_records import Records
+from tandem.layout.boxes import whole_box
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion
 from tandem.runtime.agreement import gather_values
@@ -19,9 +24,12 @@ from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.due import Due, SaveTimes
 from tandem.trainer.checkpoint.find import Found, newest_whole
+from tandem.trainer.checkpoint.manifest import read_manifest
+from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.shard import Shard
 from tandem.trainer.checkpoint.uploader import Uploader
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.replica import Replica
@@ -91,9 +99,10 @@ class RunCheckpoints:
         self._collect()
         return self._times.due(step)
 
-    def save(self, step: int, metrics: Mapping[str, float]) -> float:
+    def save(self, step: int, metrics: Mapping[str, float], span: AbstractContextManager[None]) -> float:
         """Begin the checkpoint of ``step``; the seconds that training stood still for. The rows before it are to be on the disk: no
-        resume writes them again. ``metrics``: of the step before, for the registry."""
+        resume writes them again. ``metrics``: of the step before, for the registry. ``span`` stands
+        around the writing, in its thread."""
         # What was under way is journalled before its place is taken.
         self._writer.wait(self._beat)
         self._collect()
@@ -107,10 +116,22 @@ class RunCheckpoints:
         companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
         self._metrics = {name: value for name, value in metrics.items() if name in REGISTERED}
         self._boundary = self._records.journal.last_transition() if self._records.journal is not None else 0
-        stall = self._writer.save(step, self._state.shards(), state, {"random": random_states()}, companions)
+        stall = self._writer.save(step, self._state.shards(), state, {"random": random_states()}, companions, span)
         self.last = step
         self._times.saved()
         return stall
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the newest checkpoint by its Hugging Face name, on this rank alone."""
+        assert self.last is not None
+        folder = self.folder / f"step-{self.last}"
+        contents = Contents(folder, read_manifest(folder)[0])
+        for key in contents.held:
+            if key.state == WEIGHTS:
+                size, dtype = contents.whole(key)
+                tensor = torch.empty(size, dtype=dtype)
+                contents.read([Shard(key, size, whole_box(size), tensor)])
+                yield key.name, tensor
 
     def finish(self) -> None:
         """Wait for what is under way, copies too. Raises ``RunError`` where it fails."""

@@ -1,5 +1,6 @@
 """What is looked at before a pretraining run begins: the model, the data, whether they belong together and fit the machine."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,23 +9,22 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
 from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
+from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
+from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
 from tandem.storage.files import open_storage
-from tandem.trainer.balance import check_balance
 from tandem.types import RunError, UserError
 
 
 def check_pretraining(recipe: PretrainRecipe) -> list[str]:
     """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
     check_placement(recipe.parallel)
-    for axis in ("tensor", "pipeline", "expert"):
-        if getattr(recipe.parallel, axis) > 1:
-            raise UserError(f"'parallel.{axis}' is {getattr(recipe.parallel, axis)}; a run is saved from ranks along data and context only, set it to 1")
     with ExitStack() as stack:
         if recipe.model.create is not None:
             folder = stack.enter_context(folder_without_weights(recipe.model.create))
@@ -34,6 +34,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
         check_balance(shapes, recipe.trainer)
+        spans = spans_of(recipe.parallel, shapes)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
@@ -44,7 +45,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         parallel = recipe.parallel
         state = cut_by_zero(weights, optimizer_bytes(shapes), parallel.data * parallel.context, parallel.zero)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        needed = on_this_machine * (state + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
+        needed = on_this_machine * (state / parallel.pipeline + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
@@ -65,7 +66,21 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             f"predicted disk: up to {kept / 2**20:,.0f} MiB",
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
+            *_describe_pipeline(recipe, spans),
         ]
+
+
+def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:
+    parallel = recipe.parallel
+    if parallel.pipeline == 1:
+        return []
+    tokens = recipe.data.sequences_per_step * recipe.data.sequence_length // parallel.data
+    shape = PipelineShape(parallel.pipeline, -(-tokens // recipe.trainer.micro_batch_tokens), parallel.virtual_stages)
+    layers = ", ".join(str(span.stop - span.start) for span in spans)
+    return [
+        f"pipeline: stages of {layers} layers, {parallel.schedule}, about {shape.micro_batches} micro-batches a step: "
+        f"{published_bubble_share(shape):.0%} of its ranks' time is bubble; lower trainer.micro_batch_tokens for less"
+    ]
 
 
 def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_size: int) -> None:

@@ -89,7 +89,7 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     # A slow disk is no hang, and a rank that dies is noticed at once.
     apart = dist.PrefixStore("checkpoints/", store)
     saving = connect("checkpoints", mesh.rank, mesh.shape.world, apart, torch.device("cpu"), SAVING_DEADLINE_S)
-    ranks = Ranks(mesh, groups)
+    ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel)
     result = train_on(ranks, recipe, directory, listener, resumed=settings.resumed, board=board, fault_point=faults, saving=saving)
     # Nobody leaves while another still waits for its last words.
     groups["world"].barrier("the end")

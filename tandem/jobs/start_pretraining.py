@@ -24,7 +24,9 @@ from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
+from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.huggingface import load_model
+from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator
@@ -37,9 +39,11 @@ from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
 from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
+from tandem.runtime.tracing import Tracer
 from tandem.storage.files import open_storage
 from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
+from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.types import UserError
@@ -93,7 +97,9 @@ def train_on(
             metrics.cut_after(step)
             if resumed:
                 journal.record_event("resume", {"step": step})
-        run = PretrainRun(recipe, directory, start, replica, sequence, held_out, records, guard, checkpoints, step)
+        labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
+        tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
+        run = PretrainRun(recipe, directory, start, replica, sequence, held_out, records, guard, checkpoints, step, tracer=tracer)
         with checkpoints.requests:
             steps = pretrain(run)
         records.sync()
@@ -104,17 +110,19 @@ def train_on(
 
 def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
     """The model to start from and its optimizer, on this rank."""
-    kernels = select(recipe.machine.kernels)
-    model = load_model(start, kernels, parallel=ranks.model_parallel())
+    kernels, parallel, stages = select(recipe.machine.kernels), recipe.parallel, ranks.groups["pipeline"]
+    spans = spans_of(parallel, read_shapes(start))
+    model = load_model(start, kernels, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
     model.router_balance = make_balance(model, recipe.trainer, ranks)
     model.recompute = recipe.trainer.recompute
-    model.kernels = in_precision(kernels, recipe.trainer.precision, model.embed_tokens.device)
-    if is_emulated(recipe.trainer.precision, model.embed_tokens.device):
+    model.kernels = in_precision(kernels, recipe.trainer.precision, model.device)
+    if is_emulated(recipe.trainer.precision, model.device):
         listener.message(
             f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
             "which shows its numbers and not its speed"
         )
-    return make_replica(model, recipe.trainer, ranks, recipe.parallel.zero), kernels
+    pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
+    return make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline), kernels
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

@@ -5,7 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tandem.config.parallel import ParallelConfig
+from tandem.layout.schedules import PipelineShape
 from tandem.layout.shapes import ModelShapes
+from tandem.types.errors import UserError
 
 
 class Span(NamedTuple):
@@ -53,6 +56,19 @@ def stage_spans(shapes: ModelShapes, stages: int, counts: Sequence[int] = ()) ->
         raise ValueError(f"the model has {shapes.num_layers} layers, fewer than {stages} pipeline stages")
     layers, first, last = stage_costs(shapes)
     return spans(split_by_cost(layers, first, last, stages))
+
+
+def spans_of(parallel: ParallelConfig, shapes: ModelShapes) -> tuple[Span, ...]:
+    """The layers of every stage. Raises ``UserError`` for a model that cannot be cut so."""
+    try:
+        return stage_spans(shapes, parallel.pipeline * parallel.virtual_stages, parallel.pipeline_layers)
+    except ValueError as error:
+        raise UserError(f"'parallel.pipeline' is {parallel.pipeline}: {error}; lower it, or change parallel.pipeline_layers") from None
+
+
+def own_spans(parallel: ParallelConfig, spans: tuple[Span, ...], rank: int) -> list[Span]:
+    """Those of ``rank`` of the pipeline."""
+    return [spans[stage] for stage in PipelineShape(parallel.pipeline, 1, parallel.virtual_stages).stages_of(rank)]
 
 
 def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:

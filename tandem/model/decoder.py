@@ -203,6 +203,10 @@ class Decoder(nn.Module):
         return self.lm_head.weight
 
     @property
+    def device(self) -> torch.device:
+        return self._cos_sin.device
+
+    @property
     def is_packed(self) -> bool:
         return self._packed is not None
 

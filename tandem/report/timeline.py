@@ -42,8 +42,9 @@ class Bubble:
 
 def bubble(spans: Sequence[Span], order: ScheduleName) -> Bubble | None:
     """Of the first pipeline in a traced step; ``None`` where there is no pipeline in it."""
-    steps = {span.rank: span.arguments.get("pipeline", 0) for span in spans if span.name == "step"}
-    passes = [span for span in spans if span.name in ("forward", "backward") and steps.get(span.rank, 0) == min(steps.values(), default=0)]
+    passes = [span for span in spans if span.name in ("forward", "backward")]
+    first = min((span.arguments.get("pipeline", 0) for span in passes), default=0)
+    passes = [span for span in passes if span.arguments.get("pipeline", 0) == first]
     stages = {span.arguments["stage"] for span in passes if "stage" in span.arguments}
     ranks = sorted({span.rank for span in passes})
     if not stages or len(ranks) < 2 or len(stages) % len(ranks):
@@ -78,9 +79,8 @@ def _step(step: int, spans: Sequence[Span], order: ScheduleName, figure: Callabl
             "measured seconds, each rank with a core of its own.</p>"
         )
     began = min(span.start_s for span in spans)
-    shown = [span for span in spans if span.name != "step"]
-    ranks = sorted({span.rank for span in shown})
-    bars = [_bar(name, [span for span in shown if span.name == name], began) for name in dict.fromkeys(span.name for span in shown)]
+    ranks = sorted({span.rank for span in spans})
+    bars = [_bar(name, [span for span in spans if span.name == name], began) for name in dict.fromkeys(span.name for span in spans)]
     layout: dict[str, Any] = {
         "barmode": "overlay", "xaxis_title": "seconds since the step began", "legend": {"orientation": "h", "y": 1.12},
         "yaxis": {"autorange": "reversed", "tickvals": ranks, "ticktext": [f"rank {rank}" for rank in ranks]},

@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,30 +29,25 @@ class Span:
 
 
 class Tracer:
-    """Records the steps named in ``steps`` under ``directory``. Outside of them a span costs a comparison."""
+    """Records the steps named in ``steps`` under ``directory``. Outside of them a span costs a comparison. ``labels`` are said of every
+    span of this rank."""
 
-    def __init__(self, directory: Path | None = None, rank: int = 0, steps: Collection[int] = ()) -> None:
-        self._directory, self._rank, self._steps = directory, rank, frozenset(steps)
+    def __init__(
+        self, directory: Path | None = None, rank: int = 0, steps: Collection[int] = (), labels: Mapping[str, int] | None = None
+    ) -> None:
+        self._directory, self._rank, self._steps, self._labels = directory, rank, frozenset(steps), dict(labels or {})
         self._lock = threading.Lock()
         self._main = threading.get_ident()
         self._path: Path | None = None
 
-    @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Record until the end of the block, if ``step`` is to be traced."""
-        if self._directory is None or step not in self._steps:
-            yield
-            return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"step-{step}-rank-{self._rank}.json"
-        # The closing bracket is optional in this format, for files that a killed process leaves.
-        path.write_text("[\n", encoding="utf-8")
-        self._path = path
-        try:
-            with self.span("step", step=step):
-                yield
-        finally:
-            self._path = None
+    def begin(self, step: int) -> None:
+        """``step`` begins, and ends where the next one begins. What was recorded of it before is dropped."""
+        self._path = None
+        if self._directory is not None and step in self._steps:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._path = self._directory / f"step-{step}-rank-{self._rank}.json"
+            # The closing bracket is optional in this format, for files that a killed process leaves.
+            self._path.write_text("[\n", encoding="utf-8")
 
     def span(self, name: str, **arguments: int) -> contextlib.AbstractContextManager[None]:
         """Record the block as ``name``. One that begins in a traced step, on any thread, may end after it."""
@@ -66,7 +61,7 @@ class Tracer:
         finally:
             took = time.perf_counter_ns() - began
             thread = 0 if threading.get_ident() == self._main else threading.get_native_id()
-            event = {"name": name, "ph": "X", "ts": start / 1000, "dur": took / 1000, "pid": self._rank, "tid": thread, "args": arguments}
+            event = {"name": name, "ph": "X", "ts": start / 1000, "dur": took / 1000, "pid": self._rank, "tid": thread, "args": {**arguments, **self._labels}}
             with self._lock, path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + ",\n")
 

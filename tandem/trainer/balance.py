@@ -1,18 +1,9 @@
 """What keeps a model's experts evenly busy, as a recipe says."""
 
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.router_balance import RouterBalance
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.types import UserError
-
-
-def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
-    """Raise ``UserError`` where ``config`` balances experts of a model that has none."""
-    for name in ("router_balance_loss", "router_bias_rate"):
-        if getattr(config, name) and shapes.experts is None:
-            raise UserError(f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model has no experts: leave it at 0")
 
 
 def make_balance(model: Decoder, config: TrainerConfig, ranks: Ranks) -> RouterBalance | None:

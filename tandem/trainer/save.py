@@ -88,13 +88,20 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
     content = json.loads((folder / STATE).read_text(encoding="utf-8"))
     before = optimizer.state()
     try:
-        optimizer.load_state(OptimizerState(dict(read_file(folder / MOMENTS)), int(content["updates"])))
+        optimizer.load_state(OptimizerState(dict(read_file(folder / MOMENTS, None, _is_held_by(model))), int(content["updates"])))
         load_tensors(model, read_file(folder / MODEL))
     except (ValueError, UserError) as error:
         optimizer.load_state(before)
         raise UserError(f"checkpoint '{folder}' is of another model: {error}") from None
     state: dict[str, Any] = content["state"]
     return state
+
+
+def _is_held_by(model: Decoder) -> Callable[[str], bool]:
+    """Whether a moment is of a parameter that ``model`` has; a whole model's are all read, so that a strange one is found."""
+    names = {name for name, _ in model.named_parameters()}
+    is_whole = len(model.layer_numbers) == model.shapes.num_layers
+    return lambda name: is_whole or name.partition("/")[2] in names
 
 
 def committed_steps(checkpoints: Path) -> list[int]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tandem.data.storage import open_storage
+from safetensors.torch import load_file
+from sharded import is_same, tensors_of
 
 from tandem.config.recipe import load_config
 from tandem.data.documents import DocumentFormat
@@ -22,6 +23,8 @@ from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
 from tandem.runtime.journal import Journal
 from tandem.runtime.metrics import VOLATILE
+from tandem.storage.files import open_storage
+from tandem.trainer.checkpoint.write import PHASES
 
 STEPS = 12
 
@@ -81,8 +84,8 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_same_run(folder: Path, other: Path) -> bool:
-    files = ("model/model.safetensors", f"checkpoints/step-{STEPS}/optimizer.safetensors")
-    return rows(folder) == rows(other) and all((folder / "run" / f).read_bytes() == (other / "run" / f).read_bytes() for f in files)
+    model, saved = "run/model/model.safetensors", f"run/checkpoints/step-{STEPS}"
+    return rows(folder) == rows(other) and (folder / model).read_bytes() == (other / model).read_bytes() and is_same(folder / saved, other / saved)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,28 @@ def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample
     assert (changed["step"], changed["before"]["data"], changed["now"]["data"]) == (5, 2, 1)
 
 
+def test_tensor_parallel_ranks_save_their_parts_and_the_run_goes_on_in_one_process(one: Path, data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, "--parallel.tensor=2", "--run.restart_budget=0", "--fault=rank1:before:train:11", status=1)
+    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1]
+    saved = tmp_path / "run" / "checkpoints" / "step-10"
+    assert len(list(saved.glob("rank-*.safetensors"))) == 2
+    whole = {name: tuple(tensor.shape) for name, tensor in tensors_of(saved).items()}
+    assert whole == {name: tuple(tensor.shape) for name, tensor in tensors_of(one / "run" / "checkpoints" / "step-10").items()}
+    resume(tmp_path / "run", overrides=["--parallel.tensor=1"])
+    assert is_curve_of(tmp_path, one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["--parallel.tensor=2 --parallel.data=2", "--parallel.tensor=2 --parallel.pipeline=2", "--parallel.tensor=2 --parallel.data=2 --parallel.zero=3"])
+def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, one: Path, data: Path, tmp_path: Path) -> None:
+    run(tmp_path, data, *mesh.split())
+    assert is_curve_of(tmp_path, one)
+    wanted, found = (load_file(folder / "run" / "model" / "model.safetensors") for folder in (one, tmp_path))
+    assert all(torch.allclose(found[name], wanted[name], atol=3e-4) for name in wanted) and found.keys() == wanted.keys()
+    saved = tensors_of(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
+    assert all(torch.equal(saved[f"weights/{name}"], found[name]) for name in found)
+
+
 @pytest.mark.full
 def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: Path, tmp_path: Path) -> None:
     run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
@@ -163,6 +188,7 @@ def test_any_rank_killed_at_any_phase_leaves_the_same_bits(zero: int, rank: int,
     (tmp_path / "killed").mkdir()
     run(tmp_path / "undisturbed", data, "--parallel.data=2", f"--parallel.zero={zero}")
     places = [f"before:{phase}:{6 + nth}" for nth, phase in enumerate(("train", "forward", "backward", "reduce"))]
+    places += [f"{when}:checkpoint_{phase}:5" for phase in PHASES for when in ("before", "after")]
     places += ["after:train:4", "before:checkpoint:5", "after:checkpoint:5", "before:optimizer:10", f"before:evaluate:{STEPS}", f"before:export:{STEPS}"]
     faults = ",".join(f"rank{rank}:{place}" for place in ["before:load:0", *places])
     run(tmp_path / "killed", data, "--parallel.data=2", f"--parallel.zero={zero}", f"--fault={faults}", "--run.restart_budget=20")

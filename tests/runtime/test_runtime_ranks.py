@@ -82,11 +82,11 @@ from pathlib import Path
 from tandem.runtime.stacks import answer_with_stacks
 
 def wait_for_ever():
+    print("ready", flush=True)
     while True:
         time.sleep(60)
 
 answer_with_stacks(Path(sys.argv[1]))
-print("ready", flush=True)
 wait_for_ever()
 """
 

@@ -6,6 +6,7 @@ waits for. It votes over a communicator of its own, so that its collectives neve
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -56,10 +57,10 @@ class Checkpointer:
 
     def save(
         self, step: int, shards: Sequence[Shard], state: Mapping[str, Any], own: Mapping[str, Any] | None = None,
-        companions: Sequence[Path] = (),
+        companions: Sequence[Path] = (), span: AbstractContextManager[None] | None = None,
     ) -> float:
         """Begin the checkpoint of ``step``; the seconds that training stood still for. A save before is waited for. Every rank calls
-        it in the same step. Raises ``RunError`` where this checkpoint or the one before fails."""
+        it in the same step. ``span`` stands around the writing, in its thread. Raises ``RunError`` where this checkpoint or the one before fails."""
         began = perf_counter()
         self.wait()
         self._plan(shards)
@@ -70,7 +71,7 @@ class Checkpointer:
         staging.fill([shard for shard in shards if (shard.key, shard.box) in self._chosen])
         self._fault_point(f"after:checkpoint_stage:{step}")
         work = Work(step, staging, state, own or {}, companions)
-        self._under_way = self._thread.submit(self._write, work)
+        self._under_way = self._thread.submit(self._write, work, span or nullcontext())
         if not self.asynchronous:
             self.wait()
         return perf_counter() - began
@@ -93,8 +94,9 @@ class Checkpointer:
         """End the thread, after what it is doing."""
         self._thread.shutdown()
 
-    def _write(self, work: Work) -> Committed:
-        done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
+    def _write(self, work: Work, span: AbstractContextManager[None]) -> Committed:
+        with span:
+            done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
         if self.ranks.rank == 0:
             if self._on_committed is not None:
                 self._on_committed(work.step)

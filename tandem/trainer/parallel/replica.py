@@ -14,6 +14,7 @@ from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.parallel.stages import gathered_model, gathered_state
 from tandem.trainer.step import ForwardBackward, Progress, in_turn
 from tandem.trainer.zero import ShardedOptimizer
 
@@ -50,7 +51,12 @@ class Replica:
 
     def gathered_state(self) -> Gathered:
         """The optimizer's whole state, on the first rank; all ranks must ask for it."""
-        return Gathered(self.optimizer.state())
+        own = self.optimizer.state()
+        return Gathered(own if self.pipeline is None else gathered_state(self.pipeline, own))
+
+    def gathered_model(self) -> Decoder | None:
+        """The model with all of its stages, on the first rank; all ranks must ask for it, inside ``whole``."""
+        return self.model if self.pipeline is None else gathered_model(self.pipeline)
 
     @property
     def forward_backward(self) -> ForwardBackward:
