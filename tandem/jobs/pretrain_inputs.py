@@ -34,6 +34,11 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
         check_balance(shapes, recipe.trainer)
+        if recipe.parallel.tensor > shapes.num_kv_heads:
+            raise UserError(
+                f"'parallel.tensor' is {recipe.parallel.tensor} and the model has {shapes.num_kv_heads} key-value heads; a rank trains whole heads of "
+                "its own, so lower it"
+            )
         spans = spans_of(recipe.parallel, shapes)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")

@@ -27,6 +27,10 @@ from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.write import PHASES
 
 STEPS = 12
+SYNCHRONOUS = "--checkpoint.asynchronous=false"
+"""Where a test names the checkpoint that a death right after it finds."""
+TWO_HEADS = "--model.create.num_kv_heads=2"
+MESHES = ["--parallel.tensor=2 --parallel.data=2", "--parallel.tensor=2 --parallel.pipeline=2", "--parallel.tensor=2 --parallel.data=2 --parallel.zero=3"]
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,14 @@ def two(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def two_heads(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, and a model that two tensor-parallel ranks can share."""
+    folder = tmp_path_factory.mktemp("two_heads")
+    run(folder, data, TWO_HEADS)
+    return folder
+
+
 def is_curve_of(folder: Path, other: Path) -> bool:
     found, wanted = rows(folder), rows(other)
     assert [row["step"] for row in found] == list(range(STEPS))
@@ -129,7 +141,7 @@ def shapes_in(path: Path) -> list[list[int]]:
 
 
 def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample(one: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
+    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.restart_budget (0)" in said
     resume(tmp_path / "run", overrides=["--parallel.data=1", "--parallel.zero=0"])
     assert is_curve_of(tmp_path, one)
@@ -138,23 +150,23 @@ def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample
     assert (changed["step"], changed["before"]["data"], changed["now"]["data"]) == (5, 2, 1)
 
 
-def test_tensor_parallel_ranks_save_their_parts_and_the_run_goes_on_in_one_process(one: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, "--parallel.tensor=2", "--run.restart_budget=0", "--fault=rank1:before:train:11", status=1)
+def test_tensor_parallel_ranks_save_their_parts_and_the_run_goes_on_in_one_process(two_heads: Path, data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, TWO_HEADS, "--parallel.tensor=2", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:11", status=1)
     assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1]
     saved = tmp_path / "run" / "checkpoints" / "step-10"
     assert len(list(saved.glob("rank-*.safetensors"))) == 2
     whole = {name: tuple(tensor.shape) for name, tensor in tensors_of(saved).items()}
-    assert whole == {name: tuple(tensor.shape) for name, tensor in tensors_of(one / "run" / "checkpoints" / "step-10").items()}
+    assert whole == {name: tuple(tensor.shape) for name, tensor in tensors_of(two_heads / "run" / "checkpoints" / "step-10").items()}
     resume(tmp_path / "run", overrides=["--parallel.tensor=1"])
-    assert is_curve_of(tmp_path, one)
+    assert is_curve_of(tmp_path, two_heads)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["--parallel.tensor=2 --parallel.data=2", "--parallel.tensor=2 --parallel.pipeline=2", "--parallel.tensor=2 --parallel.data=2 --parallel.zero=3"])
-def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, one: Path, data: Path, tmp_path: Path) -> None:
-    run(tmp_path, data, *mesh.split())
-    assert is_curve_of(tmp_path, one)
-    wanted, found = (load_file(folder / "run" / "model" / "model.safetensors") for folder in (one, tmp_path))
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, two_heads: Path, data: Path, tmp_path: Path) -> None:
+    run(tmp_path, data, TWO_HEADS, *mesh.split())
+    assert is_curve_of(tmp_path, two_heads)
+    wanted, found = (load_file(folder / "run" / "model" / "model.safetensors") for folder in (two_heads, tmp_path))
     assert all(torch.allclose(found[name], wanted[name], atol=3e-4) for name in wanted) and found.keys() == wanted.keys()
     saved = tensors_of(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
     assert all(torch.equal(saved[f"weights/{name}"], found[name]) for name in found)
@@ -162,7 +174,7 @@ def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, one: Pat
 
 @pytest.mark.full
 def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: Path, tmp_path: Path) -> None:
-    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
+    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     again = ("--parallel.data=4", "--parallel.zero=2", "--fault=rank3:before:train:10")
     command(tmp_path, "resume", "run", *again, status=1)
     command(tmp_path, "resume", "run", "--parallel.data=1", "--parallel.zero=0")
@@ -215,6 +227,7 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
     [
         (["--parallel.data=8"], "'parallel.data' is 8 and a step has 7 sequences"),
         (["--parallel.data=0"], "it must be at least 1"),
+        (["--parallel.tensor=2"], "the model has 1 key-value heads"),
         (["--parallel.zero=1"], "there is one rank to cut between"),
         (["--parallel.data=2", "--parallel.zero=2", "--trainer.optimizer=muon"], "set it to adamw, or parallel.zero to 0"),
         (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),
