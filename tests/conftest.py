@@ -1,8 +1,58 @@
-"""Triton decides when it is first imported, by whomever, whether its programs are made for a device or for its interpreter."""
+"""What tests of several rooms share. Triton decides when it is first imported, by whomever, whether its programs are made for a device or
+for its interpreter."""
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server that speaks S3, in a process of its own. One a session: s3fs keeps its connections."""
+    for module in ("moto", "s3fs"):
+        pytest.importorskip(module, reason=f"{module} is not installed, so that S3 works is not shown here")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        ends = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1).read()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < ends, "the S3 server did not start"
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def s3_url(s3_server: str) -> Iterator[str]:
+    """A bucket there, which the usual AWS settings lead to."""
+    before = dict(os.environ)
+    os.environ.update(AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_ENDPOINT_URL=s3_server, AWS_DEFAULT_REGION="us-east-1")
+    try:
+        import s3fs
+
+        s3fs.S3FileSystem().makedirs("tandem-test", exist_ok=True)
+        yield "s3://tandem-test/data"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

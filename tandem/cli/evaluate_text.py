@@ -35,7 +35,7 @@ def _perplexity(options: argparse.Namespace) -> int:
 def read_texts(path: Path, text_key: str) -> list[str]:
     """The documents of ``path``: one a JSON line (``.jsonl``, ``.ndjson``, both also with ``.gz``), else the whole file."""
     from tandem.data.documents import LINES, DocumentFormat, Part, documents
-    from tandem.data.storage import open_storage
+    from tandem.storage.files import open_storage
 
     if not path.is_file():
         raise UserError(f"'{path}' is no file; --data names a text file, or JSON lines with a document each")

@@ -19,6 +19,8 @@ COMMANDS = {
     "tokenize": "text to shards of token ids",
     "evaluate": "measure a model on a task's held-out prompts",
     "quantize": "store a model's weights in 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
+    "convert": "write a model in another layout: Hugging Face, Megatron, our checkpoints",
+    "models": "list, show, promote and compare the versions of the model registry",
     "report": "write a run's report.html again",
     "doctor": "say what this machine has and what Tandem will use of it",
 }

@@ -19,14 +19,17 @@ from tandem.runtime.faults import FaultPlan
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("--from", dest="source", metavar="URL", help="make the folder again from what checkpoint.upload copied there")
     parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.jobs.start import resume
+    from tandem.jobs.start import restore, resume
 
+    if options.source:
+        restore(options.run_directory, options.source)
     with display() as listener:
         result = resume(
             options.run_directory, inline=options.inline, listener=listener, overrides=options.overrides,

@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem.data.documents import DocumentFormat
-from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
+from tandem.storage.files import open_storage
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

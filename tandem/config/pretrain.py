@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.checkpoint import PretrainCheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig
+from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
@@ -80,7 +81,8 @@ class PretrainRecipe:
     run: RunConfig = field(default_factory=RunConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=3e-4))
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: PretrainCheckpointConfig = field(default_factory=PretrainCheckpointConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import BinaryIO, NamedTuple
 
-from tandem.data.storage import Storage, StoredFile
+from tandem.storage.files import Storage, StoredFile
 from tandem.types import UserError
 
 LINES = (".jsonl", ".ndjson")

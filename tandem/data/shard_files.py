@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 from tandem.data.shards import Shard, ShardReader, verify
-from tandem.data.storage import Storage
 from tandem.data.tokenize import TokenizedDataset, read_dataset
+from tandem.storage.files import Storage
 from tandem.types import RunError
 
 CHUNK_BYTES = 2**20

@@ -18,10 +18,10 @@ from typing import Any
 from tandem.data.documents import DocumentFormat, Part, divide
 from tandem.data.shards import Shard, token_dtype
 from tandem.data.split import Side
-from tandem.data.storage import Storage, open_storage, read
 from tandem.runtime.calls import WorkerDied
 from tandem.runtime.processes import Threads, available_cores
 from tandem.runtime.worker_pipe import Worker
+from tandem.storage.files import Storage, open_storage, read
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 

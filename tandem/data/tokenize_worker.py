@@ -13,9 +13,9 @@ from typing import Any
 from tandem.data.documents import DocumentFormat, Part, documents
 from tandem.data.shards import ShardWriter
 from tandem.data.split import Side, is_of_side
-from tandem.data.storage import open_storage
 from tandem.runtime.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.worker_pipe import serve
+from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 
 BATCH_BYTES = 2**20

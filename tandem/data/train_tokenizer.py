@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.data.documents import DocumentFormat, divide, documents
-from tandem.data.storage import Storage
+from tandem.storage.files import Storage
 from tandem.types import UserError
 
 END = "<|endoftext|>"

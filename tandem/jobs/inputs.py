@@ -61,7 +61,7 @@ def check_inputs(recipe: Recipe) -> RunPlan:
     kept, models = recipe.checkpoint.keep + 1, 3
     weights = weight_bytes(shapes, recipe.trainer.dtype)
     found = RunPlan(memory, between_steps, kept * (weights + optimizer_bytes(shapes)) + models * weights)
-    _check_disk(Path(recipe.run.directory), found.disk_bytes)
+    check_disk(Path(recipe.run.directory), found.disk_bytes)
     return found
 
 
@@ -86,11 +86,12 @@ def _check_demonstrations(config: WarmUpConfig, source: PromptSource, folder: Pa
         source.demonstration(index, config.seed, config.corrupted_share, ends[0])
 
 
-def _check_disk(directory: Path, needed: int) -> None:
+def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkpoint.keep or set run.directory") -> None:
+    """Raise ``RunError`` where the disk of ``directory``, which need not be there yet, has fewer than ``needed`` bytes free."""
     standing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     total, _, free = shutil.disk_usage(standing)
     if total and free < needed:
         raise RunError(
             f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; "
-            "make room, lower checkpoint.keep or set run.directory"
+            f"{fix}"
         )

@@ -3,32 +3,30 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
+from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_records import Records
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface import load_tensors, save_model
 from tandem.rl.algorithms.aggregate import GlobalCounts, counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
 from tandem.runtime.tracing import NO_TRACE, Tracer
-from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.kept_batch import write_batch
 from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_tokens
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.save import prune, save_checkpoint
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import train_step
 from tandem.types import RunError, TrainSequence
-
-COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def pretrain(run: "PretrainRun") -> int:
@@ -36,11 +34,15 @@ def pretrain(run: "PretrainRun") -> int:
     last = run.recipe.run.max_steps
     with run.batches() as loader:
         for step, sequences in loader:
-            if step % run.recipe.checkpoint.every_steps == 0 or step == last:
+            due = run.checkpoints.due(step)
+            if due != "nothing" or step == last:
                 run.checkpoint(step)
+            if due == "stop" and step < last:
+                run.stop(step)
             if step % run.recipe.evaluation.every_steps == 0 or step == last:
                 run.evaluate(step)
             if step == last:
+                run.checkpoints.finish()
                 return step
             run.tracer.begin(step)
             run.write_row(step, run.train(step, sequences), loader.idle_s)
@@ -50,7 +52,7 @@ def pretrain(run: "PretrainRun") -> int:
 @dataclass
 class PretrainRun:
     """A model on its ranks, its data and its files. ``sequence`` and ``held_out`` give packed sequences by index; ``start`` is the
-    folder that the model came from."""
+    folder that the model came from. ``trained``: metrics of the last step."""
 
     recipe: PretrainRecipe
     directory: Path
@@ -60,7 +62,9 @@ class PretrainRun:
     held_out: Callable[[int], Pieces] | None
     records: Records
     guard: StepGuard
+    checkpoints: RunCheckpoints
     first_step: int = 0
+    trained: dict[str, float] = field(default_factory=dict)
     waited_s: float = 0.0
     tracer: Tracer = NO_TRACE
 
@@ -93,6 +97,7 @@ class PretrainRun:
             )  # fmt: skip
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
+        self.trained = result.metrics
         return result.metrics
 
     def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, list[MicroBatch]]:
@@ -143,29 +148,34 @@ class PretrainRun:
         self.records.listener.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
 
     def checkpoint(self, step: int) -> None:
-        """Commit the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them again."""
-        if self.ranks.agreed(self.records.is_saved(step), "whether to save"):
+        """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
+        again."""
+        if step == self.checkpoints.last:
             return
-        with self.records.phase("checkpoint", step), self.replica.whole(), self.tracer.span("checkpoint write", step=step):
-            state, model = self.replica.gathered_state(), self.replica.gathered_model()
-            if self.ranks.is_first and model is not None:
-                self.records.sync()
-                folder = self.directory / "checkpoints"
-                companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-                balance = self.model.router_balance
-                others = {"guard": self.guard.state(), "router_bias": {} if balance is None else balance.state()}
-                saved = save_checkpoint(folder, step, model, state, others, companions)
-                self.records.saved(step, saved.digest)
-                prune(folder, self.recipe.checkpoint.keep)
-            self.ranks.world.barrier("the checkpoint")
+        with self.records.phase("checkpoint", step):
+            self.records.sync()
+            self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained, self.tracer.span("checkpoint write", step=step))
+
+    def stop(self, step: int) -> NoReturn:
+        """End here, with everything saved, as SIGTERM asks."""
+        self.checkpoints.finish()
+        self.records.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {self.directory}' goes on")
+        raise KeyboardInterrupt
 
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
-        with self.replica.whole():
-            model = self.replica.gathered_model()
-            if self.ranks.is_first and model is not None and not folder.exists():
+        if self.ranks.groups["tensor"].size * self.ranks.groups["expert"].size > 1:
+            if self.ranks.is_first and not folder.exists():
+                # No rank holds a whole matrix; the last checkpoint does.
+                model = Decoder(self.model.shapes, self.model.kernels, dtype=self.model.dtype)
+                load_tensors(model, self.checkpoints.whole_weights())
                 save_model(model, folder, self.start)
+            return folder
+        with self.replica.whole():
+            whole = self.replica.gathered_model()
+            if self.ranks.is_first and whole is not None and not folder.exists():
+                save_model(whole, folder, self.start)
         return folder
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:

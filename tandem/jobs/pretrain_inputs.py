@@ -1,14 +1,13 @@
 """What is looked at before a pretraining run begins: the model, the data, whether they belong together and fit the machine."""
 
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
-from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
+from tandem.jobs.inputs import check_disk
 from tandem.layout.bytes import optimizer_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
@@ -18,8 +17,10 @@ from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.layout.training_bytes import run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
+from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
+from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
 
@@ -53,10 +54,14 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme"
             )
         disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None)
-        _check_disk(recipe.run.directory, disk, "'checkpoint.keep' is what a run keeps; lower it, make room, or name another 'run.directory'")
+        check_disk(Path(recipe.run.directory), disk)
         if recipe.trainer.offload_folder:
             moments = optimizer_bytes(shapes, recipe.trainer.optimizer)
-            _check_disk(recipe.trainer.offload_folder, moments, "make room, or name another 'trainer.offload_folder'")
+            check_disk(Path(recipe.trainer.offload_folder), moments, "make room, or name another 'trainer.offload_folder'")
+        if recipe.checkpoint.upload:
+            open_storage(recipe.checkpoint.upload, create=True)
+        if recipe.registry.is_on:
+            open_registry(recipe.registry, create=True).close()
         total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
@@ -82,20 +87,23 @@ def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[st
     ]
 
 
-def _check_disk(folder: str, needed: int, fix: str) -> None:
-    there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise RunError(f"'{folder}' will need {needed / 2**20:,.0f} MiB and has {free / 2**20:,.0f} free; {fix}")
-
-
 def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_size: int) -> None:
     if dataset.vocab_size > vocab_size:
         raise UserError(f"'{path}' was tokenized with {dataset.vocab_size} ids and the model has {vocab_size}; they do not belong together")
     if (folder / "tokenizer.json").is_file() and dataset.tokenizer != tokenizer_fingerprint(folder):
         raise UserError(f"'{path}' was tokenized with another tokenizer than the model's; tokenize it again with the model's own")
+
+
+def check_upload_is_free(recipe: PretrainRecipe) -> None:
+    """Refuse to begin a run whose checkpoints would go where those of another one are."""
+    url = recipe.checkpoint.upload
+    if not url:
+        return
+    # It needs torch, which the rest of this file does without.
+    from tandem.trainer.checkpoint.remote import uploaded_steps
+
+    if uploaded_steps(open_storage(url, create=True)):
+        raise UserError(f"'checkpoint.upload' is '{url}', which holds a run's checkpoints; name another place, or go on with 'tandem resume DIR --from {url}'")
 
 
 def dataset_paths(recipe: PretrainRecipe) -> list[str]:

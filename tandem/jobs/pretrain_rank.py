@@ -21,6 +21,7 @@ from tandem.types import UserError
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+SAVING_DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ def main(settings: RankSettings) -> int:
         logger.error("%s", error)
         pipe.send("ended", "collective" if isinstance(error, CollectiveError) else "error", str(error), error.exit_code)
         return error.exit_code
+    except KeyboardInterrupt:
+        pipe.send("ended", "stopped", "", 130)
+        return 130
     except Exception as error:
         logger.exception("rank %s failed", settings.rank)
         pipe.send("ended", "defect", f"{type(error).__name__}: {' '.join(str(error).split())}", 1)
@@ -71,7 +75,7 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     import torch.distributed as dist
 
     from tandem.jobs.start_pretraining import train_on
-    from tandem.runtime.communicator import join
+    from tandem.runtime.communicator import connect, join
     from tandem.trainer.parallel.ranks import Ranks
 
     directory = Path(settings.directory)
@@ -82,8 +86,11 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     groups = join(mesh, store, torch.device("cpu"), recipe.parallel.collective_timeout_s, board, LOOPBACK)
     faults = FaultPlan.parse(settings.faults).point(f"rank{mesh.rank}", directory) if settings.faults else no_fault
     listener = pipe if mesh.rank == 0 else Listener()
+    # A slow disk is no hang, and a rank that dies is noticed at once.
+    apart = dist.PrefixStore("checkpoints/", store)
+    saving = connect("checkpoints", mesh.rank, mesh.shape.world, apart, torch.device("cpu"), SAVING_DEADLINE_S)
     ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel)
-    result = train_on(ranks, recipe, directory, listener, resumed=settings.resumed, board=board, fault_point=faults)
+    result = train_on(ranks, recipe, directory, listener, resumed=settings.resumed, board=board, fault_point=faults, saving=saving)
     # Nobody leaves while another still waits for its last words.
     groups["world"].barrier("the end")
     return None if result is None else result.to_json()

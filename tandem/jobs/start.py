@@ -16,7 +16,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.data.prompts import PromptSource
 from tandem.jobs.inputs import check_inputs
-from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.pretrain_inputs import check_pretraining, check_upload_is_free
 from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.rl import reinforce
 from tandem.jobs.run import Run
@@ -78,6 +78,8 @@ def train(
 ) -> RunResult | PretrainResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
     _check(recipe)
+    if isinstance(recipe, PretrainRecipe):
+        check_upload_is_free(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
     _write_recipe(recipe, directory)
     return _execute(recipe, directory, inline, listener or Listener(), faults)
@@ -108,6 +110,27 @@ def resume(
         _check(recipe)
         _write_recipe(recipe, directory)
     return _execute(recipe, directory, inline, listener or Listener(), faults, resumed=True)
+
+
+def restore(run_directory: str | Path, url: str) -> None:
+    """Make the folder of a run again from what ``checkpoint.upload`` copied to ``url``. Raises ``UserError`` where the folder is
+    there or ``url`` holds no run."""
+    from tandem.storage.files import open_storage
+    from tandem.trainer.checkpoint.remote import fetch_file, fetch_newest
+
+    directory, storage = Path(run_directory), open_storage(url)
+    if (directory / "config.yaml").exists():
+        raise UserError(f"the run '{directory}' is here; 'tandem resume {directory}' goes on with it, or name another folder")
+    names = {file.name for file in storage.files()}
+    if "config.yaml" not in names:
+        raise UserError(f"'{url}' holds no run: it has no config.yaml; name what 'checkpoint.upload' was")
+    if fetch_newest(storage, directory / "checkpoints") is None:
+        raise UserError(f"'{url}' holds no whole checkpoint; start the run again")
+    # The recipe comes last: without it the folder is no run.
+    for name in ("metrics.jsonl", "config.yaml"):
+        if name in names:
+            fetch_file(storage, name, directory / f"{name}.tmp")
+            (directory / f"{name}.tmp").replace(directory / name)
 
 
 def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:

@@ -13,10 +13,10 @@ import torch
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.mixture import mixed
 from tandem.data.shard_files import ShardFiles
-from tandem.data.storage import open_storage
 from tandem.data.stream import Sequence as Pieces
 from tandem.data.stream import TokenStream
 from tandem.jobs.pretrain import PretrainRun, pretrain
+from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_inputs import dataset_paths
 from tandem.jobs.pretrain_records import Records
 from tandem.jobs.pretrain_result import PretrainResult
@@ -29,6 +29,7 @@ from tandem.model.huggingface import load_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
+from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
 from tandem.runtime.heap import freed_memory_kept
 from tandem.runtime.journal import Journal
@@ -40,12 +41,12 @@ from tandem.runtime.processes import available_cores
 from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
+from tandem.storage.files import open_storage
 from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
-from tandem.trainer.save import load_checkpoint, newest_committed
 from tandem.types import UserError
 
 HELD_OUT_SEED = 0
@@ -65,11 +66,11 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
 
 def train_on(
     ranks: Ranks, recipe: PretrainRecipe, directory: Path, listener: Listener, *, resumed: bool, board: RankWriter | None = None,
-    fault_point: FaultPoint = no_fault,
+    fault_point: FaultPoint = no_fault, saving: Communicator | None = None,
 ) -> PretrainResult | None:
     """Run ``recipe`` on this rank, from the run's newest whole checkpoint where there is one; what it has come to, on the first rank.
 
-    ``listener`` is asked on the first rank only."""
+    ``listener`` is asked on the first rank only. ``saving``: of all ranks, for the checkpoints alone (``None``: there is but one)."""
     with ExitStack() as stack:
         stack.enter_context(freed_memory_kept())
         journal = metrics = None
@@ -85,26 +86,24 @@ def train_on(
         start = _start_folder(recipe, directory)
         sequence, held_out = _data(recipe, journal)
         replica, kernels = _load(recipe, directory, ranks, listener)
-        found = newest_committed(directory / "checkpoints") if ranks.is_first else None
-        step = ranks.agreed(-1 if found is None else found.step, "the checkpoint to go on from")
         guard = StepGuard(recipe.trainer)
-        if step >= 0:
-            with replica.whole(changes=True):
-                state = load_checkpoint(directory / "checkpoints" / f"step-{step}", replica.model, replica.optimizer)
-            guard.load_state(state.get("guard", {}))
-            if replica.model.router_balance is not None:
-                replica.model.router_balance.load_state(state.get("router_bias", {}))
-        step = max(step, 0)
+        checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, saving or ranks.world, records)
+        stack.callback(checkpoints.close)
+        # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
+        torch.manual_seed(recipe.run.seed)
+        step = checkpoints.load()
         if journal is not None and metrics is not None:
             _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, step)
             journal.cut_after(step)
+            checkpoints.journal_loaded()
             metrics.cut_after(step)
             if resumed:
                 journal.record_event("resume", {"step": step})
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
-        run = PretrainRun(recipe, directory, start, replica, sequence, held_out, records, guard, step, tracer=tracer)
-        steps = pretrain(run)
+        run = PretrainRun(recipe, directory, start, replica, sequence, held_out, records, guard, checkpoints, step, tracer=tracer)
+        with checkpoints.requests:
+            steps = pretrain(run)
         records.sync()
         records.enter("export", steps)
         model = run.export()

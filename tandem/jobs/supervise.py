@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
 from tandem.runtime.processes import Threads, available_cores, describe_exit, kill, spawn, wait
 from tandem.runtime.rank_board import RankBoard, RankState
+from tandem.runtime.requests import SignalRequests
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.stacks import innermost, stacks_of
 from tandem.runtime.stall_watch import StallWatch
@@ -57,12 +59,15 @@ def supervise(
         folder = Path(mkdtemp(prefix="tandem-ranks-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         listener.started(str(directory), recipe.run.max_steps, None)
+        requests = stack.enter_context(SignalRequests())
         shape, before, restarts = mesh_of(recipe.parallel), None, 0
         while True:
             with closing(RankProcesses(recipe, directory, shape, folder, restarts, resumed or restarts > 0, faults)) as ranks:
-                found = ranks.watch(listener)
+                found = ranks.watch(listener, requests)
             if isinstance(found, PretrainResult):
                 return found
+            if requests.stop:
+                raise KeyboardInterrupt
             if restarts == recipe.run.restart_budget:
                 raise RunError(f"{found.text}; run.restart_budget ({restarts}) is used up; see '{directory / 'logs'}', then resume")
             restarts += 1
@@ -97,6 +102,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[EventReader] = []
         self._ended: dict[int, list[Any]] = {}
+        self._is_told = False
         for rank in range(shape.world):
             read, write = os.pipe()
             settings = RankSettings(
@@ -111,9 +117,11 @@ class RankProcesses:
             self._processes.append(process)
             self._readers.append(EventReader(read))
 
-    def watch(self, listener: Listener) -> PretrainResult | Loss:
-        """Until all have ended well, or one is lost. Raises what a rank says that the user can mend, or cannot."""
+    def watch(self, listener: Listener, requests: SignalRequests) -> PretrainResult | Loss:
+        """Until all have ended well, or one is lost; what is asked meanwhile is passed on to the ranks. Raises what a rank says that the
+        user can mend, or cannot."""
         while True:
+            self._pass_on(requests)
             self._hear(listener)
             states = self._board.states()
             bad = [rank for rank, process in enumerate(self._processes) if process.poll() not in (None, 0)]
@@ -126,6 +134,14 @@ class RankProcesses:
             if stuck:
                 return self._stuck(stuck, states, listener)
             time.sleep(POLL_S)
+
+    def _pass_on(self, requests: SignalRequests) -> None:
+        wanted = [signal.SIGUSR1] * requests.save + [signal.SIGTERM] * (requests.stop and not self._is_told)
+        requests.save, self._is_told = False, self._is_told or requests.stop
+        for number in wanted:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(number)
 
     def _hear(self, listener: Listener) -> None:
         for rank, reader in enumerate(self._readers):
@@ -145,6 +161,8 @@ class RankProcesses:
         states = self._board.states()
         for rank in sorted(self._ended):
             kind, text, exit_code = self._ended[rank]
+            if kind == "stopped":
+                raise KeyboardInterrupt
             if kind == "error":
                 raise (UserError if exit_code == 2 else RunError)(text)
             if kind == "defect":

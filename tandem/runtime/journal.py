@@ -217,14 +217,17 @@ class Journal:
         rows = self._read("SELECT step, kind, result FROM evaluations ORDER BY step, rowid")
         return [(step, kind, json.loads(result)) for step, kind, result in rows]
 
-    def commit_checkpoint(self, step: int, digest: str) -> None:
+    def commit_checkpoint(self, step: int, digest: str, boundary: int | None = None) -> None:
         """The checkpoint of ``step`` stands on the disk, whole, with ``digest``: from here on it is what a resume
-        starts from."""
+        starts from. ``boundary``: the newest transition (``last_transition``) when its state was taken, where that was before
+        now."""
         with self._commit("commit_checkpoint", step):
-            self._connection.execute(
-                "INSERT OR REPLACE INTO checkpoints SELECT ?, ?, ?, COALESCE(MAX(id), 0) FROM transitions",
-                (step, digest, time.time()),
-            )
+            boundary = self.last_transition() if boundary is None else boundary
+            self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (step, digest, time.time(), boundary))
+
+    def last_transition(self) -> int:
+        """The id of the newest transition, 0 before the first."""
+        return int(self._read("SELECT COALESCE(MAX(id), 0) FROM transitions")[0][0])
 
     def checkpoints(self) -> list[Checkpoint]:
         """In the order of the steps."""

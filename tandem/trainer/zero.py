@@ -13,8 +13,8 @@ order; updates are elementwise, so all stages have the bits of stage 0 where a s
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,15 @@ from tandem.trainer.parallel.flat import Flat, layer_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Stage = Literal[1, 2, 3]
+
+
+class Part(NamedTuple):
+    """``values``: the numbers of parameter ``name`` (flat) from ``first`` on; ``kind``: its ``weights`` or one of its moments."""
+
+    kind: str
+    name: str
+    first: int
+    values: Tensor
 
 
 class Shard:
@@ -124,6 +133,34 @@ class ShardedOptimizer:
         self._inner.step(learning_rate)
         self._inner.zero_grad()
         self.sums.own = [None] * len(self.shards)
+        for pending in [shard.publish() for shard in self.shards]:
+            if pending is not None:
+                pending.wait()
+
+    def parts(self) -> Iterator[Part]:
+        """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its
+        moments."""
+        moments = self._inner.state().moments
+        for shard in self.shards:
+            for segment in shard.bucket.segments():
+                yield Part("weights", segment.name, segment.first, shard.own[segment.at : segment.at + segment.last - segment.first])
+                for kind in MOMENTS:
+                    if f"{kind}/{segment.name}" in moments:
+                        yield Part(kind, segment.name, segment.first, moments[f"{kind}/{segment.name}"])
+
+    @torch.no_grad()
+    def load_parts(self, parts: Iterable[Part], updates: int) -> None:
+        """Take over what ``parts`` of an optimizer that is cut alike gave; weights that every rank holds are brought to all."""
+        moments, weights = {}, {}
+        for part in parts:
+            if part.kind == "weights":
+                weights[part.name] = part.values
+            else:
+                moments[f"{part.kind}/{part.name}"] = part.values
+        self._inner.load_state(OptimizerState(moments, updates))
+        for shard in self.shards:
+            for segment in shard.bucket.segments():
+                shard.own[segment.at : segment.at + segment.last - segment.first].copy_(weights[segment.name])
         for pending in [shard.publish() for shard in self.shards]:
             if pending is not None:
                 pending.wait()

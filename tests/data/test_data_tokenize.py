@@ -17,9 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tandem.data.documents import DocumentFormat, divide, documents
 from tandem.data.shards import ShardReader
-from tandem.data.storage import StoredFile, open_storage
 from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
+from tandem.storage.files import StoredFile, open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 

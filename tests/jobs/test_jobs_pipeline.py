@@ -12,12 +12,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from sharded import tensors_of
 
 from tandem.data.documents import DocumentFormat
-from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.runtime.tracing import Span, read_trace
+from tandem.storage.files import open_storage
 
 STEPS = 5
 
@@ -82,12 +83,11 @@ def piped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def is_same_run(found: Path, wanted: Path) -> None:
     assert losses(found) == pytest.approx(losses(wanted), rel=1e-5)
-    held_out = [json.loads((folder / "run" / "checkpoints" / "step-4" / "trainer.json").read_text())["updates"] for folder in (found, wanted)]
-    assert held_out == [4, 4]
-    for name in (f"checkpoints/step-4/{file}.safetensors" for file in ("model", "optimizer")):
-        ours, theirs = load_file(found / "run" / name), load_file(wanted / "run" / name)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.allclose(ours[key], value, rtol=1e-3, atol=3e-4) for key, value in theirs.items()), name
+    saved = [folder / "run" / "checkpoints" / "step-4" for folder in (found, wanted)]
+    assert [json.loads((folder / "MANIFEST.json").read_text())["state"]["updates"] for folder in saved] == [4, 4]
+    ours, theirs = map(tensors_of, saved)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], value, rtol=1e-3, atol=3e-4) for key, value in theirs.items())
     ours, theirs = load_file(found / "run" / "model" / "model.safetensors"), load_file(wanted / "run" / "model" / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[key], value, atol=3e-4) for key, value in theirs.items())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from tandem.config.recipe import load_config
 from tandem.data.documents import DocumentFormat
 from tandem.data.mixture import Mixture
 from tandem.data.shard_files import ShardFiles
-from tandem.data.storage import open_storage
 from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import train
 from tandem.runtime.metrics import VOLATILE
+from tandem.storage.files import open_storage
 from tandem.types import UserError
+
+CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +176,47 @@ def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data:
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 0, error
     assert rows(tmp_path) == rows(undisturbed)
-    for name in ("model/model.safetensors", "checkpoints/step-12/optimizer.safetensors", "checkpoints/step-10/model.safetensors"):
+    for name in ("model/model.safetensors", *(f"checkpoints/step-{n}/{file}" for n in (10, 12) for file in CHECKPOINT_FILES)):
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes()
+
+
+def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "uploads"
+    sections = recipe(data, checkpoint={"every_steps": 100, "upload": str(target)}, registry={"path": str(tmp_path / "registry"), "name": "small"})
+    process = begin(tmp_path, sections)
+    path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+
+    def wait_for(is_there: Callable[[], bool]) -> None:
+        while not is_there():
+            assert time.monotonic() < ends and process.poll() is None
+            time.sleep(0.002)
+
+    wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") > 1)
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: any(name.name not in ("step-0",) for name in (tmp_path / "run" / "checkpoints").glob("step-*")))
+    process.send_signal(signal.SIGTERM)
+    status, out, error = finish(process)
+    assert (status, error) == (130, "tandem: interrupted\n") and "which is saved: 'tandem resume" in out
+    stopped = len(rows(tmp_path))
+    assert stopped < 12 and (tmp_path / "run" / "checkpoints" / f"step-{stopped}" / "COMMIT").is_file()
+    assert any("timing_s/checkpoint_stall" in line for line in path.read_text().splitlines())
+    shutil.rmtree(tmp_path / "run")
+    status, _, error = finish(command(tmp_path, "resume", "run", "--from", str(target)))
+    assert status == 0, error
+    assert rows(tmp_path) == rows(undisturbed)
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (undisturbed / "run/model/model.safetensors").read_bytes()
+    status, listed, error = finish(command(tmp_path, "models", "list", "--registry", "registry", "--json"))
+    assert status == 0, error
+    versions = [json.loads(line) for line in listed.splitlines()]
+    assert [v["version"] for v in versions] == list(range(1, len(versions) + 1)) and {stopped, 12} < {v["step"] for v in versions}
+    assert versions[-1]["path"] == str(tmp_path / "run" / "checkpoints" / "step-12") and len(versions[-1]["data"]) == 3
+    assert versions[-1]["metrics"]["train/loss"] == rows(undisturbed)[-1]["train/loss"] and "held_out/loss" in versions[-1]["metrics"]
+    status, _, error = finish(command(tmp_path, "resume", "other", "--from", str(tmp_path / "run" / "checkpoints")))
+    assert status == 2 and "holds no run" in error and len(error.splitlines()) == 1
+    sections = recipe(data, checkpoint={"upload": str(target)})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises(UserError, match="which holds a run's checkpoints"):
+        train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=second"]))
 
 
 def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undisturbed: Path, data: Path, tmp_path: Path) -> None:
@@ -210,6 +252,8 @@ def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path
         ({"data": {"sequence_length": 65}}, "more than the model's context of 64"),
         ({"data": {"sequnce_length": 5}}, "did you mean 'data.sequence_length'?"),
         ({"data": {"train": [{"path": "s3://x/y"}]}}, "in 'data.cache'"),
+        ({"checkpoint": {"every_minutes": -1}}, "'checkpoint.every_minutes' is -1"),
+        ({"checkpoint": {"upload": "nosuch://x"}}, "'nosuch://x' is no address"),
         ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
         ({"model": {"create": {"tokenizer": "nix"}}}, "has no tokenizer.json"),
         ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),

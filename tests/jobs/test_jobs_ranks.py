@@ -13,17 +13,24 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from sharded import is_same, tensors_of
 
 from tandem.config.recipe import load_config
 from tandem.data.documents import DocumentFormat
-from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
 from tandem.runtime.journal import Journal
 from tandem.runtime.metrics import VOLATILE
+from tandem.storage.files import open_storage
+from tandem.trainer.checkpoint.write import PHASES
 
 STEPS = 12
+SYNCHRONOUS = "--checkpoint.asynchronous=false"
+"""Where a test names the checkpoint that a death right after it finds."""
+TWO_HEADS = "--model.create.num_kv_heads=2"
+MESHES = ["--parallel.tensor=2 --parallel.data=2", "--parallel.tensor=2 --parallel.pipeline=2", "--parallel.tensor=2 --parallel.data=2 --parallel.zero=3"]
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +88,8 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_same_run(folder: Path, other: Path) -> bool:
-    files = ("model/model.safetensors", f"checkpoints/step-{STEPS}/optimizer.safetensors")
-    return rows(folder) == rows(other) and all((folder / "run" / f).read_bytes() == (other / "run" / f).read_bytes() for f in files)
+    model, saved = "run/model/model.safetensors", f"run/checkpoints/step-{STEPS}"
+    return rows(folder) == rows(other) and (folder / model).read_bytes() == (other / model).read_bytes() and is_same(folder / saved, other / saved)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,14 @@ def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     run(folder, data, "--parallel.data=2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_heads(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, and a model that two tensor-parallel ranks can share."""
+    folder = tmp_path_factory.mktemp("two_heads")
+    run(folder, data, TWO_HEADS)
     return folder
 
 
@@ -126,7 +141,7 @@ def shapes_in(path: Path) -> list[list[int]]:
 
 
 def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample(one: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
+    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.restart_budget (0)" in said
     resume(tmp_path / "run", overrides=["--parallel.data=1", "--parallel.zero=0"])
     assert is_curve_of(tmp_path, one)
@@ -135,9 +150,31 @@ def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample
     assert (changed["step"], changed["before"]["data"], changed["now"]["data"]) == (5, 2, 1)
 
 
+def test_tensor_parallel_ranks_save_their_parts_and_the_run_goes_on_in_one_process(two_heads: Path, data: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, data, TWO_HEADS, "--parallel.tensor=2", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:11", status=1)
+    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1]
+    saved = tmp_path / "run" / "checkpoints" / "step-10"
+    assert len(list(saved.glob("rank-*.safetensors"))) == 2
+    whole = {name: tuple(tensor.shape) for name, tensor in tensors_of(saved).items()}
+    assert whole == {name: tuple(tensor.shape) for name, tensor in tensors_of(two_heads / "run" / "checkpoints" / "step-10").items()}
+    resume(tmp_path / "run", overrides=["--parallel.tensor=1"])
+    assert is_curve_of(tmp_path, two_heads)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, two_heads: Path, data: Path, tmp_path: Path) -> None:
+    run(tmp_path, data, TWO_HEADS, *mesh.split())
+    assert is_curve_of(tmp_path, two_heads)
+    wanted, found = (load_file(folder / "run" / "model" / "model.safetensors") for folder in (two_heads, tmp_path))
+    assert all(torch.allclose(found[name], wanted[name], atol=3e-4) for name in wanted) and found.keys() == wanted.keys()
+    saved = tensors_of(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
+    assert all(torch.equal(saved[f"weights/{name}"], found[name]) for name in found)
+
+
 @pytest.mark.full
 def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: Path, tmp_path: Path) -> None:
-    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", "--fault=rank1:before:train:5", status=1)
+    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     again = ("--parallel.data=4", "--parallel.zero=2", "--fault=rank3:before:train:10")
     command(tmp_path, "resume", "run", *again, status=1)
     command(tmp_path, "resume", "run", "--parallel.data=1", "--parallel.zero=0")
@@ -158,15 +195,21 @@ def test_hung_rank_is_named_with_stacks_and_the_run_goes_on_to_the_same_bits(two
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("zero", [0, 3])
-def test_any_rank_killed_at_any_phase_leaves_the_same_bits(zero: int, rank: int, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["step", "checkpoint"])
+def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int, rank: int, data: Path, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "killed").mkdir()
-    run(tmp_path / "undisturbed", data, "--parallel.data=2", f"--parallel.zero={zero}")
+    mesh = ("--parallel.data=2", f"--parallel.zero={zero}", *(() if kind == "step" else ("--checkpoint.every_steps=1", SYNCHRONOUS)))
+    run(tmp_path / "undisturbed", data, *mesh)
     # No two in one step: a rank that is lost twice in a step is given up.
-    phases = ("load:0", "checkpoint:5", "train:6", "forward:7", "backward:8", "reduce:9", "optimizer:11", f"{'export' if zero else 'evaluate'}:{STEPS}")
-    places = [*(f"before:{phase}" for phase in phases), "after:train:4", "after:checkpoint:10"]
+    if kind == "step":
+        phases = ("load:0", "checkpoint:5", "train:6", "forward:7", "backward:8", "reduce:9", "optimizer:11", f"{'export' if zero else 'evaluate'}:{STEPS}")
+        places = [*(f"before:{phase}" for phase in phases), "after:train:4", "after:checkpoint:10"]
+    else:
+        moments = [f"{when}:checkpoint_{phase}" for phase in PHASES for when in ("before", "after")]
+        places = [f"{moment}:{step}" for step, moment in enumerate(moments, start=1)]
     faults = ",".join(f"rank{rank}:{place}" for place in places)
-    run(tmp_path / "killed", data, "--parallel.data=2", f"--parallel.zero={zero}", f"--fault={faults}", "--run.restart_budget=20")
+    run(tmp_path / "killed", data, *mesh, f"--fault={faults}", "--run.restart_budget=20")
     assert len(recoveries(tmp_path / "killed")) == len(places)
     assert is_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
@@ -190,6 +233,7 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
     [
         (["--parallel.data=8"], "'parallel.data' is 8 and a step has 7 sequences"),
         (["--parallel.data=0"], "it must be at least 1"),
+        (["--parallel.tensor=2"], "the model has 1 key-value heads"),
         (["--parallel.zero=1"], "there is one rank to cut between"),
         (["--parallel.data=2", "--parallel.zero=2", "--trainer.optimizer=muon"], "set it to adamw, or parallel.zero to 0"),
         (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),

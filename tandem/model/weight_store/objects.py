@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.storage.backend import connect
 from tandem.types import RunError, UserError
 
 WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
@@ -38,17 +39,8 @@ class RemoteFolder:
     AWS settings), or ``options`` for it. Raises ``UserError`` where that library is missing."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        import fsspec
-
         self.url = url.rstrip("/")
-        scheme = url.partition("://")[0]
-        try:
-            self._files, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **(options or {}))
-        except ImportError:
-            extra = "pip install 'tandem-rl[s3]'" if scheme == "s3" else f"install fsspec's library for {scheme}"
-            raise UserError(f"'{url}' needs a library that is not installed; {extra}") from None
-        except ValueError as error:
-            raise UserError(f"'{url}' cannot be read: {error}") from None
+        self._files, self._path = connect(self.url, options, is_cached=False)
 
     def list(self) -> tuple[RemoteFile, ...]:
         """The files that a model is read from, by name; folders in it are left out. Raises ``UserError`` where there is

@@ -6,13 +6,14 @@ rename, an object store by the end of its upload.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from tandem.storage.backend import connect, is_local, local_path
 from tandem.types import RunError, UserError
 
 
@@ -41,6 +42,14 @@ class Storage(Protocol):
         """Move the local file ``source`` to ``name``, which is replaced whole where it is there."""
         ...
 
+    def copy(self, name: str, source: Path) -> None:
+        """Copy the local file ``source`` to ``name``, which is replaced whole where it is there."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is not there is no error."""
+        ...
+
     def local(self, name: str) -> Path | None:
         """Where ``name`` lies on this machine, or ``None`` for a storage that is elsewhere."""
         ...
@@ -54,16 +63,29 @@ class Storage(Protocol):
 def open_storage(url: str, *, create: bool = False) -> Storage:
     """The storage at ``url``: a path, ``file://``, or a scheme of fsspec. With ``create`` a folder is made. Raises
     ``UserError`` where there is none."""
-    scheme, found, rest = url.partition("://")
-    if not found or scheme == "file":
-        return FolderStorage.at(Path(rest if found else url), create)
-    return _remote(url, scheme)
+    if is_local(url):
+        return FolderStorage.at(Path(local_path(url)), create)
+    backend, root = connect(url, is_cached=False)
+    return RemoteStorage(url, backend, root)
 
 
 def read(storage: Storage, name: str) -> bytes:
     """All of a file."""
     with storage.open(name) as file:
         return file.read()
+
+
+def read_blocks(storage: Storage, name: str, size: int = 4 << 20) -> Iterator[bytes]:
+    """A file in blocks of ``size`` bytes, the last one shorter. Raises ``FileNotFoundError``, and ``RunError`` where the storage fails."""
+    with _service(storage.url):
+        file = storage.open(name)
+    with file:
+        while True:
+            with _service(storage.url):
+                data = file.read(size)
+            if not data:
+                return
+            yield data
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +123,25 @@ class FolderStorage:
         return (self.root / name).open("rb")
 
     def put(self, name: str, source: Path) -> None:
+        self._bring(name, source, shutil.move)
+
+    def copy(self, name: str, source: Path) -> None:
+        self._bring(name, source, shutil.copyfile)
+
+    def _bring(self, name: str, source: Path, bring: Callable[[Path, Path], object]) -> None:
         target = self.root / name
         # Always the same name: what a killed writer left is written over by the one that repeats its work.
         fresh = target.parent / f".{target.name}.tmp"
         with _disk(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(source, fresh)
+            bring(source, fresh)
             descriptor = os.open(fresh, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
             fresh.replace(target)
+
+    def remove(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
 
     def local(self, name: str) -> Path | None:
         return self.root / name
@@ -149,9 +180,19 @@ class RemoteStorage:
         return file
 
     def put(self, name: str, source: Path) -> None:
+        self.copy(name, source)
+        source.unlink()
+
+    def copy(self, name: str, source: Path) -> None:
         with _service(self.url):
             self.backend.put_file(str(source), f"{self.root}/{name}")
-        source.unlink()
+
+    def remove(self, name: str) -> None:
+        with _service(self.url):
+            try:
+                self.backend.rm_file(f"{self.root}/{name}")
+            except FileNotFoundError:
+                return
 
     def local(self, name: str) -> Path | None:
         return None
@@ -166,21 +207,6 @@ def _passing_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _remote(url: str, scheme: str) -> RemoteStorage:
-    extra = "tandem-rl[s3]" if scheme in ("s3", "s3a") else "fsspec"
-    try:
-        import fsspec.core
-    except ImportError:
-        raise UserError(f"'{url}' needs fsspec, which is not installed; pip install '{extra}'") from None
-    try:
-        backend, root = fsspec.core.url_to_fs(url)
-    except ImportError:
-        raise UserError(f"'{url}' needs a package that is not installed; pip install '{extra}'") from None
-    except ValueError as error:
-        raise UserError(f"'{url}' is no address that can be read: {error}") from None
-    return RemoteStorage(url, backend, root.rstrip("/"))
-
-
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
     try:
@@ -193,7 +219,7 @@ def _disk(path: Path) -> Iterator[None]:
 def _service(url: str) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, RunError, UserError):
         raise
     except Exception as error:  # every backend has errors of its own
         text = " ".join(str(error).split())

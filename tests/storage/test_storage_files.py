@@ -1,56 +1,15 @@
 """Object storage: a folder and a real S3 server behave alike."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem.data.shard_files import ShardFiles
 from tandem.data.shards import ShardWriter
-from tandem.data.storage import open_storage, read
 from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizedDataset
+from tandem.storage.files import open_storage, read, read_blocks
 from tandem.types import RunError, UserError
-
-
-@pytest.fixture(scope="module")
-def s3_url() -> Iterator[str]:
-    """A bucket on a server that speaks S3, in a process of its own."""
-    for module in ("moto", "s3fs"):
-        pytest.importorskip(module, reason=f"{module} is not installed, so that S3 works is not shown here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    before = dict(os.environ)
-    os.environ.update(AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_DEFAULT_REGION="us-east-1")
-    try:
-        ends = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1).read()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < ends, "the S3 server did not start"
-                time.sleep(0.05)
-        import s3fs
-
-        s3fs.S3FileSystem().mkdir("tandem-test")
-        yield "s3://tandem-test/data"
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -77,6 +36,13 @@ def test_what_is_put_is_listed_and_read_back(url: str, tmp_path: Path) -> None:
         assert file.read() == b"\xff"
     with pytest.raises(FileNotFoundError):
         read(storage, "nothing")
+    (tmp_path / "local").write_bytes(b"copied")
+    storage.copy("c.txt", tmp_path / "local")
+    assert read(storage, "c.txt") == b"copied" == (tmp_path / "local").read_bytes()
+    assert list(read_blocks(storage, "c.txt", 4)) == [b"copi", b"ed"]
+    storage.remove("c.txt")
+    storage.remove("c.txt")
+    assert "c.txt" not in [file.name for file in storage.files()]
 
 
 def test_shards_elsewhere_are_brought_here_once_and_verified(url: str, tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Write a model in another layout of files, bit for bit.
+
+SRC is a Hugging Face folder, a checkpoint of ours (runs/NAME/checkpoints/step-N) or a Megatron checkpoint; which of them is seen from
+its files. DST is a new folder. For Megatron, --tensor, --pipeline and --expert say how it is cut; the config and the tokenizer, for
+which Megatron has no place, lie in DST/huggingface. Of a Megatron checkpoint without one the model is read from its args, or from
+--config.
+
+examples:
+  tandem convert runs/pretrain/checkpoints/step-300 models/small
+  tandem convert models/small models/small-megatron --to megatron --tensor 2 --pipeline 2
+  tandem convert models/small-megatron models/back --from megatron --to huggingface
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+LAYOUTS = ("huggingface", "megatron", "tandem")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a model or a checkpoint")
+    parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
+    parser.add_argument("--from", dest="of", choices=LAYOUTS, help="the layout of SRC; by default what its files say")
+    parser.add_argument("--to", choices=LAYOUTS[:2], default="huggingface", help="the layout of DST (default huggingface)")
+    for axis, what in (("tensor", "tensor-parallel ranks"), ("pipeline", "pipeline stages"), ("expert", "expert-parallel ranks")):
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{what} of a Megatron DST")
+    parser.add_argument("--spelling", choices=("transformer_engine", "local"), default="transformer_engine", help="of the names in a Megatron DST")
+    parser.add_argument("--config", type=Path, help="a folder with the config.json (and tokenizer) that SRC lacks")
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.jobs.convert import convert
+    from tandem.model.megatron.layout import MegatronMesh
+    from tandem.types import UserError
+
+    mesh = MegatronMesh(options.tensor, options.pipeline, options.expert)
+    if options.to != "megatron" and mesh != MegatronMesh():
+        raise UserError("--tensor, --pipeline and --expert cut a Megatron checkpoint; add --to megatron or leave them out")
+    done = convert(
+        Path(options.source), Path(options.target), of=options.of, to=options.to, mesh=mesh, spelling=options.spelling, config=options.config
+    )
+    if options.json:
+        print(json.dumps({"from": done.source, "to": done.target, "tensors": done.tensors, "numbers": done.numbers, "path": options.target}))
+    else:
+        print(f"{done.tensors} tensors of {done.numbers:,} numbers, {done.source} to {done.target}: {options.target}")
+    return 0

@@ -1,0 +1,118 @@
+"""The model registry: which versions there are, where they come from, and which one is in use.
+
+Committed checkpoints enter themselves where a recipe has a section 'registry'. A version is written NAME/3, NAME@production, or NAME
+for the newest. What is promoted to staging or production is kept by the registry when its run prunes it.
+
+examples:
+  tandem models list
+  tandem models list pretrain --registry runs/registry --json
+  tandem models show pretrain/3
+  tandem models promote pretrain/3 production
+  tandem models diff pretrain@production pretrain
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tandem.config.registry import RegistryConfig
+from tandem.model_registry.open import open_registry
+from tandem.model_registry.versions import STAGES, Registry, Version, differences, find, recipe_digest, stage_named
+
+DEFAULT = "runs/registry"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
+    every = argparse.ArgumentParser(add_help=False)
+    every.add_argument("--registry", default=DEFAULT, help=f"a registry's folder, or MLflow's address (default {DEFAULT})")
+    every.add_argument("--json", action="store_true", help="as JSON")
+
+    def action(name: str, text: str, example: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = actions.add_parser(
+            name, help=text, description=text, epilog=f"example: tandem models {example}", parents=[every]
+        )
+        return added
+
+    listed = action("list", "the versions, the newest last", "list pretrain")
+    listed.add_argument("name", nargs="?", default="", help="of one model only")
+    action("show", "all about one version", "show pretrain/3").add_argument("version", help="NAME/3, NAME@production or NAME")
+    promoted = action("promote", "put a version into a stage", "promote pretrain/3 production")
+    promoted.add_argument("version", help="NAME/3, NAME@staging or NAME")
+    promoted.add_argument("stage", help=f"one of {', '.join(STAGES)}")
+    compared = action("diff", "what differs between two versions", "diff pretrain@production pretrain/7")
+    compared.add_argument("left", help="NAME/3, NAME@production or NAME")
+    compared.add_argument("right", help="NAME/3, NAME@production or NAME")
+
+
+def run(options: argparse.Namespace) -> int:
+    is_uri = "://" in options.registry
+    registry = open_registry(RegistryConfig(path="" if is_uri else options.registry, uri=options.registry if is_uri else ""))
+    try:
+        print(_ACTIONS[options.action](registry, options))
+    finally:
+        registry.close()
+    return 0
+
+
+def _list(registry: Registry, options: argparse.Namespace) -> str:
+    found = registry.versions(options.name) if not options.name or registry.versions(options.name) else [find(registry, options.name)]
+    if options.json:
+        return "\n".join(json.dumps(version.to_json()) for version in found)
+    rows = [("VERSION", "STAGE", "STEP", "LOSS", "ENTERED", "WHERE")]
+    return _table(rows + [(v.reference, v.stage, str(v.entry.step), _loss(v), _when(v), _where(v)) for v in found])
+
+
+def _show(registry: Registry, options: argparse.Namespace) -> str:
+    version = find(registry, options.version)
+    if options.json:
+        return json.dumps(version.to_json(), indent=1)
+    entry = version.entry
+    rows = [
+        ("version", version.reference), ("stage", version.stage), ("entered", _when(version)), ("step", str(entry.step)),
+        ("where", _where(version)), ("weights", entry.digest), ("run", entry.run), ("parent", entry.parent or "made from the recipe"),
+        ("recipe", recipe_digest(entry.recipe)), *((f"data {name}", digest) for name, digest in entry.data.items()),
+        *((name, f"{value:.6g}") for name, value in sorted(entry.metrics.items())),
+    ]  # fmt: skip
+    return _table(rows)
+
+
+def _promote(registry: Registry, options: argparse.Namespace) -> str:
+    version = registry.promote(find(registry, options.version), stage_named(options.stage))
+    return json.dumps(version.to_json()) if options.json else f"{version.reference} is in {version.stage}: {version.entry.path}"
+
+
+def _diff(registry: Registry, options: argparse.Namespace) -> str:
+    left, right = find(registry, options.left), find(registry, options.right)
+    found = differences(left, right)
+    if options.json:
+        return json.dumps({"left": left.reference, "right": right.reference, "differences": [d._asdict() for d in found]})
+    if not found:
+        return f"{left.reference} and {right.reference} have the same weights, data, recipe and metrics"
+    shown = lambda value: "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return _table([("", left.reference, right.reference), *((d.what, shown(d.left), shown(d.right)) for d in found)])
+
+
+_ACTIONS: dict[str, Any] = {"list": _list, "show": _show, "promote": _promote, "diff": _diff}
+
+
+def _table(rows: list[Any]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _loss(version: Version) -> str:
+    metrics = version.entry.metrics
+    value = metrics.get("held_out/loss", metrics.get("train/loss"))
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _when(version: Version) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.created_s))
+
+
+def _where(version: Version) -> str:
+    path = version.entry.path
+    return path if Path(path).is_dir() else f"{path} (gone)"

@@ -1,0 +1,156 @@
+"""A model from one layout of files to another, bit for bit."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tandem.layout.boxes import whole_box
+from tandem.layout.shapes import ModelShapes, parameters
+from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface_config import config_json, read_json, read_shapes
+from tandem.model.megatron.arguments import shapes_of
+from tandem.model.megatron.files import TRACKER, open_megatron, read_megatron, write_megatron
+from tandem.model.megatron.layout import MegatronMesh, Spelling
+from tandem.model.safetensors_file import write_file
+from tandem.text.tokenizer import TOKENIZER_FILES
+from tandem.trainer.checkpoint.manifest import MANIFEST, Damaged, verify
+from tandem.trainer.checkpoint.model_state import WEIGHTS
+from tandem.trainer.checkpoint.read import Contents
+from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.types import RunError, UserError
+
+Layout = Literal["huggingface", "megatron", "tandem"]
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+INSIDE = "huggingface"
+"""The folder in a Megatron checkpoint that keeps what it has no place for: ``config.json`` and the tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A whole model: ``weights`` by Hugging Face name, ``companions`` (config and tokenizer files), the ``step`` it is of."""
+
+    shapes: ModelShapes
+    weights: Mapping[str, Tensor]
+    companions: tuple[Path, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """``tensors`` of ``numbers`` went from ``source`` to ``target``."""
+
+    source: Layout
+    target: Layout
+    tensors: int
+    numbers: int
+
+
+def layout_of(folder: Path) -> Layout:
+    """What kind of model ``folder`` holds. Raises ``UserError`` where it is none."""
+    if not folder.is_dir():
+        raise UserError(f"'{folder}' is no folder; name a model or a checkpoint")
+    if (folder / MANIFEST).is_file():
+        return "tandem"
+    if (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*")):
+        return "megatron"
+    if (folder / "config.json").is_file():
+        return "huggingface"
+    raise UserError(f"'{folder}' has no {MANIFEST}, no {TRACKER} and no config.json; name a model or a checkpoint")
+
+
+def convert(
+    source: Path, target: Path, *, of: Layout | None = None, to: Layout, mesh: MegatronMesh | None = None,
+    spelling: Spelling = "transformer_engine", config: Path | None = None,
+) -> Converted:
+    """Write ``source`` in the layout ``to`` as the new folder ``target``, which gets its name when all is written. ``config``: a folder
+    with the ``config.json`` (and tokenizer) that ``source`` lacks. Raises ``UserError`` for what cannot be read or cut so."""
+    if target.exists():
+        raise UserError(f"'{target}' exists and is not overwritten; choose another folder or remove it")
+    of = of or layout_of(source)
+    model = _READERS[of](source, config)
+    mesh = mesh or MegatronMesh()
+    if to == "megatron":
+        mesh.check(model.shapes)
+    fresh = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        fresh.mkdir(parents=True)
+        if to == "megatron":
+            write_megatron(fresh, model.shapes, model.weights, mesh, spelling, model.step)
+            _companions(model, fresh / INSIDE)
+        else:
+            write_file(fresh / "model.safetensors", ((name, model.weights[name]) for name, _ in parameters(model.shapes)))
+            _companions(model, fresh)
+        fresh.rename(target)
+    except OSError as error:
+        raise RunError(f"'{target}' cannot be written: {error.strerror or error}; make room or name another folder") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Converted(of, to, len(model.weights), sum(tensor.numel() for tensor in model.weights.values()))
+
+
+def _companions(model: Source, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for companion in model.companions:
+        shutil.copyfile(companion, folder / companion.name)
+    if not (folder / "config.json").is_file():
+        dtype = str(model.weights["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+        content = {**config_json(model.shapes), "dtype": dtype, "torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return tuple(folder / name for name in COMPANIONS if (folder / name).is_file())
+
+
+def _from_huggingface(folder: Path, config: Path | None) -> Source:
+    shapes = read_shapes(config or folder)
+    if read_json((config or folder) / "config.json").get("quantization_config") is not None:
+        raise UserError(f"'{folder}' is quantised, which has no other layout; take the float checkpoint")
+    given = {name: tensor for name, tensor in read_tensors(folder) if not name.endswith("rotary_emb.inv_freq")}
+    if shapes.tie_embeddings and torch.equal(given.get("lm_head.weight", torch.empty(0)), given.get("model.embed_tokens.weight", torch.empty(0))):
+        given.pop("lm_head.weight", None)
+    return Source(shapes, _checked(folder, shapes, given), _files(config or folder), 0)
+
+
+def _from_megatron(folder: Path, config: Path | None) -> Source:
+    checkpoint = open_megatron(folder)
+    inside = checkpoint.folder.parent / INSIDE
+    known = config or (inside if (inside / "config.json").is_file() else None)
+    shapes = read_shapes(known) if known is not None else shapes_of(checkpoint.arguments)
+    return Source(shapes, read_megatron(checkpoint, shapes), _files(known) if known is not None else (), checkpoint.iteration)
+
+
+def _from_tandem(folder: Path, config: Path | None) -> Source:
+    try:
+        manifest, _ = verify(folder)
+    except Damaged as error:
+        raise UserError(f"the checkpoint '{folder}' cannot be read: {error}; take another one") from None
+    shapes, contents = read_shapes(config or folder), Contents(folder, manifest)
+    shards = []
+    for key in contents.held:
+        if key.state == WEIGHTS:
+            size, dtype = contents.whole(key)
+            shards.append(Shard(Key(WEIGHTS, key.name), size, whole_box(size), torch.empty(size, dtype=dtype)))
+    contents.read(shards)
+    return Source(shapes, _checked(folder, shapes, {shard.key.name: shard.tensor for shard in shards}), _files(config or folder), manifest.step)
+
+
+def _checked(folder: Path, shapes: ModelShapes, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``given`` in the model's own order. Raises ``UserError`` where it is not the model that its config describes."""
+    wanted = dict(parameters(shapes))
+    for name in [*wanted, *given]:
+        if name not in given or name not in wanted:
+            raise UserError(f"'{folder}' {'lacks' if name in wanted else 'has an unknown'} tensor '{name}'; its config.json is of another model")
+        if tuple(given[name].shape) != tuple(wanted[name]):
+            raise UserError(f"'{name}' in '{folder}' is {list(given[name].shape)}; its config.json asks for {list(wanted[name])}")
+    return {name: given[name] for name in wanted}
+
+
+_READERS = {"huggingface": _from_huggingface, "megatron": _from_megatron, "tandem": _from_tandem}

@@ -1,0 +1,96 @@
+"""Rectangular parts of a tensor, as plain data: what a rank holds of a whole. Imports no torch."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """The elements with ``start[i] <= index[i] < stop[i]`` along every axis i of a whole tensor."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, outer: "Box") -> "Box":
+        """The same elements, counted from the corner of ``outer``."""
+        shift = lambda corner: tuple(a - b for a, b in zip(corner, outer.start, strict=True))
+        return Box(shift(self.start), shift(self.stop))
+
+    def moved(self, start: tuple[int, ...]) -> "Box":
+        """The same elements where the corner they are counted from stands at ``start``."""
+        move = lambda corner: tuple(a + b for a, b in zip(corner, start, strict=True))
+        return Box(move(self.start), move(self.stop))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The elements in both, ``None`` where there are none."""
+    found = Box(tuple(map(max, a.start, b.start)), tuple(map(min, a.stop, b.stop)))
+    return found if all(size > 0 for size in found.shape) else None
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements ``start .. stop - 1`` of a tensor's row-major memory as boxes, in the order of that memory: at most
+    2 n - 1 of them for n axes."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,), (stop,)) if shape else Box((), ())
+        return
+    inner = shape[1:]
+    size = math.prod(inner)
+
+    def of_one_row(row: int, first: int, last: int) -> Iterator[Box]:
+        for box in boxes_of_range(inner, first, last):
+            yield Box((row, *box.start), (row + 1, *box.stop))
+
+    first, last = start // size, stop // size
+    if first == last:
+        yield from of_one_row(first, start % size, stop % size)
+        return
+    if start % size:
+        yield from of_one_row(first, start % size, size)
+        first += 1
+    if first < last:
+        yield Box((first,) + (0,) * len(inner), (last, *inner))
+    if stop % size:
+        yield from of_one_row(last, 0, stop % size)
+
+
+def is_covered(box: Box, parts: Iterable[Box]) -> bool:
+    """Whether every element of ``box`` is in one of ``parts``."""
+    left = [box]
+    for part in parts:
+        left = [rest for found in left for rest in difference(found, part)]
+    return not left
+
+
+def difference(box: Box, part: Box) -> Iterator[Box]:
+    """``box`` without ``part``, as boxes: what lies before and after it along each axis in turn."""
+    common = intersection(box, part)
+    if common is None:
+        if box.numel:
+            yield box
+        return
+    start, stop = list(box.start), list(box.stop)
+    for axis in range(len(start)):
+        if start[axis] < common.start[axis]:
+            yield Box(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :]))
+        if common.stop[axis] < stop[axis]:
+            yield Box((*start[:axis], common.stop[axis], *start[axis + 1 :]), tuple(stop))
+        start[axis], stop[axis] = common.start[axis], common.stop[axis]

@@ -1,0 +1,203 @@
+"""Megatron's checkpoint folders in and out: ``iter_NNNNNNN`` or ``release``, a folder and a pickled file a rank.
+
+Nothing in a file is run: it is read with ``weights_only``, and what Megatron's own classes would be in its ``args`` becomes an empty
+stand-in.
+"""
+
+import hashlib
+import pickle
+import re
+import zipfile
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.layout.shapes import ModelShapes, parameters
+from tandem.model.megatron.arguments import arguments_of, mesh_of
+from tandem.model.megatron.layout import Entry, MegatronMesh, MegatronRank, Spelling, entries
+from tandem.types import UserError
+
+FILE, TRACKER, SUMS, RANK = "model_optim_rng.pt", "latest_checkpointed_iteration.txt", "SHA256SUMS", "tandem_rank"
+
+
+def write_megatron(
+    folder: Path, shapes: ModelShapes, weights: Mapping[str, Tensor], mesh: MegatronMesh, spelling: Spelling, iteration: int
+) -> None:
+    """Fill ``folder`` with a checkpoint of ``weights`` (whole, by Hugging Face name); ``iteration`` 0 is a release."""
+    mesh.check(shapes)
+    name = f"iter_{iteration:07d}" if iteration else "release"
+    dtype = weights["model.embed_tokens.weight"].dtype
+    arguments = arguments_of(shapes, mesh, dtype, iteration)
+    sums = []
+    for rank in mesh.ranks():
+        model = {}
+        for entry in entries(shapes, mesh, rank, spelling):
+            part = entry.join([weights[of] for of in entry.names], rank.tensor, mesh.tensor)
+            # A copy: a view would be saved with all of the memory that it looks into.
+            model[entry.name] = part.clone(memory_format=torch.contiguous_format)
+        path = folder / name / mesh.folder(rank) / FILE
+        path.parent.mkdir(parents=True)
+        torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": iteration, "model": model, RANK: tuple(rank)}, path)
+        with path.open("rb") as file:
+            sums.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
+    (folder / SUMS).write_text("".join(sums), encoding="ascii")
+    (folder / TRACKER).write_text(f"{iteration or 'release'}\n", encoding="ascii")
+
+
+class MegatronCheckpoint(NamedTuple):
+    """``folder`` holds the rank folders. ``arguments``: those of its first file."""
+
+    folder: Path
+    mesh: MegatronMesh
+    arguments: Namespace | None
+    iteration: int
+
+
+def open_megatron(folder: Path) -> MegatronCheckpoint:
+    """The checkpoint in ``folder`` (the one that its tracker names, or ``folder`` itself). Raises ``UserError`` where it is none or a
+    rank's file is missing."""
+    inner = folder
+    if (folder / TRACKER).is_file():
+        named = (folder / TRACKER).read_text(encoding="ascii", errors="replace").strip()
+        inner = folder / ("release" if named == "release" else f"iter_{int(named):07d}" if named.isdigit() else named)
+    found = {m[0]: m for path in inner.glob("mp_rank_*") if (m := re.fullmatch(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?", path.name))}
+    if not found:
+        raise UserError(f"'{inner}' holds no mp_rank_* folders; name a Megatron checkpoint")
+    first = inner / min(found) / FILE
+    content = _load(first)
+    arguments = content.get("args")
+    if isinstance(arguments, Namespace):
+        mesh = mesh_of(arguments)
+    else:
+        arguments, columns = None, [[int(match[i] or 0) for match in found.values()] for i in (1, 2, 3)]
+        mesh = MegatronMesh(*(max(column) + 1 for column in columns))
+    missing = [name for name in map(mesh.folder, mesh.ranks()) if not (inner / name / FILE).is_file()]
+    if missing:
+        raise UserError(f"'{inner / missing[0] / FILE}' is missing; the checkpoint has {mesh.tensor} x {mesh.pipeline} x {mesh.expert} ranks")
+    return MegatronCheckpoint(inner, mesh, arguments, int(content.get("iteration") or 0))
+
+
+def read_megatron(checkpoint: MegatronCheckpoint, shapes: ModelShapes) -> dict[str, Tensor]:
+    """Every tensor by its Hugging Face name. Raises ``UserError`` in one line for a file that is damaged, a tensor that is missing, of
+    another shape or unknown, and files that do not belong together."""
+    mesh = checkpoint.mesh
+    mesh.check(shapes)
+    _check_sums(checkpoint.folder)
+    wanted = dict(parameters(shapes))
+    weights: dict[str, Tensor] = {}
+    for pipeline in range(mesh.pipeline):
+        for expert in range(mesh.expert):
+            models = [_model(checkpoint, MegatronRank(tensor, pipeline, expert)) for tensor in range(mesh.tensor)]
+            where = checkpoint.folder / mesh.folder(MegatronRank(0, pipeline, expert)) / FILE
+            for entry in _spelled(shapes, mesh, MegatronRank(0, pipeline, expert), models[0]):
+                parts = []
+                for tensor, model in enumerate(models):
+                    path = checkpoint.folder / mesh.folder(MegatronRank(tensor, pipeline, expert)) / FILE
+                    if entry.name not in model:
+                        raise UserError(f"'{path}' has no '{entry.name}'; it is not the file of this rank, or of another model")
+                    parts.append(model.pop(entry.name))
+                _check_parts(entry, parts, shapes, wanted, where)
+                for name, tensor_ in zip(entry.names, entry.split(parts), strict=True):
+                    _keep(weights, name, tensor_, wanted, where)
+            for tensor, model in enumerate(models):
+                left = sorted(name for name in model if not name.endswith("_extra_state"))
+                if left:
+                    path = checkpoint.folder / mesh.folder(MegatronRank(tensor, pipeline, expert)) / FILE
+                    raise UserError(f"'{path}' has '{left[0]}', which no model here has; it is not the file of this rank, or of another model")
+    return {name: weights[name] for name in wanted}
+
+
+def _spelled(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, model: Mapping[str, Tensor]) -> list[Entry]:
+    spelling: Spelling = "transformer_engine" if any(name.endswith("linear_qkv.layer_norm_weight") for name in model) else "local"
+    grouped = any(re.search(r"\.experts\.linear_fc1\.weight\d+$", name) for name in model)
+    return list(entries(shapes, mesh, rank, spelling, grouped))
+
+
+def _check_parts(entry: Entry, parts: list[Tensor], shapes: ModelShapes, wanted: Mapping[str, tuple[int, ...]], where: Path) -> None:
+    if any(part.shape != parts[0].shape or part.dtype != parts[0].dtype for part in parts):
+        raise UserError(f"'{entry.name}' has another shape or dtype in a neighbour of '{where}'; the files do not belong together")
+    if entry.is_replicated and not all(torch.equal(part, parts[0]) for part in parts):
+        raise UserError(f"'{entry.name}' differs between the tensor-parallel ranks beside '{where}'; the files do not belong together")
+    # What the parts of this size come to, before anything is cut out of them.
+    sizes = [torch.Size(wanted[name]) for name in entry.names]
+    count = sum(part.numel() for part in parts[: 1 if entry.is_replicated else None])
+    is_padded = entry.names[0] in ("model.embed_tokens.weight", "lm_head.weight")
+    needed = sum(size.numel() for size in sizes)
+    if (count < needed if is_padded else count != needed) or parts[0].shape[1:].numel() != _inner(entry, sizes[0], len(parts)):
+        raise UserError(
+            f"'{entry.name}' is {list(parts[0].shape)} on each of {len(parts)} ranks in '{where}', which does not make "
+            f"{' and '.join(str(list(size)) for size in sizes)} of {', '.join(entry.names)}; it is of another model"
+        )
+
+
+def _inner(entry: Entry, size: torch.Size, ranks: int) -> int:
+    by_columns = re.search(r"(linear_proj|linear_fc2)\.weight\d*$", entry.name)
+    return size[1:].numel() // (ranks if by_columns else 1)
+
+
+def _keep(weights: dict[str, Tensor], name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], where: Path) -> None:
+    if tuple(tensor.shape) != tuple(wanted[name]):
+        raise UserError(f"'{where}' makes '{name}' {list(tensor.shape)}; the model's is {list(wanted[name])}")
+    if name in weights and not torch.equal(weights[name], tensor):
+        # What stands in several files: all but the experts of expert-parallel ranks, and a tied embedding.
+        raise UserError(f"'{name}' in '{where}' is not what the other ranks have; the files do not belong together")
+    weights[name] = tensor
+
+
+def _model(checkpoint: MegatronCheckpoint, rank: MegatronRank) -> dict[str, Tensor]:
+    path = checkpoint.folder / checkpoint.mesh.folder(rank) / FILE
+    content = _load(path)
+    if RANK in content and tuple(content[RANK]) != tuple(rank):
+        raise UserError(f"'{path}' is the file of rank {tuple(content[RANK])} (tensor, pipeline, expert); the files are mixed up")
+    if int(content.get("iteration") or 0) != checkpoint.iteration:
+        raise UserError(f"'{path}' is of iteration {content.get('iteration')}, the first file of {checkpoint.iteration}; the files do not belong together")
+    if "model0" in content:
+        raise UserError(f"'{path}' is of an interleaved pipeline (model0, model1, ...), which is not read; save it with one chunk a stage")
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise UserError(f"'{path}' has no 'model'; it is no Megatron checkpoint")
+    return {name: value for name, value in model.items() if isinstance(value, Tensor) or not str(name).endswith("_extra_state")}
+
+
+class _StandIn:
+    """In place of an object of a class that is not here; it keeps nothing of it."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        foreign = [name for name in unknown if name != "argparse.Namespace"]
+        strange = [name for name in foreign if not name.startswith(("megatron.", "transformer_engine.", "signal.", "enum."))]
+        if strange:
+            raise UserError(f"'{path}' holds an object of '{strange[0]}', which is not read; save its weights and args alone")
+        with torch.serialization.safe_globals([Namespace, *((_StandIn, name) for name in foreign)]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(f"'{path}' is missing") from None
+    except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"'{path}' is damaged or cut short ({' '.join(str(error).split())[:120]}); copy it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' holds no state; it is no Megatron checkpoint")
+    return content
+
+
+def _check_sums(folder: Path) -> None:
+    """Compare every file with ``SHA256SUMS``, where the checkpoint has it."""
+    path = folder.parent / SUMS
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        if not (folder.parent / name).is_file():
+            raise UserError(f"'{folder.parent / name}' is missing, which {SUMS} names; copy it again")
+        with (folder.parent / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise UserError(f"'{folder.parent / name}' does not have the digest that {SUMS} names; copy it again")

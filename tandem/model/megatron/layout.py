@@ -1,0 +1,184 @@
+"""Megatron-Core's names and cuts of a decoder, as its checkpoint converters publish them (NVIDIA/Megatron-LM, ``tools/checkpoint``).
+
+A rank's file holds its part of every tensor under a name with the layer's number on its pipeline stage:
+
+- ``self_attention.linear_qkv`` stacks, for each query group, the rows of its queries, its key and its value;
+- ``mlp.linear_fc1`` of a tensor-parallel rank stacks its rows of gate on its rows of up;
+- ``linear_proj`` and ``linear_fc2`` are cut by columns, everything else that is cut by rows;
+- the vocabulary is padded with copies of its last row; a tied embedding stands a second time, as the head, on the last of several
+  stages;
+- experts are dealt in runs to expert-parallel ranks and numbered from 0 on each.
+
+Two spellings exist: Transformer Engine's fused layers keep a norm's weight inside of the linear layer that follows it, the local
+ones outside of it. Experts have numbers in the name (``local_experts``) or behind it (grouped: ``linear_fc1.weight3``)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.layout.shapes import EXPERT_NAMES, ModelShapes
+from tandem.types import UserError
+
+Spelling = Literal["transformer_engine", "local"]
+VOCABULARY_MULTIPLE = 128
+"""Megatron's default ``make_vocab_size_divisible_by``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronMesh:
+    """How many ranks along each axis."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def check(self, shapes: ModelShapes) -> None:
+        """Raise ``UserError`` for a model that these ranks do not divide."""
+        counts = [
+            ("tensor", self.tensor, "query groups (num_key_value_heads)", shapes.num_kv_heads),
+            ("tensor", self.tensor, "intermediate_size", shapes.intermediate_size),
+            ("pipeline", self.pipeline, "layers", shapes.num_layers),
+        ]
+        if shapes.experts is not None:
+            counts.append(("tensor", self.tensor, "experts' intermediate_size", shapes.experts.intermediate_size))
+        for axis, size, what, count in counts:
+            if size < 1 or count % size:
+                raise UserError(f"--{axis} is {size}, which does not divide the model's {count} {what}; choose a divisor")
+        experts = shapes.experts.num_experts if shapes.experts else 0
+        if self.expert < 1 or (self.expert > 1 and (not experts or experts % self.expert)):
+            raise UserError(f"--expert is {self.expert}, and the model has {experts or 'no'} experts; choose a divisor of that")
+
+    def ranks(self) -> "Iterator[MegatronRank]":
+        """Every rank that has a file, tensor-parallel neighbours together."""
+        for pipeline in range(self.pipeline):
+            for expert in range(self.expert):
+                for tensor in range(self.tensor):
+                    yield MegatronRank(tensor, pipeline, expert)
+
+    def folder(self, rank: "MegatronRank") -> str:
+        """``mp_rank_TT[_PPP[_EEE]]``: an axis of one rank is not named."""
+        name = f"mp_rank_{rank.tensor:02d}"
+        name += f"_{rank.pipeline:03d}" if self.pipeline > 1 else ""
+        return name + (f"_{rank.expert:03d}" if self.expert > 1 else "")
+
+
+class MegatronRank(NamedTuple):
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+def padded_vocabulary(shapes: ModelShapes, tensor: int) -> int:
+    """Rows of the padded embedding: a multiple of ``VOCABULARY_MULTIPLE`` on every rank."""
+    multiple = VOCABULARY_MULTIPLE * tensor
+    return -(-shapes.vocab_size // multiple) * multiple
+
+
+class Entry(NamedTuple):
+    """One tensor of a rank's file: ``names`` are its Hugging Face parts, ``join`` makes the whole Megatron tensor of the whole parts,
+    cut for tensor-parallel rank t of n; ``split`` takes the parts of all ranks apart again. ``is_replicated``: the same on every
+    tensor-parallel rank. ``is_expert``: of one expert-parallel rank."""
+
+    name: str
+    names: tuple[str, ...]
+    join: Callable[[list[Tensor], int, int], Tensor]
+    split: Callable[[list[Tensor]], list[Tensor]]
+    is_replicated: bool = False
+    is_expert: bool = False
+
+
+def entries(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, spelling: Spelling, grouped: bool = False) -> Iterator[Entry]:
+    """What the file of ``rank`` holds. ``grouped``: experts as grouped layers spell them."""
+    per_stage = shapes.num_layers // mesh.pipeline
+    if rank.pipeline == 0:
+        yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", shapes)
+    for local in range(per_stage):
+        layer = rank.pipeline * per_stage + local
+        yield from _layer(shapes, mesh, rank, f"decoder.layers.{local}.", f"model.layers.{layer}.", layer, spelling, grouped)
+    if rank.pipeline == mesh.pipeline - 1:
+        yield _same("decoder.final_layernorm.weight", "model.norm.weight")
+        if not shapes.tie_embeddings:
+            yield _vocabulary("output_layer.weight", "lm_head.weight", shapes)
+        elif mesh.pipeline > 1:
+            yield _vocabulary("output_layer.weight", "model.embed_tokens.weight", shapes)
+
+
+def _layer(
+    shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, to: str, of: str, layer: int, spelling: Spelling, grouped: bool
+) -> Iterator[Entry]:
+    fused = spelling == "transformer_engine"
+    experts = shapes.experts_of(layer)
+    yield _same(f"{to}self_attention.linear_qkv.layer_norm_weight" if fused else f"{to}input_layernorm.weight", f"{of}input_layernorm.weight")
+    for kind, is_there in (("weight", True), ("bias", shapes.attention_bias)):
+        if is_there:
+            yield _qkv(f"{to}self_attention.linear_qkv.{kind}", tuple(f"{of}self_attn.{p}_proj.{kind}" for p in "qkv"), shapes)
+    yield _columns(f"{to}self_attention.linear_proj.weight", f"{of}self_attn.o_proj.weight")
+    if shapes.output_bias:
+        yield _same(f"{to}self_attention.linear_proj.bias", f"{of}self_attn.o_proj.bias")
+    if shapes.qk_norm:
+        yield _same(f"{to}self_attention.q_layernorm.weight", f"{of}self_attn.q_norm.weight")
+        yield _same(f"{to}self_attention.k_layernorm.weight", f"{of}self_attn.k_norm.weight")
+    inside = fused and experts is None
+    yield _same(f"{to}mlp.linear_fc1.layer_norm_weight" if inside else f"{to}pre_mlp_layernorm.weight", f"{of}post_attention_layernorm.weight")
+    if experts is None:
+        for kind, is_there in (("weight", True), ("bias", shapes.mlp_bias)):
+            if is_there:
+                yield _gated(f"{to}mlp.linear_fc1.{kind}", (f"{of}mlp.gate_proj.{kind}", f"{of}mlp.up_proj.{kind}"))
+        yield _columns(f"{to}mlp.linear_fc2.weight", f"{of}mlp.down_proj.weight")
+        if shapes.mlp_bias:
+            yield _same(f"{to}mlp.linear_fc2.bias", f"{of}mlp.down_proj.bias")
+        return
+    names = EXPERT_NAMES[shapes.architecture]
+    yield _same(f"{to}mlp.router.weight", f"{of}{names.router}.weight")
+    held = experts.num_experts // mesh.expert
+    for local in range(held):
+        spelled = f"linear_fc{{}}.weight{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.weight"
+        gate, up, down = (f"{of}{name.format(rank.expert * held + local)}.weight" for name in (names.gate, names.up, names.down))
+        yield _gated(f"{to}mlp.experts.{spelled.format(1)}", (gate, up))._replace(is_expert=True)
+        yield _columns(f"{to}mlp.experts.{spelled.format(2)}", down)._replace(is_expert=True)
+
+
+def _same(name: str, of: str) -> Entry:
+    return Entry(name, (of,), lambda parts, rank, size: parts[0], lambda found: [found[0]], is_replicated=True)
+
+
+def _columns(name: str, of: str) -> Entry:
+    return Entry(name, (of,), lambda parts, rank, size: parts[0].chunk(size, dim=1)[rank], lambda found: [torch.cat(found, dim=1)])
+
+
+def _gated(name: str, of: tuple[str, ...]) -> Entry:
+    def join(parts: list[Tensor], rank: int, size: int) -> Tensor:
+        return torch.cat([part.chunk(size)[rank] for part in parts])
+
+    def split(found: list[Tensor]) -> list[Tensor]:
+        halves = [part.chunk(2) for part in found]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+
+    return Entry(name, of, join, split)
+
+
+def _qkv(name: str, of: tuple[str, ...], shapes: ModelShapes) -> Entry:
+    groups, head = shapes.num_kv_heads, shapes.head_dim
+    queries = shapes.num_heads // groups * head
+
+    def join(parts: list[Tensor], rank: int, size: int) -> Tensor:
+        grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1).chunk(size)[rank]
+
+    def split(found: list[Tensor]) -> list[Tensor]:
+        grouped = torch.cat(found).unflatten(0, (groups, queries + 2 * head))
+        return [part.flatten(0, 1).contiguous() for part in grouped.split((queries, head, head), dim=1)]
+
+    return Entry(name, of, join, split)
+
+
+def _vocabulary(name: str, of: str, shapes: ModelShapes) -> Entry:
+    def join(parts: list[Tensor], rank: int, size: int) -> Tensor:
+        rows = padded_vocabulary(shapes, size)
+        padding = parts[0][-1:].expand(rows - parts[0].shape[0], -1)
+        return torch.cat([parts[0], padding]).chunk(size)[rank]
+
+    return Entry(name, (of,), join, lambda found: [torch.cat(found)[: shapes.vocab_size]])

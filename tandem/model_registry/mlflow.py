@@ -1,0 +1,99 @@
+"""MLflow's model registry behind the same calls. A version's stage is an alias there, which MLflow has in place of its former stages;
+lineage and metrics are tags."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tandem.model_registry.versions import NewVersion, Stage, Version, stage_named
+from tandem.types import RunError, UserError
+
+_PREFIX = "tandem."
+
+
+class MlflowRegistry:
+    """The registry at MLflow's tracking address ``uri``. Raises ``UserError`` where the package is not installed."""
+
+    def __init__(self, uri: str) -> None:
+        try:
+            from mlflow import MlflowClient
+        except ImportError:
+            raise UserError(f"the registry '{uri}' needs MLflow, which is not installed; pip install 'tandem-rl[mlflow]'") from None
+        self._uri = uri
+        with _one_line(uri):
+            self._client: Any = MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def register(self, entry: NewVersion) -> Version:
+        there = [version for version in self.versions(entry.name) if version.entry.digest == entry.digest]
+        if there:
+            return there[0]
+        with _one_line(self._uri):
+            if not self._client.search_registered_models(f"name = '{entry.name}'"):
+                self._client.create_registered_model(entry.name)
+            tags = {f"{_PREFIX}{name}": value for name, value in _tags(entry).items()}
+            found = self._client.create_model_version(entry.name, source=entry.path, tags={**tags, f"{_PREFIX}stage": "none"})
+        return _version(found)
+
+    def versions(self, name: str = "") -> list[Version]:
+        with _one_line(self._uri):
+            found: list[Any] = []
+            token = None
+            while True:
+                page = self._client.search_model_versions(f"name = '{name}'" if name else None, max_results=200, page_token=token)
+                found += page
+                token = page.token
+                if not token:
+                    break
+        ours = (version for version in found if f"{_PREFIX}digest" in version.tags)
+        return sorted(map(_version, ours), key=lambda version: (version.entry.name, version.number))
+
+    def promote(self, version: Version, stage: Stage) -> Version:
+        name = version.entry.name
+        with _one_line(self._uri):
+            if stage == "production":
+                for former in self.versions(name):
+                    if former.stage == "production" and former.number != version.number:
+                        self._set(former, "archived")
+            self._set(version, stage)
+        return replace(version, stage=stage)
+
+    def _set(self, version: Version, stage: Stage) -> None:
+        name, number = version.entry.name, str(version.number)
+        for alias, held in self._client.get_registered_model(name).aliases.items():
+            if alias in ("staging", "production") and str(held) == number:
+                self._client.delete_registered_model_alias(name, alias)
+        if stage in ("staging", "production"):
+            self._client.set_registered_model_alias(name, stage, number)
+        self._client.set_model_version_tag(name, number, f"{_PREFIX}stage", stage)
+
+
+def _tags(entry: NewVersion) -> dict[str, str]:
+    return {
+        "digest": entry.digest, "step": str(entry.step), "run": entry.run, "parent": entry.parent, "recipe": json.dumps(dict(entry.recipe)),
+        "data": json.dumps(dict(entry.data)), "metrics": json.dumps(dict(entry.metrics)),
+    }  # fmt: skip
+
+
+def _version(found: Any) -> Version:
+    tags: Mapping[str, str] = {key.removeprefix(_PREFIX): value for key, value in found.tags.items()}
+    entry = NewVersion(
+        found.name, found.source, tags["digest"], int(tags["step"]), tags["run"], json.loads(tags["recipe"]), json.loads(tags["data"]),
+        tags["parent"], json.loads(tags["metrics"]),
+    )  # fmt: skip
+    return Version(int(found.version), stage_named(tags["stage"]), found.creation_timestamp / 1000, entry)
+
+
+@contextmanager
+def _one_line(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # MLflow raises errors of every library below it
+        text = " ".join(str(error).split())
+        raise RunError(f"MLflow at '{uri}' does not answer as it should: {type(error).__name__}: {text[:300]}") from None

@@ -1,0 +1,65 @@
+"""Which checkpoint to go on from, and which ones to let go."""
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from tandem.runtime.agreement import gather_values
+from tandem.runtime.communicator import Communicator
+from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_manifest, verify
+from tandem.trainer.commit import discard, sweep
+from tandem.trainer.save import committed_steps
+
+logger = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """A whole checkpoint."""
+
+    step: int
+    folder: Path
+    digest: str
+    manifest: Manifest
+
+
+def newest_whole(checkpoints: Path, ranks: Communicator, at_most: int | None = None) -> Found | None:
+    """The newest checkpoint of which every byte is as it was written, of step ``at_most`` or before; the ranks share the reading
+    and find the same. Damaged ones are named in the log and skipped."""
+    [steps, *_] = gather_values(ranks, committed_steps(checkpoints), "the checkpoints that there are")
+    for step in reversed(steps):
+        if at_most is not None and step > at_most:
+            continue
+        folder = checkpoints / f"step-{step}"
+        found, trouble = None, None
+        try:
+            found = verify(folder, ranks.rank, ranks.size)
+        except Damaged as error:
+            trouble = str(error)
+        troubles = gather_values(ranks, trouble, f"the checkpoint of step {step}")
+        if found is not None and not any(troubles):
+            return Found(step, folder, found[1], found[0])
+        if ranks.rank == 0:
+            logger.warning("checkpoint '%s' is skipped: %s", folder, next(text for text in troubles if text))
+    return None
+
+
+def prune(checkpoints: Path, keep: int, in_use: Collection[int] = ()) -> list[int]:
+    """Remove all but the newest ``keep`` committed checkpoints, those ``in_use`` and what dead writers left; the steps removed. One without a marker that
+    belongs to its manifest counts for nothing, and stays for inspection while it is newer than those kept."""
+    sweep(checkpoints)
+    kept = 0
+    removed = []
+    for step in reversed(committed_steps(checkpoints)):
+        folder = checkpoints / f"step-{step}"
+        if kept == keep:
+            if step not in in_use:
+                discard(folder)
+                removed.append(step)
+            continue
+        try:
+            read_manifest(folder)
+        except Damaged:
+            continue
+        kept += 1
+    return sorted(removed)

@@ -1,0 +1,122 @@
+"""The shards of a decoder and its optimizer, by Hugging Face name, and back.
+
+The decoder stacks matrices (q, k and v; gate and up; the experts), and may hold one rank's part of them. What a checkpoint holds is
+cut along the names of the whole model, so that any other mesh can read it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.layout.boxes import Box, whole_box
+from tandem.layout.shapes import parameters
+from tandem.layout.sharding import cut_slices
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import to_huggingface
+from tandem.trainer.checkpoint.read import Contents
+from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
+from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.types import UserError
+
+WEIGHTS = "weights"
+
+
+class Part(NamedTuple):
+    """The run of ``box.numel`` numbers from ``first`` on in the memory of the decoder's ``parameter`` is the part ``box`` of the
+    tensor ``name``."""
+
+    parameter: str
+    first: int
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+
+
+def parts_of(decoder: Decoder) -> list[Part]:
+    """How the decoder's own parameters are made of the whole model's, in the order of ``layout.shapes.parameters``."""
+    shapes = dict(parameters(decoder.shapes))
+    memory = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for name, p in decoder.named_parameters())
+    found = []
+    for name, view in to_huggingface(decoder):
+        start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
+        assert view.is_contiguous()
+        slices = cut_slices(decoder.shapes, name, shapes[name], decoder.cut)
+        box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+        found.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
+    return found
+
+
+def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:
+    """Weights and moments, as live views."""
+    parts = parts_of(decoder)
+    held = {WEIGHTS: {name: p.detach() for name, p in decoder.named_parameters()}, **_by_kind(optimizer.state().moments)}
+    return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
+
+
+def named_shards(parts: list[Part], kind: str, tensors: Mapping[str, Tensor], decoder: Decoder) -> Iterator[Shard]:
+    """The shards of ``kind`` where ``tensors`` has one for each parameter of the decoder. One that has another shape than its
+    parameter (codes, scales) is kept as it is, under the parameter's own name."""
+    shapes = {name: p.shape for name, p in decoder.named_parameters()}
+    for part in parts:
+        tensor = tensors.get(part.parameter)
+        if tensor is not None and tensor.shape == shapes[part.parameter]:
+            run = tensor.view(-1)[part.first : part.first + part.box.numel]
+            yield Shard(Key(kind, part.name), part.whole, part.box, run.view(part.box.shape))
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes.get(name):
+            yield Shard(Key(kind, name), tuple(tensor.shape), whole_box(tuple(tensor.shape)), tensor)
+
+
+def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values: Tensor) -> list[Shard]:
+    """The shards of a rank that keeps a run of a parameter's memory and no more, as ZeRO does: ``values`` (one axis) belong to the
+    elements from ``first`` on of ``parameter``."""
+    found = []
+    for part in parts:
+        start, stop = max(first, part.first), min(first + values.numel(), part.first + part.box.numel)
+        if part.parameter == parameter and start < stop:
+            found += flat_shards(Key(kind, part.name), part.whole, part.box, start - part.first, values[start - first : stop - first])
+    return found
+
+
+def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updates: int) -> None:
+    """Take over the weights and moments that this rank holds a part of. Raises ``UserError`` for a checkpoint of another model;
+    nothing is changed then."""
+    parts = parts_of(decoder)
+    names = {name for name, _ in parameters(decoder.shapes)}
+    for key in contents.held:
+        if key.state == WEIGHTS and key.name not in names:
+            raise UserError(f"'{contents.folder}' is of another model: it has '{key}'")
+    weights = {name: torch.empty_like(p) for name, p in decoder.named_parameters()}
+    shards = list(named_shards(parts, WEIGHTS, weights, decoder))
+    moments: dict[str, Tensor] = {}
+    for kind in sorted({key.state for key in contents.held} - {WEIGHTS}):
+        tensors = {}
+        for name, parameter in decoder.named_parameters():
+            key = Key(kind, name)
+            if key in contents.stored:
+                whole, dtype = contents.whole(key)
+                tensors[name] = torch.empty(whole, dtype=dtype, device=parameter.device)
+            elif any(Key(kind, part.name) in contents.stored for part in parts if part.parameter == name):
+                tensors[name] = torch.empty_like(parameter)
+        shards += named_shards(parts, kind, tensors, decoder)
+        moments |= {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
+    before = optimizer.state()
+    try:
+        contents.read(shards)
+        optimizer.load_state(OptimizerState(moments, updates))
+    except (ValueError, UserError) as error:
+        optimizer.load_state(before)
+        raise UserError(f"checkpoint '{contents.folder}' is of another model: {error}") from None
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def _by_kind(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for label, tensor in moments.items():
+        kind, _, name = label.partition("/")
+        found.setdefault(kind, {})[name] = tensor
+    return found

@@ -1,0 +1,151 @@
+"""A rank's file: its shards in the safetensors format, and beside it an index that says what lies where and what every chunk's
+digest is."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.layout.boxes import Box
+from tandem.model.safetensors_file import DTYPE_NAMES
+from tandem.trainer.checkpoint.digests import chunk_digest
+from tandem.trainer.checkpoint.shard import Key, Piece
+
+ALIGNMENT = 64
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Placed(NamedTuple):
+    """``piece`` begins at byte ``offset`` of its file."""
+
+    piece: Piece
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankIndex:
+    """What stands in ``file``: ``size`` bytes, of which chunk i (of ``chunk_bytes``) has the digest ``chunks[i]``. ``own`` is
+    what only this rank knows of the state: its random numbers."""
+
+    rank: int
+    file: str
+    size: int
+    chunk_bytes: int
+    algorithm: str
+    chunks: tuple[str, ...]
+    placed: tuple[Placed, ...]
+    own: Mapping[str, Any]
+
+    def to_json(self) -> bytes:
+        pieces = [
+            [*placed.piece.key, DTYPE_NAMES[placed.piece.dtype], placed.piece.whole, *placed.piece.box, placed.offset] for placed in self.placed
+        ]
+        content = {
+            "rank": self.rank, "file": self.file, "size": self.size, "chunk_bytes": self.chunk_bytes, "algorithm": self.algorithm,
+            "chunks": self.chunks, "pieces": pieces, "own": dict(self.own),
+        }  # fmt: skip
+        return (json.dumps(content, separators=(",", ":"), sort_keys=True) + "\n").encode()
+
+
+def read_index(data: bytes) -> RankIndex:
+    """Raises ``ValueError`` for what is no index."""
+    try:
+        content = json.loads(data)
+        placed = [
+            Placed(Piece(Key(state, name), tuple(whole), Box(tuple(start), tuple(stop)), DTYPES[dtype]), int(offset))
+            for state, name, dtype, whole, start, stop, offset in content["pieces"]
+        ]
+        return RankIndex(
+            int(content["rank"]), str(content["file"]), int(content["size"]), int(content["chunk_bytes"]), str(content["algorithm"]),
+            tuple(content["chunks"]), tuple(placed), content["own"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no index of a rank's file: {error}") from None
+
+
+class Layout(NamedTuple):
+    """The file's beginning, its pieces and its size in bytes."""
+
+    header: bytes
+    placed: tuple[Placed, ...]
+    size: int
+
+
+def lay_out(pieces: Sequence[Piece]) -> Layout:
+    """A file of ``pieces``. The widest numbers come first, so that every tensor is aligned to its own."""
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.key, piece.box))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    offsets = []
+    for piece in ordered:
+        where = ",".join(f"{a}:{b}" for a, b in zip(*piece.box, strict=True))
+        header[f"{piece.key}[{where}]"] = {
+            "dtype": DTYPE_NAMES[piece.dtype], "shape": piece.box.shape, "data_offsets": [offset, offset + piece.nbytes],
+        }  # fmt: skip
+        offsets.append(offset)
+        offset += piece.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    beginning = struct.pack("<Q", len(text)) + text
+    placed = tuple(Placed(piece, len(beginning) + at) for piece, at in zip(ordered, offsets, strict=True))
+    return Layout(beginning, placed, len(beginning) + offset)
+
+
+def write_chunks(path: Path, content: memoryview, algorithm: str, chunk_bytes: int) -> tuple[str, ...]:
+    """Write ``content`` and bring it to the disk; the digest of every chunk as it was in memory."""
+    digest = chunk_digest(algorithm)
+    found = []
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        if len(content) and hasattr(os, "posix_fallocate"):
+            # A disk that is too full says so now.
+            os.posix_fallocate(descriptor, 0, len(content))
+        for start in range(0, len(content), chunk_bytes):
+            chunk = content[start : start + chunk_bytes]
+            found.append(digest(chunk))
+            while chunk:
+                chunk = chunk[os.write(descriptor, chunk) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return tuple(found)
+
+
+def damaged_chunk(path: Path, index: RankIndex, from_disk: bool = False) -> str | None:
+    """What is wrong with the file ``path`` that ``index`` is of, on one line, or ``None``. ``from_disk``: not from the memory in
+    which the system keeps what was written a moment ago."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != index.size:
+                return f"'{path.name}' has {size} bytes instead of {index.size}"
+            if from_disk and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            digest, start = chunk_digest(index.algorithm), 0
+            for chunk, wanted in zip(_chunks(file.fileno(), index), index.chunks, strict=True):
+                if digest(chunk) != wanted:
+                    return f"'{path.name}' does not have the digest it was written with at bytes {start} to {start + len(chunk)}"
+                start += len(chunk)
+    except (OSError, ValueError) as error:
+        return f"'{path.name}' cannot be read: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def _chunks(descriptor: int, index: RankIndex) -> Iterator[memoryview]:
+    memory = memoryview(bytearray(index.chunk_bytes))
+    for start in range(0, index.size, index.chunk_bytes):
+        wanted = memory[: min(index.chunk_bytes, index.size - start)]
+        if os.preadv(descriptor, [wanted], start) != len(wanted):
+            raise ValueError("it became shorter")
+        yield wanted
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a small file and bring it to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

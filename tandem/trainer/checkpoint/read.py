@@ -1,0 +1,144 @@
+"""Tensors out of a checkpoint, whatever mesh wrote it: only the bytes that cover what is asked for, every chunk verified."""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.layout.boxes import Box, difference, intersection, is_covered
+from tandem.trainer.checkpoint.digests import chunk_digest, chunks_over
+from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_indexes
+from tandem.trainer.checkpoint.rank_file import Placed, RankIndex
+from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.types import UserError
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of a piece that are in memory at a time, besides its last row."""
+
+
+class Stored(NamedTuple):
+    """Where a part of a tensor lies."""
+
+    file: RankIndex
+    placed: Placed
+
+
+class Contents:
+    """What the checkpoint ``folder`` holds."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.indexes = read_indexes(folder, manifest)
+        self.stored: Mapping[Key, list[Stored]] = defaultdict(list)
+        for index in self.indexes:
+            for placed in index.placed:
+                self.stored[placed.piece.key].append(Stored(index, placed))
+
+    @property
+    def held(self) -> list[Key]:
+        return sorted(self.stored)
+
+    def whole(self, key: Key) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of a tensor. Raises ``KeyError``."""
+        piece = self.stored[key][0].placed.piece if key in self.stored else None
+        if piece is None:
+            raise KeyError(str(key))
+        return piece.whole, piece.dtype
+
+    def own(self, rank: int, size: int) -> Mapping[str, Any] | None:
+        """What only ``rank`` of ``size`` knew; ``None`` where another number of ranks wrote it."""
+        return self.indexes[rank].own if len(self.indexes) == size else None
+
+    def read(self, shards: Sequence[Shard]) -> int:
+        """Fill ``shards``; the bytes that were read. All is looked at before the first is filled: raises ``UserError`` for a tensor
+        that is not there whole, or of another shape or dtype, and ``Damaged`` on the way."""
+        for shard in shards:
+            self._check(shard)
+        with ExitStack() as stack:
+            files: dict[int, _ChunkedFile] = {}
+            for shard in shards:
+                left = [shard.box]
+                for index, placed in self.stored[shard.key]:
+                    for common in [found for box in left if (found := intersection(box, placed.piece.box)) is not None]:
+                        if index.rank not in files:
+                            files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index))
+                        _copy(files[index.rank], placed, common, shard)
+                    left = [rest for box in left for rest in difference(box, placed.piece.box)]
+            return sum(file.read_bytes for file in files.values())
+
+    def _check(self, shard: Shard) -> None:
+        found = self.stored.get(shard.key)
+        if not found:
+            raise UserError(f"it has no '{shard.key}'")
+        whole, dtype = self.whole(shard.key)
+        if whole != shard.whole or dtype != shard.tensor.dtype:
+            raise UserError(f"its '{shard.key}' is {dtype} {list(whole)}; {shard.tensor.dtype} {list(shard.whole)} is asked for")
+        if not is_covered(shard.box, [stored.placed.piece.box for stored in found]):
+            raise UserError(f"its '{shard.key}' is not there whole")
+
+
+class _ChunkedFile:
+    """A rank's file, read chunk by chunk, each compared with its digest. The last chunk is kept: neighbours share it."""
+
+    def __init__(self, path: Path, index: RankIndex) -> None:
+        self._path, self._index = path, index
+        self._digest = chunk_digest(index.algorithm)
+        self._last: tuple[int, bytes] | None = None
+        self.read_bytes = 0
+
+    def __enter__(self) -> "_ChunkedFile":
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY)
+        except OSError as error:
+            raise Damaged(f"'{self._path.name}' cannot be read: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """The bytes ``start .. stop - 1``, verified. Raises ``Damaged``."""
+        size, out = self._index.chunk_bytes, bytearray(stop - start)
+        for number in chunks_over(start, stop, size):
+            chunk, first = self._chunk(number), number * size
+            begin, end = max(start, first), min(stop, first + len(chunk))
+            out[begin - start : end - start] = memoryview(chunk)[begin - first : end - first]
+        return out
+
+    def _chunk(self, number: int) -> bytes:
+        if self._last is not None and self._last[0] == number:
+            return self._last[1]
+        size = self._index.chunk_bytes
+        wanted = min(size, self._index.size - number * size)
+        data = os.pread(self._descriptor, wanted, number * size)
+        self.read_bytes += len(data)
+        if len(data) != wanted or self._digest(data) != self._index.chunks[number]:
+            raise Damaged(f"'{self._path.name}' does not have the digest it was written with at bytes {number * size} to {number * size + wanted}")
+        self._last = (number, data)
+        return data
+
+
+def _copy(file: _ChunkedFile, placed: Placed, common: Box, shard: Shard) -> None:
+    """Copy ``common`` from where ``placed`` lies into the shard, a block of rows at a time."""
+    piece = placed.piece
+    inside, target = common.within(piece.box), shard.tensor[common.within(shard.box).slices]
+    if not piece.whole:
+        target.copy_(_tensor(file.read(placed.offset, placed.offset + piece.nbytes), piece.dtype))
+        return
+    row = piece.nbytes // piece.box.shape[0]
+    rows = max(1, BLOCK_BYTES // row)
+    (first, *_), (last, *_) = inside
+    for begin in range(first, last, rows):
+        end = min(begin + rows, last)
+        data = _tensor(file.read(placed.offset + begin * row, placed.offset + end * row), piece.dtype)
+        block = data.view(end - begin, *piece.box.shape[1:])[(slice(None), *inside.slices[1:])]
+        target[begin - first : end - first].copy_(block)
+
+
+def _tensor(data: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype)

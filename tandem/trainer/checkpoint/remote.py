@@ -1,0 +1,113 @@
+"""Checkpoints in object storage: copied file by file, each read back and compared, the marker last; brought back the same way.
+
+A name that begins with ``step-N/`` and has no ``step-N/COMMIT`` beside it counts for nothing, so a copy that is cut off at any moment
+is none, and the next one goes on with the files that are there.
+"""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from time import sleep
+
+from tandem.storage.files import Storage, read_blocks
+from tandem.trainer.checkpoint.manifest import Damaged, verify
+from tandem.trainer.commit import MARKER, sync_directory
+from tandem.types import RunError
+
+logger = logging.getLogger(__name__)
+
+PAUSES_S = (0.2, 1.0, 4.0)
+"""Between the attempts to copy a file."""
+
+
+def uploaded_steps(storage: Storage) -> list[int]:
+    """The steps whose copies are complete, ascending."""
+    found = (re.fullmatch(rf"step-(\d+)/{MARKER}", file.name) for file in storage.files())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def upload(storage: Storage, folder: Path) -> int:
+    """Copy the committed checkpoint ``folder``; the bytes that were sent. Raises ``RunError`` where the storage does not take them or
+    gives back others."""
+    there = {file.name: file.size for file in storage.files()}
+    sent = 0
+    names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+    for name in (*names, MARKER):
+        source, target = folder / name, f"{folder.name}/{name}"
+        size = source.stat().st_size
+        if there.get(target) == size and _is_same(storage, target, source):
+            continue
+        _copy(storage, target, source)
+        sent += size
+    return sent
+
+
+def _copy(storage: Storage, target: str, source: Path) -> None:
+    for pause in (*PAUSES_S, None):
+        try:
+            storage.copy(target, source)
+            if not _is_same(storage, target, source):
+                raise RunError(f"'{storage.url}/{target}' does not give back what was written")
+            return
+        except RunError:
+            if pause is None:
+                raise
+            sleep(pause)
+
+
+def _is_same(storage: Storage, name: str, source: Path) -> bool:
+    with source.open("rb") as here:
+        return all(here.read(len(block)) == block for block in read_blocks(storage, name)) and not here.read(1)
+
+
+def prune_uploads(storage: Storage, keep: int) -> list[int]:
+    """Remove all but the newest ``keep`` complete copies, and what is left of older ones that never became complete; the steps
+    removed. The marker goes first: what is half removed counts for nothing."""
+    whole = uploaded_steps(storage)
+    kept = set(whole[-keep:])
+    names: dict[int, list[str]] = {}
+    for file in storage.files():
+        match = re.match(r"step-(\d+)/", file.name)
+        if match:
+            names.setdefault(int(match[1]), []).append(file.name)
+    removed = [step for step in sorted(names) if step not in kept and whole and step < whole[-1]]
+    for step in removed:
+        for name in sorted(names[step], key=lambda name: not name.endswith(f"/{MARKER}")):
+            storage.remove(name)
+    return removed
+
+
+def fetch_newest(storage: Storage, checkpoints: Path, newer_than: int = -1) -> int | None:
+    """Bring the newest whole copy of a step above ``newer_than`` to ``checkpoints``; its step. Damaged ones are named in the log and
+    passed over."""
+    for step in reversed(uploaded_steps(storage)):
+        if step <= newer_than:
+            return None
+        fresh, final = checkpoints / f".step-{step}.tmp", checkpoints / f"step-{step}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            for file in storage.files():
+                folder, _, name = file.name.partition("/")
+                if folder == final.name:
+                    fetch_file(storage, file.name, fresh / name)
+            verify(fresh)
+        except Damaged as error:
+            logger.warning("the copy '%s/step-%d' is skipped: %s", storage.url, step, error)
+            shutil.rmtree(fresh, ignore_errors=True)
+            continue
+        if final.exists():
+            shutil.rmtree(final)
+        fresh.rename(final)
+        sync_directory(checkpoints)
+        return step
+    return None
+
+
+def fetch_file(storage: Storage, name: str, target: Path) -> None:
+    """Bring one file here and to the disk."""
+    with target.open("wb") as out:
+        for block in read_blocks(storage, name):
+            out.write(block)
+    sync_directory(target)

@@ -1,0 +1,60 @@
+"""The copy that training goes on beside: one block of memory that has the layout of the rank's file, kept from save to save."""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.trainer.checkpoint.rank_file import Layout, lay_out
+from tandem.trainer.checkpoint.shard import Piece, Shard, piece_of
+
+
+class Staging:
+    """Memory for the file of ``pieces``. ``pinned``: for copies from a GPU at its full speed."""
+
+    def __init__(self, pieces: Sequence[Piece], pinned: bool) -> None:
+        self.pieces = tuple(pieces)
+        self.layout: Layout = lay_out(pieces)
+        size = self.layout.size
+        if pinned:
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._view = memoryview((ctypes.c_char * size).from_address(self._bytes.data_ptr())).cast("B")
+        else:
+            # Pages of its own, large ones where the system has them: touching memory for the first time costs more than the copy.
+            self._memory = mmap.mmap(-1, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._view = memoryview(self._memory)
+            self._bytes = torch.frombuffer(self._view, dtype=torch.uint8)
+        header = self.layout.header
+        self._view[: len(header)] = header
+        self._tensors: dict[object, Tensor] = {}
+        for piece, offset in self.layout.placed:
+            part = self._bytes[offset : offset + piece.nbytes].view(piece.dtype).view(piece.box.shape)
+            self._tensors[(piece.key, piece.box)] = part
+
+    def touch(self) -> None:
+        """Have the system give every page now, from whatever thread has the time."""
+        zeros = bytes(1 << 20)
+        for start in range(len(self.layout.header), self.layout.size, len(zeros)):
+            stop = min(start + len(zeros), self.layout.size)
+            self._view[start:stop] = zeros[: stop - start]
+
+    def fits(self, shards: Sequence[Shard]) -> bool:
+        """Whether this is the memory for ``shards``."""
+        return self.pieces == tuple(map(piece_of, shards))
+
+    @torch.no_grad()
+    def fill(self, shards: Sequence[Shard]) -> None:
+        """Copy ``shards`` here; when it returns they may change again."""
+        for shard in shards:
+            self._tensors[(shard.key, shard.box)].copy_(shard.tensor, non_blocking=True)
+        if any(shard.tensor.is_cuda for shard in shards):
+            torch.cuda.current_stream().synchronize()
+
+    @property
+    def content(self) -> memoryview:
+        """The bytes of the file."""
+        return self._view

@@ -1,0 +1,75 @@
+"""Copies of checkpoints to object storage, beside training and beside the writing of the next ones."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from tandem.storage.files import Storage
+from tandem.trainer.checkpoint.checkpointer import wait_for
+from tandem.trainer.checkpoint.remote import prune_uploads, upload, uploaded_steps
+from tandem.types import RunError
+
+logger = logging.getLogger(__name__)
+
+
+class Uploader:
+    """Copies committed checkpoints, the newest first, and the ``companions`` (files of the run) with each; keeps the newest ``keep``
+    there. A copy that fails costs a warning and is tried again with the next checkpoint; ``finish`` raises where the last one failed.
+    ``on_message`` hears of it."""
+
+    def __init__(
+        self, storage: Storage, checkpoints: Path, keep: int, companions: Sequence[Path] = (), on_message: Callable[[str], None] | None = None
+    ) -> None:
+        self._storage, self._checkpoints, self._keep, self._companions = storage, checkpoints, keep, tuple(companions)
+        self._on_message = on_message or logger.warning
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._lock = Lock()
+        self._wanted: int | None = None
+        self._at_work: int | None = None
+        self._last: Future[None] | None = None
+
+    def add(self, step: int) -> None:
+        """``step`` is committed; one that still waits is passed over for it."""
+        with self._lock:
+            self._wanted = step
+        self._last = self._thread.submit(self._work)
+
+    def in_use(self) -> set[int]:
+        """The steps whose folders must stay until they are copied."""
+        with self._lock:
+            return {step for step in (self._wanted, self._at_work) if step is not None}
+
+    def finish(self, beat: Callable[[], None] | None = None) -> None:
+        """Wait for the copies; ``beat`` is called every second. Raises ``RunError`` where the newest checkpoint could not be copied."""
+        if self._last is not None:
+            wait_for(self._last, beat)
+            self._last.result()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _work(self) -> None:
+        with self._lock:
+            step, self._at_work, self._wanted = self._wanted, self._wanted, None
+        try:
+            if step is not None:
+                self._copy(step)
+        finally:
+            with self._lock:
+                self._at_work = None
+
+    def _copy(self, step: int) -> None:
+        folder = self._checkpoints / f"step-{step}"
+        try:
+            if step not in uploaded_steps(self._storage):
+                for companion in self._companions:
+                    if companion.is_file():
+                        self._storage.copy(companion.name, companion)
+                upload(self._storage, folder)
+            prune_uploads(self._storage, self._keep)
+        except (RunError, OSError) as error:
+            line = f"the checkpoint of step {step} is whole in '{folder}' and not uploaded: {error}"
+            self._on_message(line)
+            raise RunError(line) from None

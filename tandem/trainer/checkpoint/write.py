@@ -1,0 +1,159 @@
+"""One checkpoint from staged memory to the disk, in phases that all ranks vote on.
+
+``prepare``: rank 0 makes a fresh folder. ``write``: every rank its file and index. ``manifest``: rank 0 writes what belongs
+together. ``verify``: every rank reads its bytes back from the disk and compares them with what the manifest names. ``commit``: rank 0
+sets the marker and gives the folder its name in one rename. A death at any point leaves the checkpoints before as they are, and at
+most a folder that readers never look at.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from tandem.runtime.agreement import vote
+from tandem.runtime.communicator import Communicator
+from tandem.runtime.faults import FaultPoint
+from tandem.trainer.checkpoint.digests import CHUNK_BYTES, best_algorithm, bytes_digest
+from tandem.trainer.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    Entry,
+    Manifest,
+    check_companions,
+    data_name,
+    entry_of,
+    index_name,
+    marker_of,
+    read_entry,
+    read_manifest,
+)
+from tandem.trainer.checkpoint.rank_file import RankIndex, damaged_chunk, write_chunks, write_small
+from tandem.trainer.checkpoint.staging import Staging
+from tandem.trainer.commit import FULL, MARKER, sync_directory
+from tandem.types import RunError
+
+PHASES = ("prepare", "write", "manifest", "verify", "commit")
+"""Names of fault points, as ``before:checkpoint_write:STEP``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be written: ``state`` all ranks know alike, ``own`` only this one."""
+
+    step: int
+    staged: Staging
+    state: Mapping[str, Any]
+    own: Mapping[str, Any]
+    companions: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that is on the disk, whole. ``digest`` is over every byte of it; ``write_s``: seconds from the staged copy to the
+    commit, beside training."""
+
+    step: int
+    folder: Path
+    digest: str
+    write_s: float
+
+
+def write_checkpoint(checkpoints: Path, ranks: Communicator, mesh: Mapping[str, int], work: Work, fault_point: FaultPoint) -> Committed:
+    """Commit ``checkpoints/step-N`` together with the other ranks. Raises ``RunError`` on all of them where it fails on one; the
+    checkpoints before stay as they are."""
+    began = perf_counter()
+    final = checkpoints / f"step-{work.step}"
+    fresh = checkpoints / f".{final.name}.tmp"
+    is_first = ranks.rank == 0
+
+    def phase(name: str, act: Callable[[], Any]) -> list[Any]:
+        fault_point(f"before:checkpoint_{name}:{work.step}")
+        value, trouble = None, None
+        try:
+            value = act()
+        except OSError as error:
+            trouble = _line(error, checkpoints)
+        except RunError as error:
+            trouble = str(error)
+        found = vote(ranks, f"the checkpoint of step {work.step} is not committed ({name})", trouble, value)
+        fault_point(f"after:checkpoint_{name}:{work.step}")
+        return found
+
+    try:
+        phase("prepare", lambda: _prepare(checkpoints, fresh) if is_first else None)
+        entries = [Entry(*entry) for entry in phase("write", lambda: _write(fresh, ranks.rank, work))]
+        [digest, *_] = phase("manifest", lambda: _write_manifest(fresh, work, mesh, entries) if is_first else None)
+        phase("verify", lambda: _read_back(fresh, ranks.rank, entries, digest))
+        phase("commit", lambda: _commit(fresh, final) if is_first else None)
+    except RunError:
+        # A rank that only lost its neighbours may be followed by a new job in the same folder: it removes nothing then.
+        if is_first:
+            shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    return Committed(work.step, final, digest, perf_counter() - began)
+
+
+def _prepare(checkpoints: Path, fresh: Path) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+
+
+def _write(fresh: Path, rank: int, work: Work) -> Entry:
+    staged, algorithm = work.staged, best_algorithm()
+    chunks = write_chunks(fresh / data_name(rank), staged.content, algorithm, CHUNK_BYTES)
+    layout = staged.layout
+    index = RankIndex(rank, data_name(rank), layout.size, CHUNK_BYTES, algorithm, chunks, layout.placed, work.own)
+    data = index.to_json()
+    write_small(fresh / index_name(rank), data)
+    return Entry(index_name(rank), len(data), bytes_digest(data))
+
+
+def _write_manifest(fresh: Path, work: Work, mesh: Mapping[str, int], entries: Sequence[Entry]) -> str:
+    for companion in work.companions:
+        shutil.copyfile(companion, fresh / companion.name)
+        sync_directory(fresh / companion.name)
+    companions = tuple(entry_of(fresh / companion.name) for companion in work.companions)
+    data = Manifest(work.step, mesh, work.state, tuple(entries), companions).to_json()
+    write_small(fresh / MANIFEST, data)
+    return bytes_digest(data)
+
+
+def _read_back(fresh: Path, rank: int, entries: Sequence[Entry], digest: str) -> None:
+    manifest, found = read_manifest(fresh, committed=False)
+    if found != digest or list(manifest.indexes) != list(entries):
+        raise Damaged(f"its {MANIFEST} is not what was written")
+    index = read_entry(fresh, manifest.indexes[rank])
+    trouble = damaged_chunk(fresh / index.file, index, from_disk=True)
+    if trouble is not None:
+        raise Damaged(trouble)
+    if rank == 0:
+        check_companions(fresh, manifest.companions)
+
+
+def _commit(fresh: Path, final: Path) -> None:
+    write_small(fresh / MARKER, marker_of((fresh / MANIFEST).read_bytes()))
+    sync_directory(fresh)
+    replaced = None
+    if final.exists():
+        # An older one of this step, or a damaged one.
+        replaced = final.rename(final.parent / f".{final.name}.replaced.tmp")
+    fresh.rename(final)
+    sync_directory(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _line(error: OSError, folder: Path) -> str:
+    if error.errno in FULL:
+        free = 0.0
+        with suppress(OSError):
+            status = os.statvfs(folder)
+            free = status.f_bavail * status.f_frsize / 2**20
+        return f"no space left in '{folder}' ({free:.0f} MiB free); free some space and resume, what was committed before is untouched"
+    return f"'{error.filename or folder}': {error.strerror or error}; what was committed before is untouched"
