@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from tandem.config.trainer import TrainerConfig
@@ -98,14 +99,20 @@ class Replica:
 
 
 def make_replica(
-    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None
+    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
+    directory: Path | None = None,
 ) -> Replica:
-    """``model``, whose weights are there, with the optimizer that ``config`` names."""
+    """``model``, whose weights are there, with the optimizer that ``config`` names. ``directory``: the run's, for what is offloaded."""
     if ranks.world.size == 1:
-        return Replica(ranks, model, make_optimizer(model, config))
+        return Replica(ranks, model, make_optimizer(model, config, directory))
+    if config.offload == "nvme":
+        assert config.offload_folder or directory is not None
+        folder = Path(config.offload_folder) if config.offload_folder else Path(directory or "") / "offload"
+        # Every rank pages its own.
+        config = replace(config, offload_folder=str(folder / f"rank-{ranks.mesh.rank}"))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
     sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
     if zero == 0:
         return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config), sums, config.max_grad_norm), sums, pipeline)
-    assert config.optimizer == "adamw", "other optimizers cannot be cut anywhere"
+    assert config.optimizer == "adamw" and config.offload != "nvme", "others cannot be cut anywhere"
     return Replica(ranks, model, ShardedOptimizer(sums, config, zero), sums, pipeline)
