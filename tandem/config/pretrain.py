@@ -128,3 +128,8 @@ class PretrainRecipe:
                 f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
                 "set it to adamw, or parallel.zero to 0"
             )
+        if self.parallel.zero and self.trainer.offload == "nvme":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero}, which cuts the moments that trainer.offload nvme pages; set parallel.zero to 0 or "
+                "trainer.offload to none"
+            )
