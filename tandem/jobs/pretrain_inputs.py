@@ -1,5 +1,6 @@
 """What is looked at before a pretraining run begins: the model, the data, whether they belong together and fit the machine."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,13 +9,14 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.storage import open_storage
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
-from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import optimizer_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
+from tandem.layout.training_bytes import run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
@@ -40,30 +42,40 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
         for path, dataset in datasets:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
-        weights = weight_bytes(shapes, recipe.trainer.dtype, recipe.parallel.tensor)
-        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
         parallel = recipe.parallel
-        state = cut_by_zero(weights, optimizer_bytes(shapes) // parallel.tensor, parallel.data * parallel.context, parallel.zero)
+        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        activations = tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute) / parallel.context
-        if parallel.sequence_parallel:
-            activations /= parallel.tensor
-        needed = on_this_machine * (state / parallel.pipeline + activations)
+        needed = on_this_machine * training_bytes(shapes, recipe.trainer, tokens, parallel)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set "
-                "trainer.recompute to full or raise machine.memory_gib"
+                "trainer.recompute to full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme"
             )
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None)
+        _check_disk(recipe.run.directory, disk, "'checkpoint.keep' is what a run keeps; lower it, make room, or name another 'run.directory'")
+        if recipe.trainer.offload_folder:
+            moments = optimizer_bytes(shapes, recipe.trainer.optimizer)
+            _check_disk(recipe.trainer.offload_folder, moments, "make room, or name another 'trainer.offload_folder'")
         total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
         asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
             f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
+            f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]
+
+
+def _check_disk(folder: str, needed: int, fix: str) -> None:
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise RunError(f"'{folder}' will need {needed / 2**20:,.0f} MiB and has {free / 2**20:,.0f} free; {fix}")
 
 
 def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:

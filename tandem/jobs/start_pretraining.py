@@ -30,6 +30,7 @@ from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.runtime.heap import freed_memory_kept
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -70,6 +71,7 @@ def train_on(
 
     ``listener`` is asked on the first rank only."""
     with ExitStack() as stack:
+        stack.enter_context(freed_memory_kept())
         journal = metrics = None
         if ranks.is_first:
             journal = stack.enter_context(Journal(directory / "journal.sqlite"))
@@ -82,7 +84,7 @@ def train_on(
         ranks.world.barrier("the model to start from")
         start = _start_folder(recipe, directory)
         sequence, held_out = _data(recipe, journal)
-        replica, kernels = _load(recipe, start, ranks, listener)
+        replica, kernels = _load(recipe, start, ranks, listener, directory)
         found = newest_committed(directory / "checkpoints") if ranks.is_first else None
         step = ranks.agreed(-1 if found is None else found.step, "the checkpoint to go on from")
         guard = StepGuard(recipe.trainer)
@@ -109,7 +111,7 @@ def train_on(
         return None if journal is None else _finish(directory, journal, model, steps)
 
 
-def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
+def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener, directory: Path) -> tuple[Replica, Kernels]:
     """The model to start from and its optimizer, on this rank."""
     kernels, parallel, stages = select(recipe.machine.kernels), recipe.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(start))
@@ -122,8 +124,10 @@ def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener)
             f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
             "which shows its numbers and not its speed"
         )
+    if recipe.trainer.offload == "cpu":
+        listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
-    return make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline), kernels
+    return make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory), kernels
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tandem.config.trainer import TrainerConfig
@@ -86,11 +87,12 @@ class Replica:
 
 
 def make_replica(
-    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None
+    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
+    directory: Path | None = None,
 ) -> Replica:
-    """``model``, whose weights are there, with the optimizer that ``config`` names."""
+    """``model``, whose weights are there, with the optimizer that ``config`` names. ``directory``: the run's, for what is offloaded."""
     if ranks.world.size == 1:
-        return Replica(ranks, model, make_optimizer(model, config))
+        return Replica(ranks, model, make_optimizer(model, config, directory))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
     sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
     if zero == 0:
