@@ -20,7 +20,7 @@ from options import parser as shared_parser
 from tandem.config.load import build
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.documents import DocumentFormat
-from tandem.data.storage import open_storage
+from tandem.storage.files import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import train

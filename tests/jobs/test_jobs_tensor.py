@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tandem.data.documents import DocumentFormat
-from tandem.data.storage import open_storage
+from tandem.storage.files import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 
