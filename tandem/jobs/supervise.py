@@ -39,7 +39,7 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why ranks must be started again: ``text`` names who, ``ranks`` are those; ``step``: the one that was under way."""
+    """Why ranks must be started again: ``text`` names who, ``ranks`` are those; ``step``: the one that they were in."""
 
     text: str
     ranks: tuple[int, ...]
@@ -171,11 +171,11 @@ class RankProcesses:
         self._write_stacks(listener, states)
         if silent:
             named = ", ".join(f"rank {r} died ({describe_exit(self._processes[r].poll())}) {_where(states[r])}" for r in silent)
-            return Loss(named, tuple(silent), max(state.step for state in states))
+            return Loss(named, tuple(silent), min(states[r].step for r in silent))
         # Every one that ended says that a collective did not: whoever is not in it, or is behind, is stuck.
         stuck = [state for state in states if self._processes[state.rank].poll() is None and not state.collective]
         said = next(text for kind, text, _ in self._ended.values() if kind == "collective")
-        return Loss("; ".join([state.describe(time.time()) for state in stuck] or [said]), tuple(s.rank for s in stuck), max(s.step for s in states))
+        return Loss("; ".join([state.describe(time.time()) for state in stuck] or [said]), tuple(s.rank for s in stuck), min(s.step for s in stuck or states))
 
     def _stuck(self, stuck: Sequence[RankState], states: Sequence[RankState], listener: Listener) -> Loss:
         now = time.time()
@@ -183,7 +183,7 @@ class RankProcesses:
         others = [state.describe(now) for state in states if state.rank not in names]
         text = "; ".join([*(state.describe(now) for state in stuck), *others])
         self._write_stacks(listener, states)
-        return Loss(text, tuple(sorted(names)), max(state.step for state in states))
+        return Loss(text, tuple(sorted(names)), min(state.step for state in stuck))
 
     def _stacks(self, rank: int) -> Path:
         return self._folder / f"stacks-{self._start}-{rank}"
