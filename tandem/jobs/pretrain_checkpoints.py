@@ -55,7 +55,8 @@ class RunCheckpoints:
         self.requests = SignalRequests()
         self.last: int | None = None
         self._state = ReplicaState(replica)
-        self._times = SaveTimes(recipe.checkpoint, ranks, self.requests)
+        # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
+        self._times = SaveTimes(recipe.checkpoint, replica.ranks.world, self.requests)
         keeps_books = records.journal is not None
         self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
         self._registry = open_registry(recipe.registry, create=True) if recipe.registry.is_on and keeps_books else None
