@@ -20,11 +20,11 @@ from options import parser as shared_parser
 from tandem.config.load import build
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.documents import DocumentFormat
-from tandem.storage.files import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import train
 from tandem.model.safetensors_file import read_file
+from tandem.storage.files import open_storage
 
 CHOICES: dict[str, dict[str, str]] = {
     "adamw, fp32": {},

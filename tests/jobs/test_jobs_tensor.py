@@ -13,9 +13,9 @@ import yaml
 from safetensors.torch import load_file
 
 from tandem.data.documents import DocumentFormat
-from tandem.storage.files import open_storage
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
+from tandem.storage.files import open_storage
 
 STEPS = 6
 
