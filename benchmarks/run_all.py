@@ -17,17 +17,18 @@ from typing import Any
 from machine import HERE, machine, write_report
 from options import parser as shared_parser
 
-PEERED = ("grpo_step", "rollout", "time_to_accuracy", "engine")
-DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "time_to_accuracy")
+PEERED = ("grpo_step", "rollout", "time_to_accuracy", "training", "engine")
+DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "training", "time_to_accuracy")
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
 OTHERS = (
     "attention", "batching", "checkpointing", "kv_cache", "moe", "quantization", "request_features", "sampling", "serving", "speculation", "tensor_parallel",
-    "tokenizing",
+    "tokenizing", "training_choices",
 )
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
     "engine": ["--quick", "--models", "3.7M"],
-    "grpo_step": ["--steps", "2"], "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
+    "grpo_step": ["--steps", "2"], "training": ["--rounds", "2", "--threads", "1"],
+    "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
 }
 
 

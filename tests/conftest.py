@@ -1,4 +1,5 @@
-"""What tests of several rooms share."""
+"""What tests of several rooms share. Triton decides when it is first imported, by whomever, whether its programs are made for a device or
+for its interpreter."""
 
 import os
 import signal
@@ -10,6 +11,10 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from tandem.model.huggingface import load_model
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
+from tandem.runtime.heap import freed_memory_kept
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.step import train_step
@@ -55,4 +56,5 @@ def main() -> None:
         answer(loss=result.metrics["train/loss"], **took)
 
 
-main()
+with freed_memory_kept():
+    main()

@@ -20,6 +20,7 @@ OPTIONAL = {
     "fastapi": "tandem serve (pip install tandem-rl[serve])",
     "reasoning_gym": "tasks by name (pip install tandem-rl[reasoning-gym])",
     "math_verify": "answers in mathematics (pip install tandem-rl[math])",
+    "triton": "kernels on CUDA devices (pip install tandem-rl[gpu])",
 }
 
 

@@ -1,12 +1,15 @@
-"""Measure a model on a task's held-out prompts.
+"""Measure a model: on a task's held-out prompts, by the perplexity of a text, or on tasks of lm-eval.
 
 MODEL is a Hugging Face folder (a run's is runs/NAME/model). The task and the judge come from a recipe (a run's own is
 runs/NAME/config.yaml), or from --task alone, judged by the task's own judge. Keys of the recipe can be set as in tandem train.
+--task perplexity reads --data; --task lm-eval:NAME[,NAME] runs tasks of lm-evaluation-harness (pip install 'tandem-rl[evaluate]').
 
 examples:
   tandem evaluate runs/sort/model --recipe runs/sort/config.yaml
   tandem evaluate runs/sort/model --task sort --greedy --prompts 1024
   tandem evaluate runs/sort/model --task reasoning_gym:chain_sum --json
+  tandem evaluate runs/pretrain/model --task perplexity --data held-out.jsonl
+  tandem evaluate MODEL --task lm-eval:arc_easy --limit 200
 """
 
 import argparse
@@ -21,17 +24,30 @@ from tandem.types import Prompt, Sample, UserError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder")
-    parser.add_argument("--task", help="sort, addition or reasoning_gym:DATASET; a JSONL file needs --recipe")
+    parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; a JSONL file needs --recipe")
     parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used")
     parser.add_argument("--prompts", type=int, default=1024, help="how many prompts (those of a run's final figure)")
     parser.add_argument("--greedy", action="store_true", help="greedy instead of sampled at temperature 1")
     parser.add_argument("--max-tokens", type=int, help="new tokens at most; the recipe's, or 32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", help="perplexity: a text file, or JSON lines with a document each")
+    parser.add_argument("--text-key", default="text", help="perplexity: the key of a JSON line that holds its text")
+    parser.add_argument("--context", type=int, default=0, help="perplexity: tokens of a window; the model's own context")
+    parser.add_argument("--stride", type=int, default=0, help="perplexity: tokens from window to window; a window without its first token")
+    parser.add_argument("--tasks-folder", help="lm-eval: a folder with YAML files of further tasks")
+    parser.add_argument("--limit", type=int, help="lm-eval: samples of each task at most")
+    parser.add_argument("--few-shot", type=int, help="lm-eval: examples before each question; the task's own number")
     parser.add_argument("--json", action="store_true", help="the whole result as JSON")
     parser.set_defaults(takes_overrides=True)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.recipe is None and options.task is not None and (options.task == "perplexity" or options.task.startswith("lm-eval:")):
+        from tandem.cli.evaluate_text import run_text
+
+        return run_text(options)
+    if options.data is not None:
+        raise UserError("--data is of --task perplexity; a task's own data stands in its recipe")
     from tandem.engine.llm import LLM
     from tandem.evaluation.tasks import evaluate
     from tandem.pod.prompts import prompt_source

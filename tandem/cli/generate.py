@@ -69,6 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("engine and weight cache")
     machine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and completion together; the model's own")
     machine.add_argument("--dtype", default="float32", help="float32, float64, bfloat16 or float16")
+    machine.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     machine.add_argument("--quantization", help="round plain weights: int8, fp8, int4, bf16 or fp16 (+head: the output head too)")
     machine.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
     machine.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that hold a part of the model each")
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
     adapter, rank = _adapter(options.lora)
     with LLM(
-        options.model, seed=options.seed, dtype=options.dtype, max_model_len=options.max_model_len,
+        options.model, seed=options.seed, dtype=options.dtype, device=options.device, max_model_len=options.max_model_len,
         download_dir=options.download_dir, weight_cache_bytes=int(options.weight_cache_gib * GIB),
         tensor_parallel_size=options.tensor_parallel, quantization=options.quantization, enable_lora=adapter is not None, max_lora_rank=rank,
     ) as llm, _writer(options) as out:  # fmt: skip

@@ -45,7 +45,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-lora", action="store_true", help="take adapters, those of /v1/load_lora_adapter too")
     parser.add_argument("--max-loras", type=int, help="adapters that an engine holds at once (default: those of --lora-modules)")
     parser.add_argument("--max-lora-rank", type=int, default=16)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"], help="plan a step while the one before is computed (auto: on a GPU)")
+    parser.add_argument("--cuda-graphs", default="auto", choices=["auto", "off"], help="replay decoding steps from graphs, on a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of requests that bring none")
     parser.add_argument("--max-waiting", type=int, default=1024, help="requests beyond those that are computed; more get 429")
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="for requests under way after SIGTERM")
@@ -75,6 +77,7 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         model=folder, dtype=options.dtype, device=options.device, seed=options.seed, max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, kv_cache_tokens=options.kv_cache_tokens,
         enable_prefix_caching=not options.no_prefix_caching, tensor_parallel_size=options.tensor_parallel,
+        overlap=options.overlap, cuda_graphs=options.cuda_graphs,
         quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype, swap_tokens=options.swap_tokens,
         speculative=None if options.speculative_config is None else _object(options.speculative_config),
         enable_lora=options.enable_lora or bool(adapters), max_loras=options.max_loras or max(1, len(adapters)), max_lora_rank=options.max_lora_rank,

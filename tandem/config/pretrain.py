@@ -101,13 +101,37 @@ class PretrainRecipe:
             )
         if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
             raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
+        for name in ("router_balance_loss", "router_bias_rate"):
+            if self.parallel.pipeline > 1 and getattr(self.trainer, name):
+                raise UserError(
+                    f"'trainer.{name}' is {getattr(self.trainer, name)} with parallel.pipeline {self.parallel.pipeline}; experts are balanced "
+                    "within one stage only: set parallel.pipeline to 1, or leave it at 0"
+                )
         if self.parallel.zero >= 2 and self.parallel.pipeline > 1 and self.parallel.schedule != "1f1b":
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "
                 "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
             )
+        if self.trainer.offload == "nvme" and self.parallel.world > 1:
+            raise UserError(f"'trainer.offload' is 'nvme', which one process does; this run has {self.parallel.world} ranks: set it to none")
+        if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
+            axis = "tensor" if self.parallel.tensor > 1 else "expert"
+            raise UserError(
+                f"'parallel.{axis}' is {getattr(self.parallel, axis)}, which cuts matrices; trainer.optimizer '{self.trainer.optimizer}' needs "
+                "them whole: set it to adamw"
+            )
+        if self.parallel.zero and self.trainer.offload == "nvme":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero} with trainer.offload nvme; a state that is cut stays in memory: set parallel.zero to 0, or "
+                "trainer.offload to none"
+            )
         if self.parallel.zero and self.trainer.optimizer != "adamw":
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
                 "set it to adamw, or parallel.zero to 0"
+            )
+        if self.parallel.zero and self.trainer.offload == "nvme":
+            raise UserError(
+                f"'parallel.zero' is {self.parallel.zero}, which cuts the moments that trainer.offload nvme pages; set parallel.zero to 0 or "
+                "trainer.offload to none"
             )

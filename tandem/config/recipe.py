@@ -82,6 +82,8 @@ class Recipe:
         if self.trainer.precision != "fp32":
             # The rollout engine computes in fp32: its log-probabilities would not be the trainer's.
             raise UserError(f"'trainer.precision' is '{self.trainer.precision}'; a pod trains in fp32, as its rollout computes")
+        if self.trainer.offload != "none":
+            raise UserError(f"'trainer.offload' is '{self.trainer.offload}', which is of pretraining; a pod keeps its moments in memory")
 
 
 AnyRecipe = Recipe | PretrainRecipe

@@ -37,6 +37,8 @@ class TrainerConfig:
     without an overflow after which that doubles.
     ``max_skipped_steps``: steps in a row whose loss or gradient is not finite that pretraining leaves out before it stops; in a pod the
     first one ends the run.
+    ``offload``: where AdamW's moments live: beside the weights, in the host's memory (``cpu``; where the weights are there too, nothing
+    changes), or in a file of ``offload_folder`` (``nvme``; empty: of the run's own folder), from which each step pages them.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -62,6 +64,8 @@ class TrainerConfig:
     loss_scale: float = 65536.0
     loss_scale_growth_steps: int = 2000
     max_skipped_steps: int = 3
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    offload_folder: str = ""
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
@@ -99,3 +103,7 @@ class TrainerConfig:
             raise UserError(f"'trainer.loss_scale' is {self.loss_scale}; it must be a power of two from 1 to 2^24")
         if self.loss_scale_growth_steps < 1:
             raise UserError(f"'trainer.loss_scale_growth_steps' is {self.loss_scale_growth_steps}; it must be at least 1")
+        if self.offload != "none" and self.optimizer != "adamw":
+            raise UserError(f"'trainer.offload' is '{self.offload}', which pages AdamW's moments; trainer.optimizer is '{self.optimizer}'")
+        if self.offload_folder and self.offload != "nvme":
+            raise UserError(f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme")

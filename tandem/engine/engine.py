@@ -23,13 +23,14 @@ from tandem.engine.lifecycle import State, Transition, move
 from tandem.engine.logit_rules import LogitRules, rules_of
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput, RequestTimes
+from tandem.engine.overlap import Flight, make_overlap, overlaps_steps
 from tandem.engine.prefix_cache import PrefixCache
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.proposers import draft_cache, make_proposer, new_draft
 from tandem.engine.ranks import Ranks
 from tandem.engine.request import Prefill, Request, Sequence, random_key
 from tandem.engine.row_table import RowTable
-from tandem.engine.runner import Runner
+from tandem.engine.runner import Guessed, Runner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Decision, schedule
 from tandem.engine.settings import EngineSettings
@@ -94,13 +95,18 @@ class Engine:
         if ranks is not None:
             sizes_of_pools = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
             ranks.run("allocate", sizes_of_pools, lambda: None)
-        sizes = (settings.num_blocks, decoder.local.num_kv_heads, shapes.head_dim)
+        overlaps = overlaps_steps(settings, embedding.device, ranks is not None, speculative is not None)
+        # One block more than is handed out, for rows that only fill up a batch.
+        sizes = (settings.num_blocks + overlaps, decoder.local.num_kv_heads, shapes.head_dim)
         kv_dtype = stored_dtype(settings.kv_cache_dtype, embedding.dtype)
         self._empty_cache = lambda: empty_cache(sizes, shapes.num_layers, kv_dtype, embedding.device)
         caches = self._empty_cache()
         self._speculative = speculative
         host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
         self._runner = Runner(decoder, caches, self._table, self._adapters, ranks, host, proposer)
+        self._overlap = make_overlap(self._runner, settings) if overlaps else None
+        self._flight: Flight | None = None
+        self._attended: set[str] = set()
         self._meter = Meter()
         self._grammars = Grammars(tokenizer, shapes.vocab_size)
         self._answers: dict[str, Answer] = {}
@@ -161,6 +167,8 @@ class Engine:
         if draft_tokens and self._speculative is not None:
             for sequence in sequences:
                 sequence.draft = DraftLength(draft_tokens, self._speculative.worth, self._speculative.adaptive)
+        if rules is not None or lora_request is not None or params.logprobs is not None or params.prompt_logprobs is not None:
+            self._attended.add(request_id)
         self._meter.arrived(request_id)
         self._answers[request_id] = answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         if params.prompt_logprobs is not None:
@@ -221,6 +229,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such
         request is under way."""
+        self._land()
         answer = self._answers.get(request_id)
         if answer is None:
             return False
@@ -270,26 +279,80 @@ class Engine:
         if self._state.pause not in (None, PauseMode.WAIT):
             return self.take_outputs()
         began = time.perf_counter()
+        is_ahead = self._overlap is not None and not self._attended
+        if not is_ahead or preemption.may_preempt(self._state):
+            self._land()
         decision = schedule(self._state)
         self._note_scheduled(decision)
         self._step_tokens = len(decision.decode) + sum(len(chunk.tokens) for chunk in decision.prefill)
+        if is_ahead:
+            self._launch(decision, began)
+        elif decision.has_work:
+            self._compute(decision, began)
+        return self.take_outputs()
+
+    def _compute(self, decision: Decision, began: float) -> None:
+        """One step from its plan to its tokens."""
+        if self._overlap is not None:
+            self._overlap.forget()
+        ended: list[int] = []
+        try:
+            self._fill_rows(decision)
+            guessed = self._runner.run(decision, ended, self._stopped_by_text)
+        except BaseException:
+            self._fail(ended)
+            raise
+        for row, proposed, accepted in guessed:
+            draft_plan.advance(self._state, row, proposed, accepted)
+            self._step_tokens += proposed
+        self._finish(decision, guessed, ended, began)
+
+    def _launch(self, decision: Decision, began: float) -> None:
+        """Start one step, and only then look at the one before."""
+        assert self._overlap is not None
+        launched: Flight | None = None
         if decision.has_work:
-            ended: list[int] = []
             try:
                 self._fill_rows(decision)
-                guessed = self._runner.run(decision, ended, self._stopped_by_text)
+                launched = self._overlap.launch(decision, self._state.decoding)
             except BaseException:
-                self._end(ended)
-                self._forget_cache()
+                self._fail([])
                 raise
-            for row, proposed, accepted in guessed:
-                draft_plan.advance(self._state, row, proposed, accepted)
-                self._step_tokens += proposed
-            self._meter.stepped(self._state, decision, guessed, time.perf_counter() - began)
-            self._note_first_tokens(decision)
-            self._end(ended)
-            self._streams.running(self._answers, self._table, self._state.version)
-        return self.take_outputs()
+        before, self._flight = self._flight, launched
+        if before is not None:
+            self._collect(before, began)
+        if not self._answers:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the step that was launched last: nothing is under way on the device afterwards."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._collect(flight, time.perf_counter())
+
+    def _collect(self, flight: Flight, began: float) -> None:
+        assert self._overlap is not None
+        ended: list[int] = []
+        try:
+            self._overlap.collect(flight, ended, self._stopped_by_text)
+        except BaseException:
+            self._fail(ended)
+            raise
+        self._finish(flight.decision, [], ended, began)
+
+    def _finish(self, decision: Decision, guessed: list[Guessed], ended: list[int], began: float) -> None:
+        self._meter.stepped(self._state, decision, guessed, time.perf_counter() - began)
+        self._note_first_tokens(decision)
+        self._end(ended)
+        self._streams.running(self._answers, self._table, self._state.version)
+
+    def _fail(self, ended: list[int]) -> None:
+        """After a step that raised: what it ended has ended, and the rest is computed again."""
+        self._flight = None
+        if self._overlap is not None:
+            self._overlap.forget()
+        self._end(ended)
+        self._forget_cache()
 
     def take_outputs(self) -> list[RequestOutput]:
         """What the next ``step`` would hand out without computing anything: the answers of aborted requests."""
@@ -361,6 +424,7 @@ class Engine:
             self._streams.ended(answer, completion, sequence)
         if not answer.open:
             del self._answers[sequence.request.id]
+            self._attended.discard(sequence.request.id)
             self._meter.left(sequence.request.id)
             self._runner.prompt_scores.pop(sequence.request.id, None)
             if not is_streamed:
@@ -389,6 +453,7 @@ class Engine:
         Requests under way keep their tokens; their keys and values are computed again under the new weights, except while the
         engine is paused with ``keep``. Where a set does not fit its model ``UserError`` is raised and the old weights stay.
         """
+        self._land()
         draft = None if draft_tensors is None else new_draft(self._runner.proposer, draft_tensors)
         kept = list(self._state.decoding.values()) if self._state.pause is PauseMode.KEEP else []
         if self._state.pause is PauseMode.KEEP:
@@ -410,6 +475,8 @@ class Engine:
         finally:
             if self._state.pause is PauseMode.KEEP:
                 keep(self._state, self._table, kept)
+            if self._overlap is not None:
+                self._overlap.forget()
         # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
         self._state.allocator.forget_all()
 
@@ -427,6 +494,7 @@ class Engine:
         the new one; their keys and values are computed again. Raises ``UserError`` where the adapter cannot be used or
         has no place, and changes nothing then.
         """
+        self._land()
         adapter = self._adapters.read(request)
         in_use = self._adapters_in_use()
         if request.lora_name in in_use:
@@ -436,6 +504,7 @@ class Engine:
 
     def remove_lora(self, name: str) -> None:
         """Forget the adapter ``name``. Raises ``UserError`` where it is not loaded or a request under way has it."""
+        self._land()
         if name in self._adapters_in_use():
             raise UserError(f"adapter '{name}' is used by requests under way; abort them or wait for their answers")
         self._adapters.remove(name)
@@ -464,6 +533,7 @@ class Engine:
                 "pause mode is 'keep', after which one sequence's keys and values are of two weight versions; use 'recompute', or start "
                 "the engine with deterministic=False"
             )
+        self._land()
         self._state.pause = PauseMode(mode)
         if mode == PauseMode.ABORT:
             for request_id in list(self._answers):
@@ -494,9 +564,12 @@ class Engine:
         ``UserError`` for an engine with ranks."""
         if self._ranks is not None:
             raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
+        self._land()
         preemption.preempt_all(self._state, Transition.UPDATE)
         self._state.allocator.forget_all()
         self._runner.caches = []
+        if self._overlap is not None and self._overlap.graphs is not None:
+            self._overlap.graphs.forget()
         if isinstance(self._runner.proposer, DraftModel):
             self._runner.proposer.caches = []
 
@@ -546,6 +619,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless blocks, rows, tables, swap space and states agree. Idle, all blocks are free or cached."""
+        self._land()
         check_state(self._state)
         open_sequences = {sequence for answer in self._answers.values() for sequence in answer.open}
         found = sequences_of(self._state)

@@ -59,7 +59,7 @@ class LLM:
     kernels), and refuse what else would change bits; else with fewer exchanges. A rank that is silent for ``rank_deadline_s``
     ends the engine. ``digest_weights``: keep digests of the weights in ``engine.weight_digests``.
 
-    ``batching``, ``kv``, ``preemption`` and ``watermark``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
+    ``batching``, ``kv``, ``preemption``, ``watermark``, ``overlap`` and ``cuda_graphs``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
     host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
     ``speculative_config``: ``{"method": "ngram"}`` or ``{"method": "draft", "model": folder}`` and what else
     ``SpeculativeSettings`` has. """
@@ -75,12 +75,13 @@ class LLM:
         enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
         quantization: str | None = None,
         batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
-        speculative: Mapping[str, Any] | None = None,
+        speculative: Mapping[str, Any] | None = None, overlap: str = "auto", cuda_graphs: str = "auto",
     ) -> None:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         check_kv_cache_dtype(kv_cache_dtype)
         torch_dtype = _dtype(dtype)
+        _check_device(device)
         guessing = None if speculative is None else speculative_settings(speculative)
         self._held: HeldModel | None = None
         if is_remote(model):
@@ -108,6 +109,8 @@ class LLM:
             swap_blocks=blocks_for(swap_tokens),
             watermark=watermark,
             deterministic=deterministic,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
         settings.check(shapes.max_positions)
         found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
@@ -124,13 +127,14 @@ class LLM:
             decoder = ranks.decoder
         else:
             decoder = load_decoder(
-                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization
+                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization,
+                deterministic=deterministic,
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
         draft = None
         if guessing is not None and guessing.model is not None:
-            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed)
+            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed, deterministic=deterministic)
         self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights, guessing, draft)
         self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
         self._requests = 0
@@ -327,6 +331,17 @@ def _check_ranks(shapes: ModelShapes, size: int, deterministic: bool, deadline_s
         Cut(0, size, deterministic).check(shapes)
     except ValueError as error:
         raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except RuntimeError:
+        raise UserError(f"engine device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'") from None
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"engine device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise UserError(f"engine device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices, use one of them or 'cpu'")
 
 
 def _show(done: int, asked: int) -> None:

@@ -33,12 +33,13 @@ def check_quantization(model: str | Path, quantization: str | None, ranks: int =
 
 def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
-    group: RankGroup | None = None, pack: bool = False, quantization: str | None = None,
+    group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
 ) -> Decoder:
     """The model in the folder ``model``, or with ``dummy`` its shapes and random weights; with a ``group`` one rank's
     part. ``pack``: weights of a folder are packed for inference as they are read. ``quantization``: how plain matrices are
-    rounded when the decoder is packed, now and after every update; a quantised folder says it itself."""
-    chosen = select(kernels, dtype)
+    rounded when the decoder is packed, now and after every update; a quantised folder says it itself. ``deterministic``: of kernels that
+    can do without."""
+    chosen = select(kernels, dtype, device, deterministic)
     stored = check_quantization(model, quantization) if group is None else check_quantization(model, quantization, group.cut.size, group.cut.deterministic)
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":

@@ -33,6 +33,14 @@ def preempt_one(state: SchedulerState, less_urgent_than: int | None = None) -> l
     return _preempt_decoding(state, victim)
 
 
+def may_preempt(state: SchedulerState) -> bool:
+    """Whether the next step may preempt somebody: those that come to the end of a block could find none, or somebody more urgent waits."""
+    if len(state.due.get(state.step + 1, ())) + len(state.speculating) > state.allocator.free_count:
+        return True
+    first = prefill.head(state) if state.waiting else None
+    return first is not None and _is_outranked(state, first.order[0])
+
+
 def preempt_all(state: SchedulerState, why: Transition) -> list[Name]:
     """Preempt everything that holds blocks or stands in host memory, all of which is void from now on."""
     names = _requeue(state, list(state.decoding.values()), why, keep_cache=False)

@@ -61,7 +61,7 @@ class RankSettings:
         """This rank's part of the model."""
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
-            quantization=self.quantization,
+            quantization=self.quantization, deterministic=self.deterministic,
         )
 
 

@@ -73,7 +73,7 @@ class Runner:
             return []
         guesses = self._guesses(decision)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
-        selection = self._select(decision.decode, joined)
+        selection = self.select(decision.decode, joined)
         batch = self._flat_batch(decision, selection, guesses)
         scores = any(chunk.request_id in self.prompt_scores for chunk in decision.prefill)
         hidden, logits = self._forward(moves, batch, bool(selection.rows), scores)
@@ -103,15 +103,20 @@ class Runner:
         self, logits: Tensor, selection: Selection, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]
     ) -> Tensor:
         """Draw a token for every selected row; returns them on the CPU."""
-        drawn = self._draw(logits, selection)
-        tokens, raw, sampling = (values.to("cpu") for values in drawn)
-        if not math.isfinite(float(raw.sum())):
+        drawn = SampledRows(*(values.to("cpu") for values in self._draw(logits, selection)))
+        self.take_down(selection, drawn, ended, stopped)
+        return drawn.tokens
+
+    def take_down(
+        self, selection: Selection, drawn: SampledRows, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]
+    ) -> None:
+        """Record what every selected row has drawn, which is on the CPU; rows that end by it are added to ``ended``. ``stopped``: as in ``run``."""
+        if not math.isfinite(float(drawn.raw.sum())):
             raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
-        has_ended = self.table.record(selection, tokens, raw, sampling)
+        has_ended = self.table.record(selection, *drawn)
         if has_ended.any():
             ended += selection.index[has_ended].tolist()
         ended += stopped(selection.rows)
-        return tokens
 
     def _draw_guessed(
         self, logits: Tensor, selection: Selection, guesses: list[list[int]], ended: list[int],
@@ -147,7 +152,8 @@ class Runner:
             for row, guess, count in zip(selection.rows, guesses, accepted, strict=True) if guess
         ]
 
-    def _select(self, decode: tuple[int, ...], joined: tuple[int, ...]) -> Selection:
+    def select(self, decode: tuple[int, ...], joined: tuple[int, ...]) -> Selection:
+        """The rows that draw in a step: those that decode, and those that join with it."""
         kept = self._selection
         if kept is None or joined or kept.rows is not decode:
             # The next decision's tuple is another object after a join, so a kept selection is never stale.

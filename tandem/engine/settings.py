@@ -9,6 +9,8 @@ from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 BATCHING = ("static", "dynamic", "continuous", "chunked")
 KV = ("static", "paged")
 PREEMPTION = ("auto", "swap", "recompute")
+OVERLAP = ("auto", "on", "off")
+CUDA_GRAPHS = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class EngineSettings:
     ``preemption``: ``swap`` (as far as ``swap_blocks`` blocks of host memory go), ``recompute``, or ``auto``, whichever costs
     less. ``watermark``: the share of the blocks that an admission leaves free while others run. ``deterministic``: refuse
     what makes a token's bits depend on more than its prefix, weights and settings.
+
+    ``overlap``: a step is planned and launched while the device computes the one before (``auto``: on a GPU). ``cuda_graphs``: steps in which
+    everybody decodes are replayed from graphs, on a GPU and with ``overlap``.
     """
 
     max_model_len: int
@@ -45,6 +50,8 @@ class EngineSettings:
     swap_blocks: int = 0
     watermark: float = 0.01
     deterministic: bool = True
+    overlap: str = "auto"
+    cuda_graphs: str = "auto"
 
     @property
     def joins(self) -> str:
@@ -64,7 +71,8 @@ class EngineSettings:
             if getattr(self, name) < low:
                 raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
         check_kv_cache_dtype(self.kv_cache_dtype)
-        for name, known in (("batching", BATCHING), ("kv", KV), ("preemption", PREEMPTION)):
+        switches = {"batching": BATCHING, "kv": KV, "preemption": PREEMPTION, "overlap": OVERLAP, "cuda_graphs": CUDA_GRAPHS}
+        for name, known in switches.items():
             if getattr(self, name) not in known:
                 raise UserError(f"engine {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         if not 0 <= self.watermark < 1:

@@ -36,15 +36,15 @@ class PodMemory:
 
 def predict(
     shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool,
-    kv_cache_dtype: KVCacheDtype = "auto", recompute: str = "none",
+    kv_cache_dtype: KVCacheDtype = "auto", optimizer: str = "adamw", recompute: str = "none",
 ) -> PodMemory:
     """The plan for one pod on one device.
 
     ``micro_batch_tokens`` bounds what a forward saves for its backward under ``recompute``, ``batch_tokens`` (if smaller) is all there is.
-    ``reference``: a frozen copy of the weights stands beside the actor.
+    ``optimizer``: ``trainer.optimizer``. ``reference``: a frozen copy of the weights stands beside the actor.
     """
     weights = weight_bytes(shapes, dtype)
-    moments = optimizer_bytes(shapes)
+    moments = optimizer_bytes(shapes, optimizer)
     held = weights + moments + (weights if reference else 0)
     tokens = min(micro_batch_tokens, batch_tokens)
     working = weights + tokens * activation_bytes_per_token(shapes, recompute)

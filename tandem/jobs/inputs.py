@@ -86,12 +86,12 @@ def _check_demonstrations(config: WarmUpConfig, source: PromptSource, folder: Pa
         source.demonstration(index, config.seed, config.corrupted_share, ends[0])
 
 
-def check_disk(directory: Path, needed: int) -> None:
+def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkpoint.keep or set run.directory") -> None:
     """Raise ``RunError`` where the disk of ``directory``, which need not be there yet, has fewer than ``needed`` bytes free."""
     standing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     total, _, free = shutil.disk_usage(standing)
     if total and free < needed:
         raise RunError(
             f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; "
-            "make room, lower checkpoint.keep or set run.directory"
+            f"{fix}"
         )

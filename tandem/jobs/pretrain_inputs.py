@@ -8,12 +8,14 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
-from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import optimizer_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
+from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
+from tandem.layout.training_bytes import run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
@@ -33,32 +35,29 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             if not folder.is_dir():
                 raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
         shapes = read_shapes(folder)
+        check_layout(shapes, recipe.parallel)
         check_balance(shapes, recipe.trainer)
-        if recipe.parallel.tensor > shapes.num_kv_heads:
-            raise UserError(
-                f"'parallel.tensor' is {recipe.parallel.tensor} and the model has {shapes.num_kv_heads} key-value heads; a rank trains whole heads of "
-                "its own, so lower it"
-            )
         spans = spans_of(recipe.parallel, shapes)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
         for path, dataset in datasets:
             _check_dataset(path, dataset, folder, shapes.vocab_size)
-        weights = weight_bytes(shapes, recipe.trainer.dtype)
-        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
         parallel = recipe.parallel
-        state = cut_by_zero(weights, optimizer_bytes(shapes), parallel.data * parallel.context, parallel.zero)
+        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        needed = on_this_machine * (state / parallel.pipeline + tokens * activation_bytes_per_token(shapes, recipe.trainer.recompute))
+        needed = on_this_machine * training_bytes(shapes, recipe.trainer, tokens, parallel)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set "
-                "trainer.recompute to full or raise machine.memory_gib"
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set trainer.recompute to "
+                "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme"
             )
-        kept = (recipe.checkpoint.keep + 1) * (weights + optimizer_bytes(shapes)) + 2 * weights
-        check_disk(Path(recipe.run.directory), kept)
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None)
+        check_disk(Path(recipe.run.directory), disk)
+        if recipe.trainer.offload_folder:
+            moments = optimizer_bytes(shapes, recipe.trainer.optimizer)
+            check_disk(Path(recipe.trainer.offload_folder), moments, "make room, or name another 'trainer.offload_folder'")
         if recipe.checkpoint.upload:
             open_storage(recipe.checkpoint.upload, create=True)
         if recipe.registry.is_on:
@@ -68,8 +67,8 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         return [
             f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
             f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
-            f"predicted disk: up to {kept / 2**20:,.0f} MiB",
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
+            f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]

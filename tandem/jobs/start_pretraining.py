@@ -31,6 +31,7 @@ from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.runtime.heap import freed_memory_kept
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -71,6 +72,7 @@ def train_on(
 
     ``listener`` is asked on the first rank only. ``saving``: of all ranks, for the checkpoints alone (``None``: there is but one)."""
     with ExitStack() as stack:
+        stack.enter_context(freed_memory_kept())
         journal = metrics = None
         if ranks.is_first:
             journal = stack.enter_context(Journal(directory / "journal.sqlite"))
@@ -83,7 +85,7 @@ def train_on(
         ranks.world.barrier("the model to start from")
         start = _start_folder(recipe, directory)
         sequence, held_out = _data(recipe, journal)
-        replica, kernels = _load(recipe, start, ranks, listener)
+        replica, kernels = _load(recipe, directory, ranks, listener)
         guard = StepGuard(recipe.trainer)
         checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, saving or ranks.world, records)
         stack.callback(checkpoints.close)
@@ -108,8 +110,9 @@ def train_on(
         return None if journal is None else _finish(directory, journal, model, steps)
 
 
-def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
+def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
     """The model to start from and its optimizer, on this rank."""
+    start = _start_folder(recipe, directory)
     kernels, parallel, stages = select(recipe.machine.kernels), recipe.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(start))
     model = load_model(start, kernels, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
@@ -122,7 +125,9 @@ def _load(recipe: PretrainRecipe, start: Path, ranks: Ranks, listener: Listener)
             "which shows its numbers and not its speed"
         )
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
-    return make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline), kernels
+    if recipe.trainer.offload == "cpu":
+        listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
+    return make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory), kernels
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

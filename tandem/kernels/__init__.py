@@ -19,7 +19,7 @@ from tandem.kernels.api import (
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.kernels.quantized import PackedQuantized, QuantizedWeight
 
-KernelChoice = Literal["auto", "cpu", "reference"]
+KernelChoice = Literal["auto", "cpu", "reference", "triton"]
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -40,12 +40,30 @@ __all__ = [
 ]
 
 
-def select(choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32) -> Kernels:
-    """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 where they can be built (and says in the log
-    why not otherwise), else the reference. Raises ``UserError`` where ``cpu`` is asked for and cannot be had."""
+def select(
+    choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", deterministic: bool = True,
+    attention: str | None = None,
+) -> Kernels:
+    """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 on a CPU where they can be built, and Triton's on a CUDA device
+    where they are installed (and says in the log why not otherwise), else the reference. ``deterministic``: keep the law of ``api``, which
+    only Triton's can do without. ``attention``: packed attention of another package (``attention_backends``). Raises ``UserError`` where
+    ``cpu``, ``triton`` or ``attention`` is asked for and cannot be had."""
+    found = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
+    if attention is None:
+        return found
+    from tandem.kernels.attention_backends import with_attention
+
+    return with_attention(found, attention, dtype, torch.device(device), deterministic)
+
+
+def _select(choice: KernelChoice, dtype: torch.dtype, on_gpu: bool, deterministic: bool) -> Kernels:
     from tandem.kernels import reference
 
-    if choice == "reference" or (choice == "auto" and dtype != torch.float32):
+    if choice == "triton" or (choice == "auto" and on_gpu and dtype != torch.float64):
+        from tandem.kernels import triton
+
+        return triton.load(deterministic) if choice == "triton" else triton.load_or_none(deterministic) or reference.ReferenceKernels()
+    if choice == "reference" or (choice == "auto" and (on_gpu or dtype != torch.float32)):
         return reference.ReferenceKernels()
     from tandem.kernels import cpu
 

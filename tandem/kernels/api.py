@@ -1,6 +1,7 @@
 """What a set of kernels does: the arithmetic of a decoder, and nothing else.
 
-Two sets exist: ``tandem.kernels.reference`` (plain torch, any dtype and device) and ``tandem.kernels.cpu`` (C++, fp32).
+Three sets exist: ``tandem.kernels.reference`` (plain torch, any dtype and device), ``tandem.kernels.cpu`` (C++, fp32) and
+``tandem.kernels.triton`` (CUDA; fp32, bf16 and fp16).
 Shapes: T tokens of a flat batch, S sequences, H hidden, D head size, Hq and Hkv query and key-value heads, N blocks.
 
 The law of this room: the bits of a result for one token depend on that token, its absolute position and the tokens

@@ -28,7 +28,7 @@ def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw") -> int:
     with ``adamw8bit`` two moments in 8 bits with an fp32 scale for every 256 of them, the embedding, the head and whatever is small excepted."""
     if optimizer == "adamw":
         return 2 * 4 * parameter_count(shapes)
-    held = _held_parameters(shapes)
+    held = held_parameters(shapes)
     if optimizer == "muon":
         return sum(4 * count * (1 if is_hidden else 2) for count, is_hidden in held)
     return sum(2 * (count + 4 * -(-count // _CODED_BLOCK)) if is_hidden and count >= _FEWEST_CODED else 8 * count for count, is_hidden in held)
@@ -41,7 +41,7 @@ def cut_by_zero(weights: int, moments: int, ranks: int, stage: int) -> int:
     return sum(-(-size // ranks) if stage >= from_stage else size for size, from_stage in parts)
 
 
-def _held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
+def held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
     """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
     hidden, inner, found = shapes.hidden_size, shapes.intermediate_size, []
     head = shapes.vocab_size * hidden

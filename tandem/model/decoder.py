@@ -210,6 +210,11 @@ class Decoder(nn.Module):
     def is_packed(self) -> bool:
         return self._packed is not None
 
+    @property
+    def packed(self) -> tuple[object, ...]:
+        """What the packed weights are held by: other objects after they were packed again."""
+        return self._packed, self._packed_head
+
     def packed_matrices(self) -> list[dict[str, Any]]:
         """The packed matrices of every layer by their place in it; the head stands in a last dictionary of its own. Empty where the
         decoder is not packed."""

@@ -71,33 +71,41 @@ def run_layer(
 ) -> tuple[Tensor, Tensor]:
     """(x, residual) -> (x, residual). The norm of the sum stands at the start, so that a layer reads its own parameters only.
     ``rows`` int64: the only ones that are asked for after the attention (``None``: all)."""
-    kernels, attention, lora = batch.kernels, weights.attention, batch.lora
-    enter, before, after, *_ = batch.collectives
-    changes = _UNCHANGED if lora is None else lora.layers[attention.index]
+    # Unpacked at once: a small model decodes as fast as Python looks things up.
+    kernels, linear, positions, cos_sin, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp = batch
+    (
+        input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
+        summed_output_bias, summed_down_bias,
+    ) = weights  # fmt: skip
+    enter, before, after = collectives[:3]
+    eps, changes = attention.eps, _UNCHANGED if lora is None else lora.layers[attention.index]
     if x is None:
-        x = kernels.rms_norm(residual, weights.input_norm, attention.eps)
+        x = kernels.rms_norm(residual, input_norm, eps)
     else:
-        x, residual = kernels.add_rms_norm(x, residual, weights.input_norm, attention.eps)
-    qkv = _project(batch, enter(x), weights.qkv, weights.qkv_bias, changes.qkv)
-    x = attend(kernels, attention, qkv, batch.positions, batch.cos_sin, batch.context, batch.kv_dtype)
+        x, residual = kernels.add_rms_norm(x, residual, input_norm, eps)
+    x = enter(x)
+    x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
+    x = attend(kernels, attention, x, positions, cos_sin, context, kv_dtype)
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-    x = after(_project(batch, before(x), weights.output, weights.output_bias, changes.output))
-    if weights.summed_output_bias is not None:
-        x = x + weights.summed_output_bias
-    x, residual = kernels.add_rms_norm(x, residual, weights.mlp_norm, attention.eps)
+    x = before(x)
+    x = after(linear(x, output, output_bias) if lora is None else _adapted(batch, x, output, output_bias, changes.output))
+    if summed_output_bias is not None:
+        x = x + summed_output_bias
+    x, residual = kernels.add_rms_norm(x, residual, mlp_norm, eps)
     x = enter(x)
-    if weights.experts is not None:
-        route = None if batch.balance is None else partial(batch.balance.route, kernels, attention.index)
-        return after(mixture(kernels, weights.experts, x, batch.router_logits, before, batch.expert_ranks, route)), residual
-    gate_up, down = weights.gate_up, weights.down
-    if batch.fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
-        return kernels.gated_mlp_packed(x, gate_up, weights.gate_up_bias, down, weights.down_bias), residual
-    x = kernels.silu_mul(_project(batch, x, gate_up, weights.gate_up_bias, changes.gate_up))
-    x = after(_project(batch, before(x), down, weights.down_bias, changes.down))
-    return (x if weights.summed_down_bias is None else x + weights.summed_down_bias), residual
+    if experts is not None:
+        route = None if balance is None else partial(balance.route, kernels, attention.index)
+        return after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route)), residual
+    if fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+        return kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias), residual
+    x = linear(x, gate_up, gate_up_bias) if lora is None else _adapted(batch, x, gate_up, gate_up_bias, changes.gate_up)
+    x = before(kernels.silu_mul(x))
+    x = after(linear(x, down, down_bias) if lora is None else _adapted(batch, x, down, down_bias, changes.down))
+    return (x if summed_down_bias is None else x + summed_down_bias), residual
 
 
-def _project(batch: LayerBatch, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
-    out = batch.linear(x, weight, bias)
-    return out if batch.lora is None else add_lora(batch.kernels, out, x, change, batch.lora)
+def _adapted(batch: LayerBatch, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
+    """A product with the low-rank changes of the rows that have an adapter."""
+    assert batch.lora is not None
+    return add_lora(batch.kernels, batch.linear(x, weight, bias), x, change, batch.lora)

@@ -81,8 +81,10 @@ class RouterBalance:
         return {str(layer): bias.tolist() for layer, bias in self.biases.items()} if self.bias_rate else {}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Take over the biases of the layers that this decoder has."""
         for layer, bias in state.items():
-            self.biases[int(layer)] = torch.tensor(bias, dtype=torch.float64)
+            if int(layer) in self.biases:
+                self.biases[int(layer)] = torch.tensor(bias, dtype=torch.float64)
 
 
 def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> Routing:

@@ -53,6 +53,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         batch_tokens=sequences * max_length,
         kv_cache_tokens=kv_cache_tokens(recipe, max_length),
         kv_cache_dtype=recipe.rollout.kv_cache_dtype,
+        optimizer=recipe.trainer.optimizer,
         reference=recipe.algorithm.kl_coefficient > 0,
     )
     available = available_bytes(recipe.machine.memory_gib)

@@ -29,6 +29,8 @@ class EngineArguments:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    overlap: str = "auto"
+    cuda_graphs: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,22 @@
 """The optimizer that a recipe names, over a decoder's parameters."""
 
+from pathlib import Path
+
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.trainer.adamw_8bit import AdamW8bit
+from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.muon import Muon, Stacked
 from tandem.trainer.optimizer import AdamW, Optimizer
 
 
-def make_optimizer(model: Decoder, config: TrainerConfig) -> Optimizer:
-    """The optimizer ``config.optimizer`` over ``model``."""
+def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None = None) -> Optimizer:
+    """The optimizer ``config.optimizer`` over ``model``. ``directory``: the run's, for what is offloaded to no other folder."""
     parameters = list(model.named_parameters())
+    if config.offload == "nvme":
+        assert config.offload_folder or directory is not None
+        return PagedAdamW(parameters, config, Path(config.offload_folder or directory / "offload"))  # type: ignore[operator]
     if config.optimizer == "muon":
         names = [name for name, p in parameters if name.startswith("layers.") and p.ndim >= 2 and not name.endswith("router")]
         return Muon(parameters, config, names, stacked_parts(names, model.local))

@@ -17,6 +17,7 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.trainer.commit import commit_folder, damage, discard, read_digest, sweep
 from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.trainer.parallel.shares import own_state
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
     content = json.loads((folder / STATE).read_text(encoding="utf-8"))
     before = optimizer.state()
     try:
-        optimizer.load_state(OptimizerState(dict(read_file(folder / MOMENTS, None, _is_held_by(model))), int(content["updates"])))
+        moments = dict(read_file(folder / MOMENTS, None, _is_held_by(model)))
+        optimizer.load_state(own_state(model, OptimizerState(moments, int(content["updates"]))))
         load_tensors(model, read_file(folder / MODEL))
     except (ValueError, UserError) as error:
         optimizer.load_state(before)

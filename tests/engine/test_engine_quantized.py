@@ -148,8 +148,6 @@ def test_what_cannot_go_together_is_one_clear_line(make_quantised: Make, make_fo
     awq = make_quantised("awq")._tokenizer_folder
     with pytest.raises(UserError, match="quantised already"):
         LLM(awq, quantization="int8")
-    with pytest.raises(UserError, match="tensor_parallel_size 1"):
-        LLM(make_folder("qwen3", 0), quantization="int8", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("kind", ["int8+head", "awq", "gptq"])

@@ -17,6 +17,7 @@ from tandem.data.documents import DocumentFormat
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
+from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import VOLATILE
 from tandem.storage.files import open_storage
 from tandem.trainer.kept_batch import read_batch
@@ -36,7 +37,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(data: Path, directory: Path, *overrides: str) -> Path:
+class Heard(Listener):
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
+def begin(data: Path, directory: Path, *overrides: str, listener: Listener | None = None) -> Path:
     recipe = {
         "algorithm": {"name": "pretrain"},
         "model": {
@@ -53,7 +64,7 @@ def begin(data: Path, directory: Path, *overrides: str) -> Path:
     }  # fmt: skip
     directory.mkdir(exist_ok=True)
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train(load_config(directory / "recipe.yaml", list(overrides)))
+    train(load_config(directory / "recipe.yaml", list(overrides)), listener=listener)
     return directory / "run"
 
 
@@ -79,7 +90,9 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 @pytest.mark.parametrize("choice", CHOICES)
 def test_each_choice_learns_and_a_run_cut_short_goes_on_to_the_same_bits(choice: str, data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    run = begin(data, tmp_path, *CHOICES[choice])
+    heard = Heard()
+    run = begin(data, tmp_path, *CHOICES[choice], listener=heard)
+    assert any(f"{choice} is emulated here" in said for said in heard.said) == (choice in ("bf16", "fp16", "fp8"))
     whole = rows(run)
     losses = [row["train/loss"] for row in whole]
     assert losses[-1] < losses[0] - 0.2 and losses != [row["train/loss"] for row in plain]
@@ -114,6 +127,41 @@ def test_run_that_diverges_skips_counts_keeps_the_batches_and_stops_in_one_line(
     assert sum(len(s.token_ids) for s in batch) <= 4 * 48 and all(s.loss_mask[0] == 0 and all(s.loss_mask[1:]) for s in batch)
 
 
+def test_offloaded_run_has_the_bits_of_one_in_memory_and_leaves_no_file(data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    run = begin(data, tmp_path, "trainer.offload=nvme", f"trainer.offload_folder={away}")
+    assert rows(run) == plain and list(away.iterdir()) == []
+    wanted = (run / "checkpoints/step-7/optimizer.safetensors").read_bytes()
+    shutil.rmtree(run / "checkpoints/step-7")
+    resume(run)
+    assert rows(run) == plain and (run / "checkpoints/step-7/optimizer.safetensors").read_bytes() == wanted
+
+
+def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*overrides: str) -> str:
+        with pytest.raises(RunError) as caught:
+            begin(data, tmp_path, *overrides)
+        assert not (tmp_path / "run").exists() and len(str(caught.value).splitlines()) == 1
+        return str(caught.value)
+
+    # fp32 weights, gradients and two moments of 0.1M numbers, activations beside them: some megabytes.
+    assert "trainer.optimizer adamw8bit or trainer.offload nvme" in refused("machine.memory_gib=0.0015")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**23 if Path(folder) == tmp_path else 2**10))
+    assert "'checkpoint.keep'" in refused("checkpoint.keep=50")
+    assert "'trainer.offload_folder'" in refused("trainer.offload=nvme", "trainer.offload_folder=/proc", "checkpoint.keep=1")
+
+
+def test_run_whose_steps_are_left_out_ends_with_a_report(data: Path, tmp_path: Path) -> None:
+    heard = Heard()
+    run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100", "trainer.offload=cpu", listener=heard)
+    assert "offload cpu changes nothing here" in heard.said[0]
+    found = rows(run)
+    assert sum("it is left out (" in said for said in heard.said) == 6
+    assert [row.get("train/skipped_steps") for row in found] == [None, 1, 2, 3, 4, 5, 6]
+    assert "<h2>Loss</h2>" in (run / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -121,6 +169,7 @@ def test_run_that_diverges_skips_counts_keeps_the_batches_and_stops_in_one_line(
         ("trainer.precision=int4", "must be one of fp32, bf16, fp16, fp8"),
         ("trainer.loss_scale=1000", "it must be a power of two"),
         ("trainer.max_skipped_steps=-1", "it must be 0 or more"),
+        ("trainer.offload_folder=/tmp", "set that to nvme"),
         ("trainer.muon_iterations=0", "it must be between 1 and 20"),
     ],
 )

@@ -42,7 +42,7 @@ def run(folder: Path, data: Path, *arguments: str) -> tuple[int, str, str]:
         "model": {
             "create": {
                 "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 5, "num_heads": 2,
-                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+                "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
             }
         },
         "data": {"train": [{"path": str(data / "train")}], "held_out": str(data / "held-out"), "sequence_length": 48, "sequences_per_step": 8},
@@ -106,6 +106,8 @@ def test_the_run_of_two_stages_is_that_of_one_process(piped: Path, alone: Path) 
         ("--parallel.pipeline=4",),
         ("--parallel.pipeline=2", "--parallel.data=2"),
         ("--parallel.pipeline=2", "--parallel.data=2", "--parallel.zero=1"),
+        ("--parallel.pipeline=2", "--parallel.tensor=2"),
+        ("--parallel.pipeline=2", "--parallel.tensor=2", "--parallel.data=2"),
     ],
     ids=" ".join,
 )
@@ -164,13 +166,15 @@ def test_the_report_shows_the_traced_step_and_its_bubble_measured_beside_predict
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--parallel.pipeline=6"], "has 5 layers, fewer than 6 pipeline stages"),
+        (["--parallel.pipeline=6"], "the model has 5 layers, and a stage needs one"),
+        (["--parallel.pipeline=3", "--parallel.schedule=interleaved", "--parallel.virtual_stages=2"], "the model has 5 layers, and a stage needs one"),
         (["--parallel.pipeline=2", "--parallel.pipeline_layers=[3, 3]"], "no split of the model's 5 layers"),
         (["--parallel.pipeline=2", "--parallel.pipeline_layers=[5]"], "it must name 1 layer or more for each of 2 stages"),
         (["--parallel.pipeline=2", "--parallel.virtual_stages=2"], "'interleaved' needs 2 or more"),
         (["--parallel.schedule=interleaved", "--parallel.virtual_stages=2"], "needs 2 ranks or more"),
         (["--parallel.virtual_stages=0"], "must be at least 1"),
         (["--parallel.pipeline=2", "--parallel.data=2", "--parallel.zero=2", "--parallel.schedule=gpipe"], "set parallel.schedule to 1f1b"),
+        (["--parallel.pipeline=2", "--trainer.router_bias_rate=0.001"], "set parallel.pipeline to 1"),
         (["--run.trace_steps=[-1]"], "counted from 0"),
     ],
 )

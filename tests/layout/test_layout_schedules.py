@@ -109,6 +109,12 @@ def test_the_stash_under_1f1b_is_the_smaller_of_stages_ahead_and_micro_batches_a
     assert [peak_stash(operations) for operations in schedule("gpipe", shape)] == [m] * p
 
 
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.virtual_stages > 1 and s.micro_batches % s.ranks == 0])
+def test_the_stash_under_interleaved_1f1b_is_its_warm_up_and_one(shape: PipelineShape) -> None:
+    p, v, work = shape.ranks, shape.virtual_stages, shape.virtual_stages * shape.micro_batches
+    assert [peak_stash(o) for o in schedule("interleaved", shape)] == [min(2 * (p - r - 1) + (v - 1) * p + 1, work) for r in range(p)]
+
+
 @pytest.mark.parametrize(("name", "shape"), [(n, s) for n, s in EVERY if s.micro_batches and (n != "interleaved" or s.micro_batches % s.ranks == 0)])
 def test_the_bubble_of_the_simulation_is_the_published_one(name: str, shape: PipelineShape) -> None:
     found = bubble_share(simulate(shape, schedule(name, shape)))  # type: ignore[arg-type]

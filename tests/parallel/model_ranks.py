@@ -192,7 +192,7 @@ _alone: dict[Case, Trained] = {}
 
 def by_one(case: Case) -> Trained:
     """What one process has for ``case``, once."""
-    plain = replace(case, deterministic=False, sequence=False, zero=0)
+    plain = replace(case, deterministic=False, sequence=False, zero=0, recompute="none")
     if plain not in _alone:
         _alone[plain] = train(None, plain)
     return _alone[plain]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import LEARNING_RATE, LLAMA, QWEN3, Case, distance, reduce, sequences_of, weights_of
+from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, distance, reduce, sequences_of, weights_of
 from ranks import Here, Ranks
 
 from tandem.config.trainer import TrainerConfig
@@ -163,6 +163,7 @@ CASES = [
     pytest.param(4, "gpipe", 1, (1, 2, 1, 1), UNTIED, id="4 ranks, GPipe"),
     pytest.param(2, "interleaved", 2, (1, 2, 1, 1), TIED, id="2 ranks, interleaved, tied"),
     pytest.param(2, "interleaved", 2, (), UNTIED, id="2 ranks, interleaved, untied"),
+    pytest.param(2, "1f1b", 1, (), replace(QWEN3_MOE, num_layers=3), id="2 ranks, mixtures of experts"),
 ]
 
 

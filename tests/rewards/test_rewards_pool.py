@@ -301,15 +301,15 @@ def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "deadline_s", "problem"),
     [
-        ("import time; time.sleep(100)", "not loaded within 0.5 s"),
-        ("import os; os._exit(3)", "ended while it loaded the reward functions \\(exit status 3\\)"),
+        ("import time; time.sleep(100)", 0.5, "not loaded within 0.5 s"),
+        ("import os; os._exit(3)", 60.0, "ended while it loaded the reward functions \\(exit status 3\\)"),
     ],
 )
-def test_a_function_whose_import_hangs_or_dies_is_refused_before_the_run(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_function_whose_import_hangs_or_dies_is_refused_before_the_run(tmp_path: Path, text: str, deadline_s: float, problem: str) -> None:
     (tmp_path / "functions.py").write_text(text)
-    config = RewardsConfig(functions=(RewardFunctionConfig(f"{tmp_path}/functions.py:f"),), start_deadline_s=0.5)
+    config = RewardsConfig(functions=(RewardFunctionConfig(f"{tmp_path}/functions.py:f"),), start_deadline_s=deadline_s)
     with pytest.raises(UserError, match=problem):
         RewardPool(config)
 
@@ -335,7 +335,7 @@ def test_a_regular_expression_that_explodes_costs_its_sample_alone() -> None:
 
     config = RewardsConfig(
         functions=(RewardFunctionConfig("format_checker", format=FormatCheckerConfig(pattern="(a+)+b")),),
-        deadline_s=3.0, sample_deadline_s=0.5,
+        deadline_s=60.0, sample_deadline_s=0.5,
     )  # fmt: skip
     with RewardPool(config) as pool:
         assert [score.value for score in judge(pool, "aab", "a" * 60, "b")] == [1.0, None, 0.0]

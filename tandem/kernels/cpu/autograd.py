@@ -9,8 +9,10 @@ from torch import Tensor
 from tandem.kernels.api import PackedWeight
 from tandem.kernels.cpu.calls import Calls, dense
 
-_CHUNK_LOGITS = 1 << 20
+_CHUNK_LOGITS = 1 << 22
 _MIN_CHUNK_ROWS = 128
+_KEPT_LOGITS = 1 << 25
+"""Logits up to this many are kept for the backward pass: computing them again is a third of the head's work."""
 _PACK_FLOATS = 1 << 24
 """Weights up to this size are packed once for all chunks; larger ones slab by slab in the kernel."""
 
@@ -190,7 +192,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logits live for one chunk of rows, and are computed again in the backward pass; a single chunk's are kept."""
+    """Logits live for one chunk of rows, and are computed again in the backward pass, or are kept for it where they are few."""
 
     @staticmethod
     def forward(
@@ -201,14 +203,16 @@ class TokenLogprobs(torch.autograd.Function):
         raw, entropy = torch.empty(len(hidden)), torch.empty(len(hidden))
         scaled = None if temperature == 1 else torch.empty(len(hidden))
         once, chunks = _maybe_packed(weight, calls), _chunks(hidden, weight)
-        logits = None
+        kept = []
+        keeps = any(ctx.needs_input_grad) and len(hidden) * weight.shape[0] <= _KEPT_LOGITS
         for rows in chunks:
             logits = _logits(hidden[rows], weight, once, calls)
+            if keeps:
+                kept.append(logits)
             calls.logprobs(
                 logits, targets[rows], temperature, raw[rows], None if scaled is None else scaled[rows], entropy[rows]
             )
-        kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, weight, targets, kept)
+        ctx.save_for_backward(hidden, weight, targets, *kept)
         ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
         return raw, raw.new_empty(0) if scaled is None else scaled, entropy
@@ -217,7 +221,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_raw: Tensor | None, grad_scaled: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, targets, kept = ctx.saved_tensors
+        hidden, weight, targets, *kept = ctx.saved_tensors
         calls: Calls = ctx.calls
         if ctx.temperature == 1:
             grad_scaled = None
@@ -227,9 +231,9 @@ class TokenLogprobs(torch.autograd.Function):
         grad_scaled = _dense_or_none(grad_scaled)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        once = _maybe_packed(weight, calls) if kept is None else None
-        for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, once, calls) if kept is None else kept
+        once = None if kept else _maybe_packed(weight, calls)
+        for place, rows in enumerate(_chunks(hidden, weight)):
+            logits = kept[place] if kept else _logits(hidden[rows], weight, once, calls)
             scaled = None if grad_scaled is None else grad_scaled[rows]
             grad = calls.logprobs_backward(logits, targets[rows], ctx.temperature, grad_raw[rows], scaled)
             if grad_hidden is not None:

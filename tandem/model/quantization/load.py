@@ -49,7 +49,7 @@ def load_quantized(
         for name, tensor in read_tensors(folder):
             if name in tensors:
                 raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
-            tensors[name] = tensor
+            tensors[name] = tensor.to(decoder.embed_tokens.device)
         _fill(decoder, stored, tensors)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tandem.config.trainer import TrainerConfig
@@ -11,6 +12,7 @@ from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer, OptimizerState
 from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.parallel import shares
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
@@ -42,7 +44,9 @@ class Replica:
     @property
     def passes_together(self) -> bool:
         """Whether ranks exchange something inside a forward and backward pass, so that all must go through as many."""
-        return (self.sums is not None and self.sums.each_backward) or self.ranks.groups["expert"].size > 1
+        balance = self.model.router_balance
+        together = (self.sums is not None and self.sums.each_backward) or (balance is not None and balance.loss > 0)
+        return together or self.ranks.groups["expert"].size > 1
 
     def whole(self, changes: bool = False) -> AbstractContextManager[None]:
         """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
@@ -51,12 +55,17 @@ class Replica:
 
     def gathered_state(self) -> Gathered:
         """The optimizer's whole state, on the first rank; all ranks must ask for it."""
-        own = self.optimizer.state()
-        return Gathered(own if self.pipeline is None else gathered_state(self.pipeline, own))
+        state = self.optimizer.state()
+        if self.pipeline is not None:
+            state = gathered_state(self.pipeline, state)
+            if not self.pipeline.is_first:
+                return Gathered(state)
+        return Gathered(shares.gathered_state(self.model, state))
 
     def gathered_model(self) -> Decoder | None:
-        """The model with all of its stages, on the first rank; all ranks must ask for it, inside ``whole``."""
-        return self.model if self.pipeline is None else gathered_model(self.pipeline)
+        """The model with all of its stages and parts, on the first rank; all ranks must ask for it, inside ``whole``."""
+        model = self.model if self.pipeline is None else gathered_model(self.pipeline)
+        return None if model is None else shares.gathered_model(model)
 
     @property
     def forward_backward(self) -> ForwardBackward:
@@ -78,14 +87,15 @@ class Replica:
 
 
 def make_replica(
-    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None
+    model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
+    directory: Path | None = None,
 ) -> Replica:
-    """``model``, whose weights are there, with the optimizer that ``config`` names."""
+    """``model``, whose weights are there, with the optimizer that ``config`` names; ``directory``: the run's, for what is offloaded."""
     if ranks.world.size == 1:
-        return Replica(ranks, model, make_optimizer(model, config))
+        return Replica(ranks, model, make_optimizer(model, config, directory))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
     sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
     if zero == 0:
-        return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config), sums, config.max_grad_norm), sums, pipeline)
+        return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config, directory), sums, config.max_grad_norm), sums, pipeline)
     assert config.optimizer == "adamw", "other optimizers cannot be cut anywhere"
     return Replica(ranks, model, ShardedOptimizer(sums, config, zero), sums, pipeline)

@@ -1,0 +1,101 @@
+"""Every optimizer, precision and offload on the same pretraining run: held-out loss, bytes of the optimizer's state, seconds of a step.
+
+    python benchmarks/training_choices.py [--steps 80] [--threads 1]
+
+A Qwen3 of 1.2M parameters learns the Python standard library's own sources (sequence 128, 16 sequences a step, learning rate 2e-3,
+WSD). Each row is a whole run of ``tandem train`` from the same weights on the same batches; the best of its steps counts for seconds. Precision is
+emulated on a CPU, so its seconds say what emulation costs. There is no peer: the first row is what the others are to be compared with.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import machine, write_report
+from options import parser as shared_parser
+
+from tandem.config.load import build
+from tandem.config.pretrain import PretrainRecipe
+from tandem.data.documents import DocumentFormat
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.start import train
+from tandem.model.safetensors_file import read_file
+from tandem.storage.files import open_storage
+
+CHOICES: dict[str, dict[str, str]] = {
+    "adamw, fp32": {},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "muon": {"optimizer": "muon"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "fp8": {"precision": "fp8"},
+    "offload nvme": {"offload": "nvme"},
+}
+
+
+def prepare(folder: Path) -> None:
+    """Two datasets of some packages of the standard library."""
+    library, form = Path(json.__file__).parent.parent, DocumentFormat(suffixes=(".py",))
+    (folder / "text").mkdir()
+    for package in ("json", "email", "http", "logging", "asyncio", "unittest", "xml"):
+        for path in sorted((library / package).rglob("*.py")):
+            (folder / "text" / f"{package}-{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
+    train_tokenizer(open_storage(str(folder / "text")), form, 1024, folder / "tokenizer")
+    for side in ("train", "held_out"):
+        settings = TokenizeSettings(str(folder / "text"), str(folder / side), str(folder / "tokenizer"), form, side=side, held_out_share=0.1, workers=1)  # type: ignore[arg-type]
+        tokenize(settings)
+
+
+def recipe(folder: Path, name: str, chosen: dict[str, str], steps: int, threads: int) -> PretrainRecipe:
+    sections: dict[str, Any] = {
+        "algorithm": {"name": "pretrain"},
+        "model": {
+            "create": {
+                "architecture": "qwen3", "tokenizer": str(folder / "tokenizer"), "hidden_size": 128, "num_layers": 4, "num_heads": 4,
+                "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 512, "max_positions": 128, "initial_deviation": 0.04,
+            }
+        },
+        "data": {"train": [{"path": str(folder / "train")}], "held_out": str(folder / "held_out"), "sequence_length": 128, "sequences_per_step": 16},
+        "trainer": {
+            "learning_rate": 2e-3, "warmup_steps": 10, "schedule": "wsd", "total_steps": steps, "decay_steps": steps // 4, "weight_decay": 0.1,
+            "beta2": 0.95, **chosen,
+        },
+        "evaluation": {"every_steps": steps, "sequences": 64},
+        "checkpoint": {"every_steps": steps, "keep": 1},
+        "run": {"max_steps": steps, "directory": str(folder), "name": name.replace(", ", "-").replace(" ", "-")},
+        "machine": {"threads": threads},
+    }  # fmt: skip
+    return build(PretrainRecipe, sections)
+
+
+def main() -> None:
+    parser = shared_parser(__doc__ or "", threads=1)
+    parser.add_argument("--steps", type=int, default=80)
+    options = parser.parse_args()
+    described, lines = machine(), []
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        prepare(folder)
+        for name, chosen in CHOICES.items():
+            result = train(recipe(folder, name, chosen, options.steps, options.threads))
+            moments = sum(t.nbytes for _, t in read_file(result.directory / "checkpoints" / f"step-{options.steps}" / "optimizer.safetensors"))
+            rows = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            seconds = min(row["timing_s/train"] for row in rows)
+            lines.append(f"| {name} | {result.loss:.4f} | {moments / 2**20:.2f} MiB | {1000 * seconds:.0f} ms |")  # type: ignore[union-attr]
+            print(lines[-1], file=sys.stderr, flush=True)
+    text = "\n".join([
+        "# Optimizers, precision and offload on one run", "", described, "", *(__doc__ or "").split("\n\n")[2:], "",
+        f"After {options.steps} steps, {options.threads} thread{'s' if options.threads > 1 else ''}:", "",
+        "| choice | held-out loss, nats a token | state in the checkpoint | step, best |", "|---|---|---|---|", *lines, "",
+    ])
+    print(text)
+    print(f"wrote {write_report('training-choices', text, options.out)}")
+
+
+if __name__ == "__main__":
+    main()

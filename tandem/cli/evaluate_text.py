@@ -1,0 +1,74 @@
+"""``tandem evaluate`` without a recipe: the perplexity of a text, and tasks of lm-eval."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from tandem.types import UserError
+
+
+def run_text(options: argparse.Namespace) -> int:
+    """``--task perplexity`` or ``--task lm-eval:NAME[,NAME]``."""
+    if options.overrides:
+        raise UserError(f"'{options.overrides[0]}' sets a key of a recipe, and --task {options.task} has none; leave it out")
+    return _perplexity(options) if options.task == "perplexity" else _lm_eval(options)
+
+
+def _perplexity(options: argparse.Namespace) -> int:
+    from tandem.engine.llm import LLM
+    from tandem.evaluation.perplexity import perplexity
+
+    if options.data is None:
+        raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with a document a line")
+    texts = read_texts(Path(options.data), options.text_key)
+    with LLM(options.model) as llm:
+        result = perplexity(llm, texts, options.context, options.stride)
+    if options.json:
+        print(json.dumps(asdict(result)))
+    else:
+        print(f"perplexity {result.perplexity:.4f} (loss {result.loss:.6f}) on {result.tokens:,} tokens of {result.documents:,} documents")
+        print(f"{result.bits_per_byte:.4f} bits a byte")
+    return 0
+
+
+def read_texts(path: Path, text_key: str) -> list[str]:
+    """The documents of ``path``: one a JSON line (``.jsonl``, ``.ndjson``, both also with ``.gz``), else the whole file."""
+    from tandem.data.documents import LINES, DocumentFormat, Part, documents
+    from tandem.storage.files import open_storage
+
+    if not path.is_file():
+        raise UserError(f"'{path}' is no file; --data names a text file, or JSON lines with a document each")
+    is_lines = path.name.removesuffix(".gz").endswith(LINES)
+    form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if is_lines or not path.suffix else (path.suffix,))
+    form.check()
+    part = Part(path.name, 0, path.stat().st_size)
+    return [document.text for document in documents(open_storage(str(path.parent)), part, form) if document.text]
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    from tandem.evaluation.lm_eval import MISSING, is_installed, run_tasks
+
+    names = [name for name in options.task.removeprefix("lm-eval:").split(",") if name]
+    if not names:
+        raise UserError("--task lm-eval: names no task; give one, for example --task lm-eval:arc_easy")
+    if not is_installed():
+        raise UserError(MISSING)
+    folder = None if options.tasks_folder is None else Path(options.tasks_folder)
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--tasks-folder '{folder}' is no folder; name one with lm-eval's YAML files")
+    for name, least in (("limit", 1), ("few_shot", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    from tandem.engine.llm import LLM
+
+    with LLM(options.model) as llm:
+        found = run_tasks(llm, names, folder, options.limit, options.few_shot)
+    if options.json:
+        print(json.dumps([asdict(score) for score in found]))
+        return 0
+    for score in found:
+        error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
+        print(f"{score.task} {score.metric} {score.value:.4f}{error}")
+    return 0

@@ -1,0 +1,142 @@
+"""Other people's attention, where it is installed and asked for: FlashAttention 3 and 4, xFormers.
+
+They take the packed attention of the trainer. The engine's cache has a layout of its own, which none of them reads, so paged attention stays with the
+kernels they are put before. Bits then differ between trainer and engine, unless a backend happens to round alike: in deterministic mode it
+is tried before it is used, and refused where it does not.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache
+from tandem.types import UserError
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+"""``packed_attention``, differentiable."""
+
+
+class _Backend(NamedTuple):
+    module: str
+    install: str
+    make: Callable[[Any], Attention]
+
+
+def _flash(module: Any) -> Attention:
+    """FlashAttention 3 (Shah et al., 2024) and its successor: (left, right) windows count the keys beside a query's own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
+        left = (-1, -1) if window is None else (window - 1, 0)
+        found = module.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
+            softmax_scale=scale, causal=True, window_size=left,
+        )  # fmt: skip
+        # Some versions give the log of the sum of weights beside it.
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    return attend
+
+
+def _flash_4(module: Any) -> Attention:
+    """As ``_flash``; no window is ``None`` there."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
+        left = (None, None) if window is None else (window - 1, 0)
+        found = module.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, softmax_scale=scale, causal=True, window_size=left
+        )
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    return attend
+
+
+def _xformers(module: Any) -> Attention:
+    """Block-diagonal causal attention; key-value heads are repeated for their queries."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
+        bias = module.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(cu_seqlens.diff().tolist())
+        bias = bias if window is None else bias.make_local_attention(window)
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x.repeat_interleave(group, dim=1).unsqueeze(0) for x in (k, v))
+        out: Tensor = module.memory_efficient_attention(q.unsqueeze(0), keys, values, attn_bias=bias, scale=scale)
+        return out.squeeze(0)
+
+    return attend
+
+
+BACKENDS = {
+    "flash_attention_3": _Backend("flash_attn_interface", "FlashAttention's hopper folder", _flash),
+    "flash_attention_4": _Backend("flash_attn.cute.interface", "flash-attn-4", _flash_4),
+    "xformers": _Backend("xformers.ops", "xformers", _xformers),
+}
+
+
+def load_backend(name: str) -> Attention:
+    """The attention called ``name``. Raises ``UserError`` where there is none of that name, or it is not installed."""
+    if name not in BACKENDS:
+        raise UserError(f"attention backend is {name!r}; it must be one of {', '.join(BACKENDS)}")
+    backend = BACKENDS[name]
+    try:
+        return backend.make(importlib.import_module(backend.module))
+    except ImportError as error:
+        raise UserError(f"attention backend {name!r} cannot be imported ({error}); install {backend.install}, or leave it out") from None
+
+
+def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Kernels:
+    """``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` where it cannot be had, and in deterministic mode where
+    it breaks the law of ``api`` for ``dtype`` on ``device``."""
+    attention = load_backend(name)
+    broken = broken_law(kernels, attention, dtype, device) if deterministic else ""
+    if broken:
+        raise UserError(f"attention backend {name!r} is refused in deterministic mode: {broken}; leave it out, or set deterministic to False")
+    return _replaced(kernels, attention)
+
+
+def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
+    """Kernels that do what ``kernels`` do, but for packed attention."""
+    kind: Any = type("WithAttention", (type(kernels),), {"packed_attention": staticmethod(attention)})
+    changed: Kernels = kind.__new__(kind)
+    vars(changed).update(vars(kernels))
+    return changed
+
+
+@torch.no_grad()
+def broken_law(kernels: Kernels, attention: Attention, dtype: torch.dtype, device: torch.device) -> str:
+    """What ``attention`` breaks of the law, in words, tried on a few sequences; empty where nothing was found."""
+    lengths, heads = [70, 5, 300], (4, 2, 64)
+    total, (query_heads, kv_heads, size) = sum(lengths), heads
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(total, count, size, generator=numbers).to(device, dtype) for count in (query_heads, kv_heads, kv_heads))
+
+    def bounds(*ends: int) -> Tensor:
+        return torch.tensor([0, *ends], dtype=torch.int32, device=device)
+
+    scale = size**-0.5
+    whole = attention(q, k, v, bounds(70, 75, 375), 300, scale, None)
+    if not torch.equal(attention(q[75:], k[75:], v[75:], bounds(300), 300, scale, None), whole[75:]):
+        return "a sequence has other bits beside others than alone"
+    if not torch.equal(attention(q[75:275], k[75:275], v[75:275], bounds(200), 200, scale, None), whole[75:275]):
+        return "a token has other bits when more tokens follow it"
+    own = q[75:], k[75:], v[75:]
+    if not torch.equal(_decoded(kernels, *own, scale), whole[-1:]):
+        return "a decoded token has other bits over the engine's cache"
+    return ""
+
+
+def _decoded(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The last of the queries over a cache that holds all keys and values."""
+    tokens, kv_heads, size = k.shape
+    blocks = -(-tokens // BLOCK_TOKENS)
+    (cache,) = empty_cache((blocks, kv_heads, size), 1, q.dtype, q.device)
+    at = torch.arange(tokens, device=q.device)
+    cache.keys[at // BLOCK_TOKENS, :, :, at % BLOCK_TOKENS] = k
+    cache.values[at // BLOCK_TOKENS, :, at % BLOCK_TOKENS] = v
+    one = torch.tensor([0, 1], dtype=torch.int32, device=q.device)
+    lengths = torch.tensor([tokens], dtype=torch.int32, device=q.device)
+    table = torch.arange(blocks, dtype=torch.int32, device=q.device).unsqueeze(0)
+    return kernels.paged_attention(q[-1:].contiguous(), cache, PagedBatch(one, lengths, table, at[-1:]), scale, None)

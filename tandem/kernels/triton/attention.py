@@ -1,0 +1,98 @@
+"""Launches of attention."""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.triton.launch import IS_INTERPRETED, UNFUSED, check, dense, power_of_two, processors
+from tandem.kernels.triton.programs import attention as programs
+from tandem.kernels.triton.tiles import Tiles
+
+LOG2_E = 1.4426950408889634
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_MOST_PARTIAL = 1 << 28
+"""Bytes of partial results that splitting may take."""
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles, log_total: Tensor | None = None
+) -> Tensor:
+    """See ``Kernels.packed_attention``. ``log_total[T, Hq]`` fp32, where given, takes the logarithms to base 2 of the sums of weights."""
+    tokens, _, size = q.shape
+    check("attention q", q, None, None, size)
+    check("attention k", k, tokens, None, size)
+    check("attention v", v, *k.shape)
+    k, v = dense(k), dense(v)
+    starts = cu_seqlens.to(q.device)
+    return _launch(q, k, v, None, None, starts, starts, starts, k.shape[1], scale, window, tiles, None, log_total=log_total)
+
+
+def paged(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, tiles: Tiles, splits: bool | None) -> Tensor:
+    """See ``Kernels.paged_attention``. ``splits``: one program for each split of the keys, or one for all (``None``: what fills the device); the
+    bits are the same."""
+    check("attention q", q, None, None, cache.keys.shape[2])
+    keys, values = _bytes(cache.keys), _bytes(cache.values)
+    width = batch.block_tables.shape[1]
+    most = -(-width * BLOCK_TOKENS // tiles.split)
+    tokens, query_heads, size = q.shape
+    if splits is None:
+        busy = _places(len(batch.query_start) - 1, tokens, query_heads // keys.shape[1], tiles) * keys.shape[1]
+        partial = tokens * query_heads * most * (size + 2) * 4
+        splits = most > 1 and busy < 2 * processors(q.device) and partial <= _MOST_PARTIAL
+    return _launch(
+        q, keys, values, cache.key_scales, cache.value_scales, batch.query_start, batch.context_lens, dense(batch.block_tables),
+        keys.shape[1], scale, window, tiles, most if splits else 0, _CODES.get(cache.keys.dtype, 0),
+    )  # fmt: skip
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, starts: Tensor, lengths: Tensor, tables: Tensor,
+    kv_heads: int, scale: float, window: int | None, tiles: Tiles, splits: int | None, codes: int = 0,
+    log_total: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``splits``: ``None`` for packed keys; paged, 0 for one program over all of them, else how many at most."""
+    q = dense(q)
+    tokens, query_heads, size = q.shape
+    if query_heads % kv_heads:
+        raise ValueError(f"attention has {query_heads} query heads over {kv_heads} key-value heads; the first must be a multiple of the second")
+    out = torch.empty_like(q)
+    sequences = len(starts) - 1
+    if not tokens or sequences < 1:
+        return out
+    group = query_heads // kv_heads
+    group_rows = power_of_two(group)
+    rows = max(tiles.attention_rows, group_rows)
+    shape = (tokens, query_heads, splits or 0)
+    partial, partial_largest, partial_total = out, out, out
+    if splits:
+        partial = torch.empty(*shape, size, dtype=torch.float32, device=q.device)
+        partial_largest, partial_total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
+    block_d = max(16, power_of_two(size))
+    grid = (_places(sequences, tokens, group, tiles), kv_heads, splits or 1)
+    programs.attention[grid](
+        q, k, v, k if k_scales is None else k_scales, v if v_scales is None else v_scales, tables, starts, lengths, out,
+        out if log_total is None else log_total, partial, partial_largest, partial_total,
+        sequences, 0 if splits is None else tables.shape[1], query_heads, kv_heads,
+        scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None,
+        GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=splits is not None,
+        CODES=codes, D=size, BLOCK_M=rows, BLOCK_N=tiles.attention_keys, BLOCK_D=block_d, WIDEN=IS_INTERPRETED,
+        num_warps=tiles.attention_warps, num_stages=tiles.attention_stages, **UNFUSED,
+    )  # fmt: skip
+    if splits:
+        heads = min(16, power_of_two(query_heads))
+        programs.merge_splits[(tokens, -(-query_heads // heads))](
+            partial, partial_largest, partial_total, starts, lengths, out, sequences, query_heads, splits,
+            WINDOW=window or 0, SPLIT=tiles.split, D=size, BLOCK_H=heads, BLOCK_D=block_d, num_warps=4, **UNFUSED,
+        )  # fmt: skip
+    return out
+
+
+def _places(sequences: int, tokens: int, group: int, tiles: Tiles) -> int:
+    """Tiles of rows at most: one a sequence more than the rows fill (see ``sequence_of``)."""
+    group_rows = power_of_two(group)
+    return tokens // (max(tiles.attention_rows, group_rows) // group_rows) + sequences
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """e4m3 as bytes: the programs decode it themselves, on devices without that type too."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -1,0 +1,146 @@
+"""Gradients. The forward pass is this room's, and so is the backward pass of attention; the others' is torch's, of the same formula in the reference
+kernels, computed again from the inputs, since only the forward pass has bits to keep."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.triton import attention, attention_backward
+from tandem.kernels.triton import logits as logit_calls
+from tandem.kernels.triton.tiles import Tiles
+
+Outputs = Tensor | tuple[Tensor, ...]
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def through_reference(own: Callable[..., Outputs], reference: Callable[..., Outputs], *tensors: Tensor | None) -> Any:
+    """``own(*tensors)``, whose gradients are those of ``reference(*tensors)``."""
+    return _ThroughReference.apply(own, reference, *tensors) if wants_grad(*tensors) else own(*tensors)
+
+
+class _ThroughReference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Callable[..., Outputs], reference: Callable[..., Outputs], *tensors: Tensor | None) -> Outputs:
+        ctx.reference = reference
+        ctx.given = [x is not None for x in tensors]
+        ctx.save_for_backward(*(x for x in tensors if x is not None))
+        return own(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved, needs = iter(ctx.saved_tensors), ctx.needs_input_grad[2:]
+        inputs = [
+            next(saved).detach().requires_grad_(needed) if given else None for given, needed in zip(ctx.given, needs, strict=True)
+        ]
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        with torch.enable_grad():
+            found = ctx.reference(*inputs)
+        outputs = (found,) if isinstance(found, Tensor) else found
+        reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+        got = iter(torch.autograd.grad([out for out, _ in reached], wanted, [grad for _, grad in reached], allow_unused=True))
+        return None, None, *(next(got) if x is not None and x.requires_grad else None for x in inputs)
+
+
+class Linear(torch.autograd.Function):
+    """The gradients of a matrix product are two others, whose bits nobody compares with an engine's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return (
+            grad @ weight if ctx.needs_input_grad[0] else None,
+            grad.t() @ x if ctx.needs_input_grad[1] else None,
+            grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            None,
+        )
+
+
+class GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bounds: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight, bounds)
+        return multiply(x, weight, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bounds = ctx.saved_tensors
+        at = bounds.tolist()
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for g, (start, end) in enumerate(itertools.pairwise(at)):
+            rows = slice(start, end)
+            if end > start and grad_x is not None:
+                grad_x[rows] = grad[rows] @ weight[g]
+            if end > start and grad_weight is not None:
+                grad_weight[g] = grad[rows].t() @ x[rows]
+        return grad_x, grad_weight, None, None
+
+
+class PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles
+    ) -> Tensor:
+        log_total = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total)
+        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens)
+        ctx.settings = scale, window, tiles
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *attention_backward.packed(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Logits are computed ``rows_at_once`` rows at a time, and again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, multiply: Callable[..., Tensor], block: int,
+        rows_at_once: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature, ctx.multiply, ctx.rows_at_once = temperature, multiply, rows_at_once
+        parts = [
+            logit_calls.logprobs(multiply(x, weight, None), y, temperature, block)
+            for x, y in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True)
+        ]
+        raw, scaled, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(entropy)
+        return raw, scaled, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_raw: Tensor, grad_scaled: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, targets = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), ctx.rows_at_once):
+            rows = slice(start, start + ctx.rows_at_once)
+            logits = ctx.multiply(hidden[rows], weight, None).float()
+            grad = _logprob_grad(logits, targets[rows], grad_raw[rows])
+            grad += _logprob_grad(logits / ctx.temperature, targets[rows], grad_scaled[rows] / ctx.temperature)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _logprob_grad(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
+    out = logits.softmax(-1).mul_(-grad.unsqueeze(1))
+    return out.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))

@@ -1,0 +1,193 @@
+"""The Triton programs behind the interface of ``tandem.kernels.api``."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.quantized import (
+    PackedParts,
+    PackedQuantized,
+    QuantizedWeight,
+    dequantize,
+    int8_linear,
+    keep_codes,
+    round_inputs,
+    with_parts,
+)
+from tandem.kernels.reference import ReferenceKernels
+from tandem.kernels.triton import attention, autograd, rope, rows
+from tandem.kernels.triton import linear as products
+from tandem.kernels.triton import logits as logit_calls
+from tandem.kernels.triton.autograd import through_reference, wants_grad
+from tandem.kernels.triton.launch import DTYPES, IS_INTERPRETED
+from tandem.kernels.triton.tiles import INTERPRETED, Tiles, tiles_for
+
+_CHUNK_ELEMENTS = 1 << 26
+"""Logits that ``token_logprobs`` holds at a time."""
+
+
+class TritonKernels:
+    """fp32, bf16 and fp16 on CUDA, with fp32 sums; float64 goes to the reference kernels.
+
+    ``deterministic``: the bits of a row depend on nothing but the row (and, in attention, what it sees). Without it products are torch's,
+    which split their sums by the number of rows. ``tiles``: instead of those for the dtype, for tests. ``splits``: see ``attention.paged``.
+    """
+
+    name = "triton"
+
+    def __init__(self, deterministic: bool = True, tiles: Tiles | None = None, splits: bool | None = None) -> None:
+        self.deterministic = deterministic
+        self._splits = splits
+        self._reference = ReferenceKernels(tiled=False)
+        chosen = tiles or (INTERPRETED if IS_INTERPRETED else None)
+        self._tiles = {dtype: chosen or tiles_for(dtype) for dtype in DTYPES}
+        self._linear_tiles = {dtype: products.LinearTiles(own.linear, checks=deterministic) for dtype, own in self._tiles.items()}
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype not in DTYPES or not self.deterministic:
+            return F.linear(x, weight, bias)
+        if wants_grad(x, weight, bias):
+            return autograd.Linear.apply(x, weight, bias, self._multiply)  # type: ignore[no-any-return]
+        return self._multiply(x, weight, bias)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype not in DTYPES or not self.deterministic:
+            return F.linear(x, weight, bias)
+        return products.linear(x, weight, bias, self._linear_tiles[x.dtype].choose(x, len(weight)))
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape)
+
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return keep_codes(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            if isinstance(weight, PackedWeight):
+                return self._multiply(x, weight.data, bias)
+            if isinstance(weight, PackedParts):
+                return with_parts(self.linear_packed, x, weight, bias)
+            if weight.is_integer_product:
+                return int8_linear(x, weight, bias)
+            return self._multiply(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        if x.dtype not in DTYPES or not self.deterministic:
+            return self._reference.grouped_linear(x, weight, bounds)
+        if wants_grad(x, weight):
+            return autograd.GroupedLinear.apply(x, weight, bounds, self._multiply_groups)  # type: ignore[no-any-return]
+        return self._multiply_groups(x, weight, bounds)
+
+    def _multiply_groups(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        # How the rows are spread over the groups is known on the device only: the smallest tile wastes least.
+        return products.grouped_linear(x, weight, bounds, self._linear_tiles[x.dtype].agreeing(x.device, x.dtype)[0])
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        gates, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+        gates, experts = gates[:, :experts_per_token], experts[:, :experts_per_token]
+        if normalised:
+            gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
+        ordered, order = experts.reshape(-1).sort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        # By search and not by counting, for which torch would ask the device how many there are.
+        bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
+        return Routing(gates, experts, bounds, order, inverse)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.grouped_linear(x, weight.data, bounds)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype not in DTYPES:
+            return self._reference.rms_norm(x, weight, eps)
+        out: Tensor = through_reference(
+            lambda x, weight: rows.rms_norm(x, None, weight, eps)[0], lambda x, weight: self._reference.rms_norm(x, weight, eps), x, weight
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dtype not in DTYPES:
+            return self._reference.add_rms_norm(x, residual, weight, eps)
+        out, total = through_reference(
+            lambda x, residual, weight: rows.rms_norm(x, residual, weight, eps),
+            lambda x, residual, weight: self._reference.add_rms_norm(x, residual, weight, eps), x, residual, weight,
+        )  # fmt: skip
+        return out, total
+
+    def rope(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if qkv.dtype not in DTYPES:
+            return self._reference.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps)
+        q, k, v = through_reference(
+            lambda qkv, q_norm, k_norm: rope.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps),
+            lambda qkv, q_norm, k_norm: self._reference.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps), qkv, q_norm, k_norm,
+        )  # fmt: skip
+        return q, k, v
+
+    def rope_to_cache(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
+    ) -> Tensor:
+        if qkv.dtype not in DTYPES:
+            return self._reference.rope_to_cache(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
+        return rope.rope_to_cache(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
+
+    def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._reference.round_kv(x, dtype)
+
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+    ) -> Tensor:
+        if q.dtype not in DTYPES:
+            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window)
+        if wants_grad(q, k, v):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])  # type: ignore[no-any-return]
+        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])
+
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+        if q.dtype not in DTYPES:
+            return self._reference.paged_attention(q, cache, batch, scale, window)
+        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in DTYPES:
+            return self._reference.silu_mul(gate_up)
+        out: Tensor = through_reference(rows.silu_mul, self._reference.silu_mul, gate_up)
+        return out
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+        if not temperature > 0:
+            raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
+        if hidden.dtype not in DTYPES:
+            return self._reference.token_logprobs(hidden, weight, targets, temperature)
+        rows_at_once = max(64, _CHUNK_ELEMENTS // len(weight) // 64 * 64)
+        raw, scaled, entropy = autograd.TokenLogprobs.apply(
+            hidden, weight, targets.long(), temperature, self._multiply, self._tiles[hidden.dtype].vocabulary, rows_at_once
+        )
+        return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
+
+    def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.dtype not in DTYPES:
+            return self._reference.logits_logprobs(logits, targets)
+        return logit_calls.logprobs(logits, targets, None, self._tiles[logits.dtype].vocabulary).raw
+
+    def sample_rows(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> SampledRows:
+        if logits.dtype not in DTYPES:
+            return self._reference.sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
+        return logit_calls.sample(logits, temperature, top_k, top_p, min_p, uniform, self._tiles[logits.dtype].vocabulary)

@@ -1,0 +1,199 @@
+"""Causal attention by tiles with an online softmax (Dao, 2023), in splits of a fixed number of absolute positions.
+
+A row is one query head of one token; a tile has rows of one sequence that share a key-value head. The keys of a split are summed
+from zero, and the splits are merged in the order of positions, whether one program walks all of them or one each (Flash-Decoding; Dao et
+al., 2023, with a fixed size instead of a fixed number). Multiply-adds are written out, and compiled with contraction off, so that both ways
+round alike. What a row does not see adds exact zeros to it, so neither the tile nor its other rows reach its bits.
+"""
+
+import triton
+import triton.language as tl
+
+from tandem.kernels.triton.programs.common import decode_fp8, product, sequence_of, sequence_with
+
+
+@triton.jit
+def _load_keys(k, scales, table, at, read, head, d, start_row, kv_heads, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr):
+    """Keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``CODES``: 0 numbers, 1 int8, 2 e4m3."""
+    mask = (d < D)[:, None] & read[None, :]
+    if PAGED:
+        block = tl.load(table + at // 16, mask=read, other=0).to(tl.int64)
+        offset = ((block * kv_heads + head) * D * 16 + at % 16)[None, :] + d[:, None] * 16
+        # Sixteen keys stand side by side, and every block starts at a multiple of 16.
+        offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
+        found = tl.load(k + offset, mask=mask, other=0)
+        if CODES != 0:
+            scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
+            wide = decode_fp8(found) if CODES == 2 else found.to(tl.float32)
+            found = wide * scale[None, :]
+    else:
+        offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
+        found = tl.load(k + offset[None, :] + d[:, None], mask=mask, other=0)
+    return found
+
+
+@triton.jit
+def _load_values(v, scales, table, at, read, head, d, start_row, kv_heads, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr):
+    """Values [BLOCK_N, BLOCK_D], as ``_load_keys``."""
+    mask = read[:, None] & (d < D)[None, :]
+    if PAGED:
+        block = tl.load(table + at // 16, mask=read, other=0).to(tl.int64)
+        offset = ((block * kv_heads + head) * 16 + at % 16) * D
+        found = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+        if CODES != 0:
+            scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
+            wide = decode_fp8(found) if CODES == 2 else found.to(tl.float32)
+            found = wide * scale[:, None]
+    else:
+        offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
+        found = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+    return found
+
+
+@triton.jit
+def _attend_split(
+    q, position, low, begin, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
+    WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Keys ``begin .. end - 1``, none below ``low``, for ``q[BLOCK_M, BLOCK_D]`` at ``position[BLOCK_M]`` (-1: no row) -> the largest score in
+    units of log 2, the sum of weights and the weighted values."""
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        read = (at < end) & (at >= low)
+        keys = _load_keys(k, k_scales, table, at, read, head, d, start_row, kv_heads, PAGED, CODES, D).to(q.dtype)
+        scores = product(q, keys, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN) * scale_log2
+        seen = (at[None, :] <= position[:, None]) & read[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp2(largest - base)
+        weights = tl.exp2(scores - base[:, None])
+        values = _load_values(v, v_scales, table, at, read, head, d, start_row, kv_heads, PAGED, CODES, D).to(q.dtype)
+        # 0 times what is not finite is not 0: such values are taken out, and whoever sees one is made undefined.
+        finite = tl.abs(values.to(tl.float32)) < float("inf")
+        spoiled = tl.max(tl.where(finite, 0, 1), 1)
+        values = tl.where(finite, values, 0.0).to(q.dtype)
+        hit = tl.max(tl.where(seen & (spoiled[None, :] > 0), 1, 0), 1)
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
+        total = tl.where(hit > 0, float("nan"), total)
+        acc = product(weights.to(q.dtype), values, acc * shrink[:, None], WIDEN)
+        largest = new
+    return largest, total, acc
+
+
+@triton.jit
+def _merge(largest, total, acc, split_largest, split_total, split_acc):
+    """The splits so far, and the next one -> both."""
+    new = tl.maximum(largest, split_largest)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    old = tl.exp2(largest - base)
+    own = tl.exp2(split_largest - base)
+    total = tl.fma(split_total, own, total * old)
+    acc = tl.fma(split_acc, own[:, None] + tl.zeros_like(acc), acc * old[:, None])
+    return new, total, acc
+
+
+@triton.jit
+def attention(
+    q, k, v, k_scales, v_scales, tables, starts, lengths, out, log_total, partial, partial_largest, partial_total, sequences, table_width,
+    query_heads, kv_heads, scale_log2, splits, KEEPS_TOTAL: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``BLOCK_M // GROUP_ROWS`` tokens of a sequence times the ``GROUP`` query heads of a key-value head.
+
+    Grid: (tiles, key-value heads, splits or 1). ``starts[S + 1]``: where sequences start in ``q[T, Hq, D]``. Paged, ``lengths[S]`` are their
+    tokens in the cache, the new ones at the end; packed, they are those of q. ``IS_SPLIT``: this program's split alone goes to ``partial[T, Hq,
+    splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; else all of them, in order, to ``out[T, Hq, D]``, and with
+    ``KEEPS_TOTAL`` the logarithm to base 2 of the sum of weights to ``log_total[T, Hq]``."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
+    place = tl.program_id(0)
+    head = tl.program_id(1)
+    s = sequence_of(place, starts, sequences, TOKENS)
+    row = tl.load(starts + s)
+    count = tl.load(starts + s + 1) - row
+    first = (place - (row // TOKENS + s)) * TOKENS
+    if first >= count:
+        return
+    before = 0
+    if PAGED:
+        before = tl.load(lengths + s) - count
+    rows = tl.arange(0, BLOCK_M)
+    token = first + rows // GROUP_ROWS
+    member = rows % GROUP_ROWS
+    is_row = (token < count) & (member < GROUP)
+    position = tl.where(is_row, before + token, -1)
+    end = before + tl.minimum(first + TOKENS, count)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, before + first - WINDOW + 1)
+    d = tl.arange(0, BLOCK_D)
+    at = (row + token).to(tl.int64) * query_heads + head * GROUP + member
+    mask = is_row[:, None] & (d < D)[None, :]
+    queries = tl.load(q + at[:, None] * D + d[None, :], mask=mask, other=0)
+    table = tables + s.to(tl.int64) * table_width
+    if IS_SPLIT:
+        split = tl.program_id(2)
+        begin = split * SPLIT
+        if (begin >= end) | (begin + SPLIT <= low):
+            return
+        largest, total, acc = _attend_split(
+            queries, position, low, begin, tl.minimum(begin + SPLIT, end), k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+            WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+        )  # fmt: skip
+        to = at * splits + split
+        tl.store(partial_largest + to, largest, mask=is_row)
+        tl.store(partial_total + to, total, mask=is_row)
+        tl.store(partial + to[:, None] * D + d[None, :], acc, mask=mask)
+    else:
+        largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for begin in range(low // SPLIT * SPLIT, end, SPLIT):
+            one, sum_of_one, acc_of_one = _attend_split(
+                queries, position, low, begin, tl.minimum(begin + SPLIT, end), k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+                WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            )  # fmt: skip
+            largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
+        result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
+        tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+        if KEEPS_TOTAL:
+            tl.store(log_total + at, largest + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def merge_splits(
+    partial, partial_largest, partial_total, starts, lengths, out, sequences, query_heads, splits,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The splits of one token and ``BLOCK_H`` of its heads, in order, to ``out``. Grid: (tokens, head tiles)."""
+    token = tl.program_id(0)
+    s = sequence_with(token, starts, sequences)
+    position = tl.load(lengths + s) - tl.load(starts + s + 1) + token
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = heads < query_heads
+    d = tl.arange(0, BLOCK_D)
+    mask = is_head[:, None] & (d < D)[None, :]
+    at = token.to(tl.int64) * query_heads + heads
+    largest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, position - WINDOW + 1)
+    for split in range(low // SPLIT, position // SPLIT + 1):
+        own = at * splits + split
+        one = tl.load(partial_largest + own, mask=is_head, other=float("-inf"))
+        sum_of_one = tl.load(partial_total + own, mask=is_head, other=0.0)
+        acc_of_one = tl.load(partial + own[:, None] * D + d[None, :], mask=mask, other=0.0)
+        largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
+    result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
+    tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,111 @@
+"""Gradients of packed causal attention (Dao, 2023, algorithm 2). Each output is summed by one program, in order: no atomic addition, so the same
+inputs give the same bits."""
+
+import triton
+import triton.language as tl
+
+from tandem.kernels.triton.programs.common import product, sequence_of
+
+
+@triton.jit
+def _weights(q, k, position, at, log_total, scale_log2, last, WINDOW: tl.constexpr, WIDEN: tl.constexpr):
+    """The weights [M, N] of the keys ``k[N, D]`` at positions ``at[N]``, up to ``last``, for ``q[M, D]`` at ``position[M]``."""
+    scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN) * scale_log2
+    seen = (at[None, :] <= position[:, None]) & (at < last)[None, :]
+    if WINDOW > 0:
+        seen = seen & (at[None, :] > position[:, None] - WINDOW)
+    return tl.where(seen, tl.exp2(scores - log_total[:, None]), 0.0)
+
+
+@triton.jit
+def attention_queries(
+    q, k, v, grad, log_total, inner, starts, grad_q, sequences, query_heads, kv_heads, scale, scale_log2,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The gradients by ``q[T, Hq, D]`` of a tile of rows, as ``attention`` has them. ``grad[T, Hq, D]``: those by its output; ``inner[T, Hq]``: their
+    products with that output. Grid: (tiles, key-value heads)."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
+    place = tl.program_id(0)
+    head = tl.program_id(1)
+    s = sequence_of(place, starts, sequences, TOKENS)
+    row = tl.load(starts + s)
+    count = tl.load(starts + s + 1) - row
+    first = (place - (row // TOKENS + s)) * TOKENS
+    if first >= count:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    token = first + rows // GROUP_ROWS
+    member = rows % GROUP_ROWS
+    is_row = (token < count) & (member < GROUP)
+    position = tl.where(is_row, token, -1)
+    d = tl.arange(0, BLOCK_D)
+    at = (row + token).to(tl.int64) * query_heads + head * GROUP + member
+    mask = is_row[:, None] & (d < D)[None, :]
+    queries = tl.load(q + at[:, None] * D + d[None, :], mask=mask, other=0)
+    grads = tl.load(grad + at[:, None] * D + d[None, :], mask=mask, other=0)
+    total = tl.load(log_total + at, mask=is_row, other=0.0)
+    own = tl.load(inner + at, mask=is_row, other=0.0)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, first - WINDOW + 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for begin in range(low // BLOCK_N * BLOCK_N, tl.minimum(first + TOKENS, count), BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        from_key = ((row + n).to(tl.int64) * kv_heads + head)[:, None] * D + d[None, :]
+        read = (n < count)[:, None] & (d < D)[None, :]
+        keys = tl.load(k + from_key, mask=read, other=0)
+        values = tl.load(v + from_key, mask=read, other=0)
+        weights = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, WIDEN)
+        by_weight = product(grads, tl.trans(values), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN)
+        by_score = weights * (by_weight - own[:, None])
+        acc = product(by_score.to(keys.dtype), keys, acc, WIDEN)
+    tl.store(grad_q + at[:, None] * D + d[None, :], (acc * scale).to(grad_q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attention_keys(
+    q, k, v, grad, log_total, inner, starts, grad_k, grad_v, sequences, query_heads, kv_heads, scale, scale_log2,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The gradients by ``k`` and ``v`` [T, Hkv, D] of ``BLOCK_N`` keys of a sequence. Grid: (tiles of keys, key-value heads)."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
+    place = tl.program_id(0)
+    head = tl.program_id(1)
+    s = sequence_of(place, starts, sequences, BLOCK_N)
+    row = tl.load(starts + s)
+    count = tl.load(starts + s + 1) - row
+    first = (place - (row // BLOCK_N + s)) * BLOCK_N
+    if first >= count:
+        return
+    n = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    to_key = ((row + n).to(tl.int64) * kv_heads + head)[:, None] * D + d[None, :]
+    read = (n < count)[:, None] & (d < D)[None, :]
+    keys = tl.load(k + to_key, mask=read, other=0)
+    values = tl.load(v + to_key, mask=read, other=0)
+    by_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    by_value = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    end = count
+    if WINDOW > 0:
+        end = tl.minimum(count, first + BLOCK_N + WINDOW - 1)
+    rows = tl.arange(0, BLOCK_M)
+    member = rows % GROUP_ROWS
+    for begin in range(first // TOKENS * TOKENS, end, TOKENS):
+        token = begin + rows // GROUP_ROWS
+        is_row = (token < count) & (member < GROUP)
+        position = tl.where(is_row, token, -1)
+        at = (row + token).to(tl.int64) * query_heads + head * GROUP + member
+        mask = is_row[:, None] & (d < D)[None, :]
+        queries = tl.load(q + at[:, None] * D + d[None, :], mask=mask, other=0)
+        grads = tl.load(grad + at[:, None] * D + d[None, :], mask=mask, other=0)
+        total = tl.load(log_total + at, mask=is_row, other=0.0)
+        own = tl.load(inner + at, mask=is_row, other=0.0)
+        weights = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, WIDEN)
+        by_value = product(tl.trans(weights.to(grads.dtype)), grads, by_value, WIDEN)
+        by_weight = product(grads, tl.trans(values), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN)
+        by_score = weights * (by_weight - own[:, None])
+        by_key = product(tl.trans(by_score.to(queries.dtype)), queries, by_key, WIDEN)
+    tl.store(grad_k + to_key, (by_key * scale).to(grad_k.dtype.element_ty), mask=read)
+    tl.store(grad_v + to_key, by_value.to(grad_v.dtype.element_ty), mask=read)

@@ -1,0 +1,69 @@
+"""What several programs share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(a, b, acc, WIDEN: tl.constexpr):
+    """``acc[M, N] + a[M, K] @ b[K, N]``, fp32 sums. ``WIDEN``: Triton's interpreter multiplies no bf16."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def sequence_of(place, starts, count, SHIFT: tl.constexpr):
+    """The sequence s that tile ``place`` belongs to, where the tiles of ``SHIFT`` rows of s begin at ``starts[s] // SHIFT + s``:
+    one place more than the rows need, so that no sequence shares a tile and nobody must count tiles first. -> s."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // SHIFT + middle <= place:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def sequence_with(token, starts, count):
+    """The sequence that row ``token`` belongs to: the last that starts at or before it."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def decode_fp8(codes):
+    """``codes`` uint8 of e4m3 -> fp32, exactly. Its bits stand in an fp16 whose exponent counts from 8 less."""
+    wide = codes.to(tl.int16)
+    half = ((wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    value = tl.where((wide & 0x80) != 0, -half, half)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def encode_fp8(x):
+    """fp32 ``x`` of at most 448 in size -> uint8 codes of e4m3, rounded to the nearest, ties to even."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    normal = rounded - (120 << 3)
+    # Below 2^-6 codes are whole multiples of 2^-9. Adding 2^23 rounds to a whole number.
+    steps = (tl.abs(x) * 512.0 + 8388608.0) - 8388608.0
+    code = tl.where(bits < 0x3C800000, steps.to(tl.int32), normal)
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, code | 0x80, code).to(tl.uint8)
+
+
+@triton.jit
+def encode_int8(x):
+    """fp32 ``x`` of at most 127 in size -> int8, rounded to the nearest, ties to even."""
+    return ((x + 12582912.0) - 12582912.0).to(tl.int8)

@@ -1,0 +1,63 @@
+"""Bytes of a training process and of what it writes, by optimizer, precision and offload. Imports no torch."""
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, held_parameters, optimizer_bytes, weight_bytes
+from tandem.layout.shapes import ModelShapes
+
+ONE_PROCESS = ParallelConfig()
+KEPT_LOGITS_BYTES = 4 << 25
+"""Of the head's logits at most so many are kept for the backward pass (``kernels.cpu.autograd``)."""
+STAGING_BYTES = 16 << 20
+"""Of a pager's two buffers for two moments (``trainer.pager``)."""
+
+
+def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """Resident bytes of one process of the mesh besides what any process takes: weights and gradients, the optimizer's state and what its
+    step works with, and what a forward of ``tokens`` saves for its backward."""
+    weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
+    moments = resident_state_bytes(shapes, trainer) // parallel.tensor
+    held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
+    # Emulated precision holds every rounded matrix until the backward has passed it.
+    copies = weights if trainer.precision != "fp32" else 0
+    saved = tokens * (activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer))
+    saved += min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES)
+    sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    return (held + copies) // parallel.pipeline + saved // sharing
+
+
+def resident_state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """What the optimizer holds in memory, and at most needs besides in its step: one matrix at a time."""
+    if trainer.offload == "nvme":
+        return STAGING_BYTES
+    largest = 4 * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
+    working = {"adamw": 0, "muon": 4 * largest, "adamw8bit": 3 * largest}[trainer.optimizer]
+    return optimizer_bytes(shapes, trainer.optimizer) + working
+
+
+def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """Bytes of one checkpoint: weights and the optimizer's state; the tokenizer beside them is not counted."""
+    return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer)
+
+
+def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool) -> int:
+    """What a run writes at its fullest moment: the checkpoints that stay, one more while it is committed, the exported model, the start
+    model where the run makes it, and moments that are offloaded to the run's own folder."""
+    weights = weight_bytes(shapes, trainer.dtype)
+    offloaded = optimizer_bytes(shapes, trainer.optimizer) if trainer.offload == "nvme" and not trainer.offload_folder else 0
+    return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + (2 if is_created else 1) * weights + offloaded
+
+
+def _rounded_bytes_per_token(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """Emulated precision saves each linear layer's input rounded, beside what fp32 saves."""
+    if trainer.precision == "fp32":
+        return 0
+    hidden, total = shapes.hidden_size, shapes.hidden_size
+    for layer in range(shapes.num_layers):
+        experts = shapes.experts_of(layer)
+        if experts is None:
+            inner = hidden + shapes.intermediate_size
+        else:
+            inner = experts.experts_per_token * (hidden + experts.intermediate_size)
+        total += hidden + shapes.query_size + inner
+    return 4 * total

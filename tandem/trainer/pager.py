@@ -1,0 +1,113 @@
+"""Tensors that live in a file and are brought to memory a piece at a time, the next one while the present one is worked on."""
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.types import RunError
+
+PIECE = 1 << 20
+"""Numbers of a tensor in memory at a time. A multiple of any vector: only the last piece of a tensor has a remainder."""
+
+
+class Pager:
+    """Flat tensors of ``sizes`` numbers and one ``dtype``, zeros at first, in one file of ``folder`` that no name leads to: it goes
+    with its process. Two staging buffers hold a piece of each of ``at_once`` tensors.
+
+    Raises ``RunError`` where the folder has no room; it is taken at once, so that no step finds it missing."""
+
+    def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype, at_once: int) -> None:
+        self._sizes, self._dtype, self._folder = list(sizes), dtype, folder
+        self._starts = [sum(self._sizes[:i]) * dtype.itemsize for i in range(len(self._sizes))]
+        self._bytes = sum(self._sizes) * dtype.itemsize
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the pager
+        try:
+            if self._bytes:
+                os.posix_fallocate(self._file.fileno(), 0, self._bytes)
+        except OSError as error:
+            self._file.close()
+            raise self._failed(error) from None
+        longest = min(PIECE, max(self._sizes, default=0))
+        self._buffers = [[torch.empty(longest, dtype=dtype) for _ in range(at_once)] for _ in range(2)]
+        # One thread: what is written from a buffer is on its way before that buffer is read into again.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="pager")
+
+    @property
+    def staging_bytes(self) -> int:
+        return sum(buffer.nbytes for side in self._buffers for buffer in side)
+
+    def visit(self, groups: Sequence[Sequence[int]], work: Callable[[int, slice, list[Tensor]], None]) -> None:
+        """``work(g, where, pieces)`` for every piece of every group of tensors of equal size: ``pieces`` are those tensors' numbers in the
+        slice ``where``, which ``work`` changes in place. Pieces are read one ahead and written back behind."""
+        pieces = [
+            (g, slice(start, min(start + PIECE, self._sizes[group[0]])))
+            for g, group in enumerate(groups)
+            for start in range(0, self._sizes[group[0]], PIECE)
+        ]
+        reads = [self._begin_read(groups[g], where, turn % 2) for turn, (g, where) in enumerate(pieces[:2])]
+        writes: list[Future[None]] = []
+        for turn, (g, where) in enumerate(pieces):
+            staged = reads[turn].result()
+            work(g, where, staged)
+            writes.append(self._worker.submit(self._transfer, os.pwrite, groups[g], where, staged))
+            if turn + 2 < len(pieces):
+                after, there = pieces[turn + 2]
+                reads.append(self._begin_read(groups[after], there, turn % 2))
+        for write in writes:
+            write.result()
+
+    def mapped(self, index: int) -> Tensor:
+        """Tensor ``index`` as a view of the file: what is looked at is read, nothing is held."""
+        if not self._sizes[index]:
+            return torch.empty(0, dtype=self._dtype)
+        view = mmap.mmap(self._file.fileno(), self._bytes, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(view, dtype=self._dtype, count=self._sizes[index], offset=self._starts[index])
+
+    def write(self, index: int, values: Tensor) -> None:
+        """All of tensor ``index``."""
+        flat = values.detach().reshape(-1)
+        for start in range(0, self._sizes[index], PIECE):
+            where = slice(start, min(start + PIECE, self._sizes[index]))
+            self._transfer(os.pwrite, [index], where, [flat[where].contiguous()])
+
+    def close(self) -> None:
+        self._worker.shutdown()
+        self._file.close()
+
+    def _begin_read(self, group: Sequence[int], where: slice, side: int) -> "Future[list[Tensor]]":
+        staged = [buffer[: where.stop - where.start] for buffer in self._buffers[side][: len(group)]]
+
+        def read() -> list[Tensor]:
+            self._transfer(os.preadv, group, where, staged)
+            return staged
+
+        return self._worker.submit(read)
+
+    def _transfer(self, call: Callable[..., int], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
+        """``os.preadv`` or ``os.pwrite`` of every tensor's slice, to the last byte."""
+        for index, tensor in zip(group, tensors, strict=True):
+            left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+            at = self._starts[index] + where.start * self._dtype.itemsize
+            while left:
+                try:
+                    done = call(self._file.fileno(), [left] if call is os.preadv else left, at)
+                except OSError as error:
+                    raise self._failed(error) from None
+                if not done:
+                    raise self._failed(OSError(errno.EIO, "the file has ended"))
+                left, at = left[done:], at + done
+
+    def _failed(self, error: OSError) -> RunError:
+        return RunError(
+            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB that are offloaded: {error.strerror}; make room, or name "
+            "another folder in 'trainer.offload_folder'"
+        )

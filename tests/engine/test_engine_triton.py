@@ -1,0 +1,60 @@
+"""The engine over the Triton kernels, in Triton's interpreter: what it draws and the bits of the trainer's forward."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.llm import LLM
+from tandem.engine.overlap import decode_graphs
+from tandem.engine.sampling_params import SamplingParams
+from tandem.kernels import Kernels, select
+from tandem.model.attention import PackedContext
+from tandem.model.huggingface import load_model
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton's interpreter is off; set TRITON_INTERPRET=1 and run these tests alone", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def quiet_numpy() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+def trainer_logprobs(folder: Path, kernels: Kernels, tokens: list[int], prompt: int) -> list[float]:
+    """Of every token after the prompt, by one packed forward pass."""
+    decoder = load_model(folder, kernels)
+    count = len(tokens) - 1
+    context = PackedContext(torch.tensor([0, count], dtype=torch.int32), count)
+    with torch.no_grad():
+        hidden = decoder(torch.tensor(tokens[:-1]), torch.arange(count), context)
+        scored = kernels.token_logprobs(hidden[prompt - 1 :], decoder.head_weight, torch.tensor(tokens[prompt:]), 1.0)
+    return scored.raw.tolist()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("mixtral", marks=pytest.mark.full)])
+def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_reference_draws(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], architecture: str
+) -> None:
+    prompts = ["sort 4 1 9 2 8 of", "q"]
+    params = [SamplingParams(max_tokens=3, seed=3, temperature=0.8, ignore_eos=True), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
+    llm = make_llm(architecture, kernels="triton", overlap="on", max_num_seqs=2, max_num_batched_tokens=11)
+    engine = llm.engine
+    overlap = engine._overlap
+    assert overlap is not None
+    overlap.graphs = decode_graphs(overlap, engine.settings, lambda step: step)
+    answers = llm.generate(prompts, params, request_keys=[0, 1])
+    expected = make_llm(architecture, kernels="reference").generate(prompts, params, request_keys=[0, 1])
+    kernels = select("triton")
+    for answer, other in zip(answers, expected, strict=True):
+        found = answer.outputs[0]
+        assert found.token_ids == other.outputs[0].token_ids
+        assert found.raw_logprobs == pytest.approx(other.outputs[0].raw_logprobs, abs=1e-4)
+        tokens = [*answer.prompt_token_ids, *found.token_ids]
+        assert found.raw_logprobs == trainer_logprobs(make_folder(architecture), kernels, tokens, len(answer.prompt_token_ids))
+    engine.check_integrity()

@@ -1,0 +1,140 @@
+"""``tandem train`` on ranks that share the matrices, the tokens or the experts of a model: the run of one process."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tandem.data.documents import DocumentFormat
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.storage.files import open_storage
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.glob("*.py")):
+        shutil.copyfile(path, folder / "text" / path.name)
+    form = DocumentFormat(suffixes=(".py",))
+    train_tokenizer(open_storage(str(folder / "text")), form, 301, folder / "tokenizer")
+    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "json"), str(folder / "tokenizer"), form, workers=1))
+    return folder
+
+
+def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: Any) -> str:
+    """Train in ``folder``/run; what the command printed."""
+    model = {
+        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1, **create,
+    }  # fmt: skip
+    recipe = {
+        "algorithm": {"name": "pretrain"},
+        "model": {"create": model},
+        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "sequences_per_step": 6},
+        "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "micro_batch_tokens": 100},
+        "evaluation": {"every_steps": STEPS, "sequences": 5},
+        "checkpoint": {"every_steps": 3, "keep": 9},
+        "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
+        "machine": {"threads": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return command("train", str(folder / "recipe.yaml"), *arguments, status=status)
+
+
+def command(*arguments: str, status: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], capture_output=True, text=True, timeout=400)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_same_run(folder: Path, other: Path, close: float = 2e-5) -> None:
+    found, wanted = rows(folder), rows(other)
+    assert [row["step"] for row in found] == list(range(STEPS))
+    assert wanted[0]["train/loss"] - wanted[-1]["train/loss"] > 0.1, "it learns, so equal curves mean something"
+    for mine, its in zip(found, wanted, strict=True):
+        for name in ("train/loss", "train/entropy", "actor/grad_norm"):
+            assert math.isclose(mine[name], its[name], rel_tol=close), (mine["step"], name, mine[name], its[name])
+    for file in ("model/model.safetensors", f"checkpoints/step-{STEPS}/optimizer.safetensors"):
+        ours, theirs = load_file(folder / "run" / file), load_file(other / "run" / file)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert (ours[name] - tensor).abs().max() < 0.1 * 3e-3, name
+
+
+@pytest.fixture(scope="module")
+def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    run(folder, data)
+    return folder
+
+
+def test_tensor_ranks_have_the_run_of_one_process_which_goes_on_from_their_checkpoint(one: Path, data: Path, tmp_path: Path) -> None:
+    fault = ["--run.restart_budget=0", "--fault=rank1:before:train:4"]
+    run(tmp_path, data, "--parallel.tensor=2", "--trainer.recompute=selective", *fault, status=1)
+    command("resume", str(tmp_path / "run"), "--parallel.tensor=1")
+    check_same_run(tmp_path, one)
+
+
+def test_deterministic_tensor_ranks_take_the_first_step_with_the_loss_bits_of_one_process(one: Path, data: Path, tmp_path: Path) -> None:
+    run(tmp_path, data, "--parallel.tensor=2", "--parallel.deterministic=true")
+    assert rows(tmp_path)[0]["train/loss"] == rows(one)[0]["train/loss"]
+    check_same_run(tmp_path, one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--parallel.context=2", "--parallel.zero=1", "--trainer.recompute=full"],
+        ["--parallel.tensor=2", "--parallel.data=2", "--parallel.zero=3"],
+        ["--parallel.tensor=2", "--parallel.pipeline=2"],
+        ["--parallel.tensor=2", "--parallel.pipeline=2", "--parallel.data=2"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_products_have_the_run_of_one_process(one: Path, data: Path, tmp_path: Path, arguments: list[str]) -> None:
+    run(tmp_path, data, *arguments)
+    check_same_run(tmp_path, one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [["--parallel.data=2"], ["--parallel.data=2", "--parallel.tensor=2"]], ids=lambda arguments: " ".join(arguments))
+def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tmp_path: Path, arguments: list[str]) -> None:
+    sparse = {"architecture": "qwen3_moe", "num_experts": 4, "expert_intermediate_size": 32}
+    balance = ["--trainer.router_bias_rate=0.01"]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "ranks").mkdir()
+    run(tmp_path / "one", data, *balance, **sparse)
+    run(tmp_path / "ranks", data, *balance, "--parallel.expert=2", *arguments, **sparse)
+    check_same_run(tmp_path / "ranks", tmp_path / "one")
+    assert [row["router/max_overload"] for row in rows(tmp_path / "ranks")] == [row["router/max_overload"] for row in rows(tmp_path / "one")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--parallel.tensor=4"], "'parallel.tensor' is 4, which does not divide the model's num_kv_heads 2; 2 does"),
+        (["--parallel.data=2", "--parallel.expert=2"], "this qwen3 model has no experts: leave it at 1"),
+        (["--parallel.tensor=2", "--trainer.optimizer=muon"], "'parallel.tensor' is 2, which cuts matrices; trainer.optimizer 'muon' needs them whole"),
+        (["--trainer.router_bias_rate=0.1"], "this qwen3 model has no experts: leave it at 0"),
+        (["--trainer.recompute=some"], "trainer.recompute"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_in_one_line(data: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+    assert said in run(tmp_path, data, *arguments, status=2).splitlines()[-1]

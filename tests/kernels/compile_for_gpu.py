@@ -1,0 +1,115 @@
+"""Compile every Triton program, as the launches ask for it, to the machine code of a GPU that is not there: ``python compile_for_gpu.py``.
+
+Needs no device and launches nothing. Prints a JSON line for each compiled program: its name, bytes of shared memory, and the matrix
+instructions in its PTX."""
+
+import json
+import re
+import sys
+import types
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from tandem.kernels import PagedBatch, empty_cache
+from tandem.kernels.triton import launch
+from tandem.kernels.triton.kernels import TritonKernels
+from tandem.kernels.triton.tiles import LinearTile
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class Absent:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"compiling asked for the driver's {name}")
+
+
+class Always:
+    """A choice of one tile."""
+
+    def __init__(self, tile: LinearTile) -> None:
+        self.tile = tile
+
+    def choose(self, x: torch.Tensor, columns: int) -> LinearTile:
+        return self.tile
+
+    def agreeing(self, device: torch.device, dtype: torch.dtype) -> tuple[LinearTile, ...]:
+        return (self.tile,)
+
+
+CURRENT = [""]
+"""The dtype that is compiled for."""
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Absent())
+    # The launches take tensors of a device, whose addresses only matter by their alignment.
+    launch.IS_INTERPRETED = False
+    launch.check = lambda name, x, *shape: None  # type: ignore[assignment]
+    for module in (m for name, m in sys.modules.items() if name.startswith("tandem.kernels.triton.") and "programs" not in name):
+        if isinstance(getattr(module, "check", None), types.FunctionType):
+            module.check = launch.check  # type: ignore[attr-defined]
+        if hasattr(module, "processors"):
+            module.processors = lambda device: 132  # type: ignore[attr-defined]
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        ptx = kernel.asm["ptx"]
+        found = {
+            "program": self.fn.__name__, "dtype": CURRENT[0], "rows": options.get("BLOCK_M"), "shared": kernel.metadata.shared,
+            "cubin": len(kernel.asm["cubin"]), "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)), "mma": len(re.findall(r"\bmma\.sync", ptx)),
+            "warps": kernel.metadata.num_warps,
+        }  # fmt: skip
+        print(json.dumps(found), flush=True)
+        return kernel
+
+    JITFunction.run = compile_only
+    for name, dtype in DTYPES.items():
+        CURRENT[0] = name
+        every_program(TritonKernels(), dtype)
+
+
+def every_program(kernels: Any, dtype: torch.dtype) -> None:
+    device, size = torch.device("cpu"), 128
+    x, weight = torch.zeros(64, 1024, dtype=dtype), torch.zeros(512, 1024, dtype=dtype)
+    for tile in kernels._tiles[dtype].linear:
+        kernels._linear_tiles[dtype] = Always(tile)
+        kernels.linear(x, weight, None)
+    kernels.grouped_linear(x, torch.zeros(8, 512, 1024, dtype=dtype), torch.zeros(9, dtype=torch.int64))
+    kernels.add_rms_norm(x, x, x[0], 1e-6)
+    kernels.silu_mul(x)
+    logits, ones = torch.zeros(64, 4096), torch.ones(64)
+    kernels.sample_rows(logits, ones, ones.long(), ones, ones, ones.double())
+    qkv, table, positions = torch.zeros(64, 12 * size, dtype=dtype), torch.zeros(512, size), torch.zeros(64, dtype=torch.int64)
+    heads, norm = (8, 2, size), torch.zeros(size, dtype=dtype)
+    q, k, v = kernels.rope(qkv, positions, table, heads, norm, norm, 1e-6)
+    starts = torch.tensor([0, 64], dtype=torch.int32)
+    kernels.packed_attention(q.requires_grad_(), k, v, starts, 64, 0.1, None).sum().backward()
+    q = q.detach()
+    for stored in (dtype, torch.int8, torch.float8_e4m3fn):
+        (cache,) = empty_cache((64, 2, size), 1, stored, device)
+        kernels.rope_to_cache(qkv, positions, table, heads, norm, norm, 1e-6, cache, positions)
+        batch = PagedBatch(starts, starts[1:], torch.zeros(1, 32, dtype=torch.int32), positions)
+        for splits in (True, False):
+            kernels._splits = splits
+            kernels.paged_attention(q, cache, batch, 0.1, 4096 if splits else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Attention of other packages: used where asked for, refused where it would change bits."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from paged_sequences import bounds_of, exact, make
+from torch import Tensor
+
+from tandem.kernels import Kernels, select
+from tandem.kernels.attention_backends import BACKENDS, broken_law, load_backend, with_attention
+from tandem.types import UserError
+
+CPU = torch.device("cpu")
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    """A package with FlashAttention 3's interface, which computes with ``function``."""
+    module = types.ModuleType("flash_attn_interface")
+    module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, window_size: tuple[int, int], softmax_scale: float, **_: Any) -> Tensor:
+    """torch's own, sequence by sequence: right, and with bits that depend on the length."""
+    parts = []
+    for start, end in zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False):
+        distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        own = [x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*own, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+        parts.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_backend_that_is_asked_for_computes_packed_attention(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    installed(monkeypatch, lambda *given, **named: (torch_attention(*given, **named), "sums"))
+    changed = with_attention(kernels, "flash_attention_3", torch.float32, CPU, deterministic=False)
+    q, k, v = make([5, 40], 16, 4, 2)
+    out = changed.packed_attention(q, k, v, bounds_of([5, 40]), 40, 0.25, window)
+    expected = exact(q, k, v, bounds_of([5, 40]), 0.25, window)
+    assert (out - expected).norm() / expected.norm() < 1e-6
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    assert torch.equal(changed.linear(x, weight, None), kernels.linear(x, weight, None))
+    assert not torch.equal(out, kernels.packed_attention(q, k, v, bounds_of([5, 40]), 40, 0.25, window))
+
+
+def test_a_backend_with_other_bits_is_refused_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, torch_attention)
+    with pytest.raises(UserError, match=r"'flash_attention_3' is refused in deterministic mode: .*; leave it out, or set deterministic to False"):
+        select(kernels.name, attention="flash_attention_3")  # type: ignore[arg-type]
+    assert select(kernels.name, attention="flash_attention_3", deterministic=False).name == kernels.name  # type: ignore[arg-type]
+
+
+def test_a_backend_with_our_bits_is_taken_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ours(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, softmax_scale: float, **_: Any) -> Tensor:
+        return kernels.packed_attention(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, None)
+
+    installed(monkeypatch, ours)
+    assert with_attention(kernels, "flash_attention_3", torch.float32, CPU, deterministic=True).name == kernels.name
+
+
+def test_the_self_check_names_what_it_found(kernels: Kernels) -> None:
+    def own(*given: Any) -> Tensor:
+        return kernels.packed_attention(*given)
+
+    def by_length(q: Tensor, *rest: Any) -> Tensor:
+        return own(q, *rest) * (1 + len(q) * 2.0**-20)
+
+    def by_longest(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *rest: Any) -> Tensor:
+        return own(q, k, v, bounds, longest, *rest) * (1 + longest * 2.0**-20)
+
+    def other(*given: Any) -> Tensor:
+        return own(*given) * (1 + 2.0**-20)
+
+    assert broken_law(kernels, own, torch.float32, CPU) == ""
+    assert broken_law(kernels, by_length, torch.float32, CPU) == "a sequence has other bits beside others than alone"
+    assert broken_law(kernels, by_longest, torch.float32, CPU) == "a token has other bits when more tokens follow it"
+    assert broken_law(kernels, other, torch.float32, CPU) == "a decoded token has other bits over the engine's cache"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_that_is_not_installed_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, BACKENDS[name].module, None)
+    with pytest.raises(UserError, match=f"'{name}' cannot be imported .*; install .*, or leave it out"):
+        load_backend(name)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(UserError, match="attention backend is 'fast'; it must be one of flash_attention_3"):
+        load_backend("fast")
+
+
+def test_triton_kernels_are_refused_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(UserError, match="kernels triton: no CUDA device is found"):
+        select("triton")
+    assert select("auto", torch.bfloat16, "cuda").name == "reference"
