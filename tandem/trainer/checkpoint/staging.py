@@ -23,7 +23,7 @@ class Staging:
             self._view = memoryview((ctypes.c_char * size).from_address(self._bytes.data_ptr())).cast("B")
         else:
             # Pages of its own, large ones where the system has them: touching memory for the first time costs more than the copy.
-            self._memory = mmap.mmap(-1, size)
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._view = memoryview(self._memory)
