@@ -46,6 +46,7 @@ def pretrain(run: "PretrainRun") -> int:
                 return step
             run.tracer.begin(step)
             run.write_row(step, run.train(step, sequences), loader.idle_s)
+            run.records.enter("data", step + 1)
     raise AssertionError("the loader has no end")
 
 

@@ -55,7 +55,7 @@ class RunCheckpoints:
         self.requests = SignalRequests()
         self.last: int | None = None
         self._state = ReplicaState(replica)
-        # Asked between steps, while the thread that writes may be voting over its own.
+        # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
         self._times = SaveTimes(recipe.checkpoint, replica.ranks.world, self.requests)
         keeps_books = records.journal is not None
         self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
@@ -108,7 +108,7 @@ class RunCheckpoints:
         self._writer.wait(self._beat)
         self._collect()
         balance = self._replica.model.router_balance
-        every = gather_values(self._replica.ranks.world, {} if balance is None else balance.state(), "the biases of all routers")
+        every = gather_values(self._ranks, {} if balance is None else balance.state(), "the biases of all routers")
         state: dict[str, Any] = {
             "updates": self._replica.optimizer.updates, "guard": self._guard.state(),
             "router_bias": {layer: bias for held in every for layer, bias in held.items()},

@@ -50,15 +50,6 @@ def rule_for(name: str) -> Rule:
     raise KeyError(f"the sharding plan has no rule for parameter '{name}'")
 
 
-def stage_of(name: str, num_layers: int, stages: int) -> int:
-    """The pipeline stage that holds ``name``: layers are dealt in contiguous runs, the embedding stands on the first
-    stage, the final norm and the head on the last."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    if match:
-        return int(match[1]) * stages // num_layers
-    return 0 if name.startswith("model.embed_tokens") else stages - 1
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The part of tensor-parallel ``rank`` of ``size``, and of the experts those of ``expert_rank`` of ``expert_size``: runs of

@@ -27,37 +27,3 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[Bin]:
         bins[chosen].append(index)
         insort(room, (left - lengths[index], chosen))
     return [tuple(sorted(b)) for b in bins]
-
-
-def pack_for_ranks(lengths: Sequence[int], capacity: int, ranks: int) -> list[list[Bin]]:
-    """For each of ``ranks`` data-parallel ranks its bins, the same number on every rank.
-
-    Sequences are dealt longest first, each to the rank with the fewest tokens so far, and packed there by
-    ``best_fit``. A rank with fewer bins than another splits its fullest one that holds several sequences; a rank with
-    nothing to split takes part with empty bins, because collectives must be met by all."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(ranks), key=lambda r: (tokens[r], r))
-        dealt[rank].append(index)
-        tokens[rank] += lengths[index]
-    packed = []
-    for mine in dealt:
-        mine.sort()
-        packed.append([tuple(mine[i] for i in b) for b in best_fit([lengths[i] for i in mine], capacity)])
-    most = max(len(bins) for bins in packed)
-    return [_grow(bins, most, lengths) for bins in packed]
-
-
-def _grow(bins: list[Bin], count: int, lengths: Sequence[int]) -> list[Bin]:
-    bins = list(bins)
-    while len(bins) < count:
-        splittable = [b for b in range(len(bins)) if len(bins[b]) > 1]
-        if not splittable:
-            return bins + [()] * (count - len(bins))
-        fullest = max(splittable, key=lambda b: (sum(lengths[i] for i in bins[b]), -b))
-        members = bins[fullest]
-        halves = best_fit([lengths[i] for i in members], -(-sum(lengths[i] for i in members) // 2))
-        bins[fullest] = tuple(members[i] for i in halves[0])
-        bins.append(tuple(sorted(members[i] for half in halves[1:] for i in half)))
-    return bins

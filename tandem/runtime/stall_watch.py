@@ -52,6 +52,9 @@ class StallWatch:
         idle = [state for state in states if not state.collective and state in late]
         if idle:
             return idle
+        if not all(state.collective for state in states):
+            # They wait for a rank that still has time: it reads data, or writes a checkpoint.
+            return []
         # All wait: those who have made fewer calls than others are in another one than they.
         fewest = min(state.collectives for state in states)
         return [state for state in states if state.collectives == fewest]

@@ -32,5 +32,5 @@ def connect(url: str, options: Mapping[str, Any] | None = None, *, is_cached: bo
     except ImportError:
         raise UserError(f"'{url}' needs a library that is not installed; pip install '{extra}'") from None
     except ValueError as error:
-        raise UserError(f"'{url}' is no address that can be read: {error}") from None
+        raise UserError(f"'{url}' cannot be read: {error}") from None
     return backend, root.rstrip("/")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tandem.rl.pack import best_fit, pack_for_ranks
+from tandem.rl.pack import best_fit
 
 
 def lengths_of(seed, count=200, longest=100):
@@ -38,25 +38,3 @@ def test_a_sequence_longer_than_the_capacity_has_a_bin_of_its_own():
 
 def test_nothing_packs_into_nothing():
     assert best_fit([], 10) == []
-    assert pack_for_ranks([], 10, 2) == [[], []]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(3))
-def test_all_ranks_have_the_same_number_of_bins_and_together_every_sequence(seed, ranks):
-    lengths = lengths_of(seed, count=37)
-    packed = pack_for_ranks(lengths, 128, ranks)
-    assert len({len(bins) for bins in packed}) == 1
-    assert sorted(i for bins in packed for b in bins for i in b) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in b) <= 128 for bins in packed for b in bins)
-    assert all(b for bins in packed for b in bins)
-
-
-def test_tokens_are_dealt_to_ranks_within_one_longest_sequence_of_each_other():
-    lengths = lengths_of(9)
-    tokens = [sum(lengths[i] for b in bins for i in b) for bins in pack_for_ranks(lengths, 128, 4)]
-    assert max(tokens) - min(tokens) <= max(lengths)
-
-
-def test_more_ranks_than_sequences_leaves_empty_bins_rather_than_a_rank_that_does_not_take_part():
-    assert pack_for_ranks([4, 4], 10, 3) == [[(0,)], [(1,)], [()]]

@@ -253,7 +253,7 @@ def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path
         ({"data": {"sequnce_length": 5}}, "did you mean 'data.sequence_length'?"),
         ({"data": {"train": [{"path": "s3://x/y"}]}}, "in 'data.cache'"),
         ({"checkpoint": {"every_minutes": -1}}, "'checkpoint.every_minutes' is -1"),
-        ({"checkpoint": {"upload": "nosuch://x"}}, "'nosuch://x' is no address"),
+        ({"checkpoint": {"upload": "nosuch://x"}}, "'nosuch://x' cannot be read"),
         ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
         ({"model": {"create": {"tokenizer": "nix"}}}, "has no tokenizer.json"),
         ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),

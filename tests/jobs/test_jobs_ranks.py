@@ -233,7 +233,7 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
     [
         (["--parallel.data=8"], "'parallel.data' is 8 and a step has 7 sequences"),
         (["--parallel.data=0"], "it must be at least 1"),
-        (["--parallel.tensor=2"], "the model has 1 key-value heads"),
+        (["--parallel.tensor=2"], "does not divide the model's num_kv_heads 1"),
         (["--parallel.zero=1"], "there is one rank to cut between"),
         (["--parallel.data=2", "--parallel.zero=2", "--trainer.optimizer=muon"], "set it to adamw, or parallel.zero to 0"),
         (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),

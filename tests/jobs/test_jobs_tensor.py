@@ -91,6 +91,7 @@ def test_tensor_ranks_have_the_run_of_one_process_which_goes_on_from_their_check
     check_same_run(tmp_path, one)
 
 
+@pytest.mark.full
 def test_deterministic_tensor_ranks_take_the_first_step_with_the_loss_bits_of_one_process(one: Path, data: Path, tmp_path: Path) -> None:
     run(tmp_path, data, "--parallel.tensor=2", "--parallel.deterministic=true")
     assert rows(tmp_path)[0]["train/loss"] == rows(one)[0]["train/loss"]

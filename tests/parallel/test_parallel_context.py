@@ -12,21 +12,36 @@ from tandem.layout.mesh import MeshShape
 pytestmark = pytest.mark.usefixtures("one_thread")
 THREE_HEADS = replace(QWEN3, num_heads=3, num_kv_heads=1)
 SIX_HEADS = replace(QWEN3, num_heads=6, num_kv_heads=2)
-LONG, SHORT = (97,), (3, 2, 5, 2, 4, 3, 6, 2, 3, 5, 2)
+LONG, SHORT, MIXED = (97,), (3, 2, 5, 2, 4, 3, 6, 2, 3, 5, 2), (9, 2, 17, 5, 30, 3, 8)
 
 
 def trained(here: Here, case: Case) -> Trained:
     return train(here, case)
 
 
-@pytest.mark.parametrize("lengths", [LONG, SHORT, (9, 2, 17, 5, 30, 3, 8)], ids=["long", "short", "mixed"])
-@pytest.mark.parametrize("shapes", [QWEN3, WINDOWED, THREE_HEADS], ids=["heads", "window", "keys"])
+@pytest.mark.parametrize(
+    ("shapes", "lengths"),
+    [
+        pytest.param(QWEN3, LONG, id="heads, long"),
+        pytest.param(THREE_HEADS, LONG, id="keys, long"),
+        pytest.param(WINDOWED, SHORT, id="window, short"),
+        pytest.param(THREE_HEADS, SHORT, id="keys, short"),
+        *(
+            pytest.param(shapes, lengths, id=f"{name}, {kind}", marks=pytest.mark.full)
+            for name, shapes, kind, lengths in (
+                ("heads", QWEN3, "short", SHORT), ("window", WINDOWED, "long", LONG), ("heads", QWEN3, "mixed", MIXED),
+                ("window", WINDOWED, "mixed", MIXED), ("keys", THREE_HEADS, "mixed", MIXED),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_two_context_ranks_train_what_one_process_trains(ranks: Ranks, shapes, lengths) -> None:
     """Three heads do not divide: keys and values are gathered."""
     case = Case(shapes, lengths=lengths)
     check(ranks.run(MeshShape(context=2), trained, case), by_one(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("shapes", "count"), [(QWEN3, 4), (SIX_HEADS, 3)], ids=["shared heads", "heads of two groups"])
 def test_more_context_ranks_than_key_value_heads(ranks: Ranks, shapes, count) -> None:
     case = Case(shapes)
@@ -47,6 +62,7 @@ def test_context_ranks_have_the_bits_of_one_process(ranks: Ranks, shapes) -> Non
     assert all(torch.equal(rank.logits[0], wanted.logits[0]) and torch.equal(rank.logprobs[0], wanted.logprobs[0]) for rank in found)
 
 
+@pytest.mark.full
 def test_context_ranks_times_tensor_ranks(ranks: Ranks) -> None:
     case = Case(QWEN3, sequence=True)
     check(ranks.run(MeshShape(context=2, tensor=2), trained, case), by_one(case))

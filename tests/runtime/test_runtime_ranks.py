@@ -70,6 +70,16 @@ def test_rank_that_waits_for_another_is_not_the_one_that_is_stuck() -> None:
     assert [state.rank for state in watch.look([replace(waits, collectives=5), behind], 1012.0)] == [1]
 
 
+def test_rank_that_reads_data_or_saves_has_the_whole_time_and_so_have_those_who_wait_for_it() -> None:
+    watch = StallWatch(first_s=300.0, least_s=1.0)
+    now = watched(0.5, 5, watch)
+    waits = replace(STATE, step=5, phase="train", collective="counts of the batch", beat_s=now)
+    for phase in ("data", "checkpoint"):
+        reads = replace(STATE, rank=1, step=5, phase=phase, beat_s=now)
+        assert watch.look([waits, reads], now + 299) == []
+        assert [state.rank for state in watch.look([waits, reads], now + 301)] == [1]
+
+
 def test_rank_that_has_not_begun_is_no_hang_and_neither_is_a_slow_start() -> None:
     watch = StallWatch(first_s=10.0, least_s=1.0)
     assert watch.look([STATE, replace(STATE, rank=1, beat_s=0.0)], 5000.0) == []
