@@ -83,7 +83,8 @@ def main() -> None:
         prepare(folder)
         for name, chosen in CHOICES.items():
             result = train(recipe(folder, name, chosen, options.steps, options.threads))
-            moments = sum(t.nbytes for _, t in read_file(result.directory / "checkpoints" / f"step-{options.steps}" / "optimizer.safetensors"))
+            saved = result.directory / "checkpoints" / f"step-{options.steps}" / "rank-00000.safetensors"
+            moments = sum(tensor.nbytes for name, tensor in read_file(saved) if not name.startswith("weights/"))
             rows = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             seconds = min(row["timing_s/train"] for row in rows)
             lines.append(f"| {name} | {result.loss:.4f} | {moments / 2**20:.2f} MiB | {1000 * seconds:.0f} ms |")  # type: ignore[union-attr]

@@ -7,13 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.pretrain_records import Records
-from tandem.layout.boxes import whole_box
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion
 from tandem.runtime.agreement import gather_values
@@ -29,7 +27,6 @@ from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
-from tandem.trainer.checkpoint.shard import Shard
 from tandem.trainer.checkpoint.uploader import Uploader
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.replica import Replica
@@ -127,12 +124,7 @@ class RunCheckpoints:
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0])
-        for key in contents.held:
-            if key.state == WEIGHTS:
-                size, dtype = contents.whole(key)
-                tensor = torch.empty(size, dtype=dtype)
-                contents.read([Shard(key, size, whole_box(size), tensor)])
-                yield key.name, tensor
+        yield from ((key.name, contents.tensor(key)) for key in contents.held if key.state == WEIGHTS)
 
     def finish(self) -> None:
         """Wait for what is under way, copies too. Raises ``RunError`` where it fails."""

@@ -131,10 +131,10 @@ def test_offloaded_run_has_the_bits_of_one_in_memory_and_leaves_no_file(data: Pa
     away = tmp_path / "away"
     run = begin(data, tmp_path, "trainer.offload=nvme", f"trainer.offload_folder={away}")
     assert rows(run) == plain and list(away.iterdir()) == []
-    wanted = (run / "checkpoints/step-7/optimizer.safetensors").read_bytes()
+    wanted = (run / "checkpoints/step-7/rank-00000.safetensors").read_bytes()
     shutil.rmtree(run / "checkpoints/step-7")
     resume(run)
-    assert rows(run) == plain and (run / "checkpoints/step-7/optimizer.safetensors").read_bytes() == wanted
+    assert rows(run) == plain and (run / "checkpoints/step-7/rank-00000.safetensors").read_bytes() == wanted
 
 
 def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
     assert "trainer.optimizer adamw8bit or trainer.offload nvme" in refused("machine.memory_gib=0.0015")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**23 if Path(folder) == tmp_path else 2**10))
-    assert "'checkpoint.keep'" in refused("checkpoint.keep=50")
+    assert "lower checkpoint.keep or set run.directory" in refused("checkpoint.keep=50")
     assert "'trainer.offload_folder'" in refused("trainer.offload=nvme", "trainer.offload_folder=/proc", "checkpoint.keep=1")
 
 

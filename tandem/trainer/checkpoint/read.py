@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box, difference, intersection, is_covered
+from tandem.layout.boxes import Box, difference, intersection, is_covered, whole_box
 from tandem.trainer.checkpoint.digests import chunk_digest, chunks_over
 from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_indexes
 from tandem.trainer.checkpoint.rank_file import Placed, RankIndex
@@ -49,6 +49,13 @@ class Contents:
         if piece is None:
             raise KeyError(str(key))
         return piece.whole, piece.dtype
+
+    def tensor(self, key: Key) -> Tensor:
+        """The whole of a tensor. Raises ``KeyError``, ``UserError`` where parts of it lack, ``Damaged``."""
+        size, dtype = self.whole(key)
+        tensor = torch.empty(size, dtype=dtype)
+        self.read([Shard(key, size, whole_box(size), tensor)])
+        return tensor
 
     def own(self, rank: int, size: int) -> Mapping[str, Any] | None:
         """What only ``rank`` of ``size`` knew; ``None`` where another number of ranks wrote it."""
