@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     )
     for comparison in found:
         unequal = len(comparison.differences)
-        print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} equal bit for bit")
+        print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} {comparison.how}")
         for line in comparison.differences[:MOST_SHOWN]:
             print(f"  {line}")
         if unequal > MOST_SHOWN:
