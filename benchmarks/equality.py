@@ -184,7 +184,7 @@ def main() -> int:
         parser.error(f"no such row; there are {', '.join(row.name for row in ROWS)}")
     torch.set_num_threads(1)
     described, began, outside = machine(), time.perf_counter(), []
-    lines = ["# Ranks beside one process", "", described, "", *(__doc__ or "").split("\n\n")[2:]]
+    lines = ["# Ranks beside one process", "", described, "", (__doc__ or "").split("\n\n", 2)[2].rstrip()]
     with closing(Ranks()) as ranks:
         for dtype, kernels in (("float64", "reference"), ("float32", "cpu")):
             within = WITHIN[dtype]  # type: ignore[index]
@@ -195,8 +195,9 @@ def main() -> int:
                 key = (row.case.shapes, bins_of(row))
                 if key not in references:
                     plain = replace(case, deterministic=False, sequence=False, zero=0)
+                    is_new = all(shapes != row.case.shapes for shapes, _ in references)
                     references[key] = in_one_process(row, plain)
-                    if dtype == "float32":
+                    if dtype == "float32" and is_new:
                         exact = in_one_process(row, replace(plain, dtype="float64", kernels="reference"))
                         lines.append(f"| *one process beside its own float64* | {cells(differences([references[key]], exact))} | |")
                 found = differences(on_ranks(ranks, row, case), references[key])

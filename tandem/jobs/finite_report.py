@@ -33,8 +33,9 @@ def describe(found: Findings, layers: int, parameters: int) -> Iterator[str]:
         if not math.isfinite(loss):
             yield f"the first micro-batch whose loss is not finite: {number} of {len(found.losses)} (from 0), {loss}"
             break
-    for way, places in (("forward", found.forward), ("backward", found.backward)):
-        yield f"{way}: " + (f"first not finite {_where(places[0])}" if places else "finite")
+    yield "forward: " + (f"first not finite {_where('the output', found.forward[0])}" if found.forward else "every output is finite")
+    gradient = "the gradient of the output"
+    yield "backward: " + (f"first not finite {_where(gradient, found.backward[0])}" if found.backward else f"{gradient} of every layer is finite")
     yield f"gradients of {len(found.gradients)} of {parameters} parameters are not finite"
     shown = 0
     for layer in range(-1, layers + 1):
@@ -57,7 +58,7 @@ def _of_layer(found: Findings, layer: int, layers: int) -> Iterator[str]:
     output = f"output from {_short(places[0])}" if places else "output finite"
     if bad:
         first = min(gradient.micro_batch for gradient in bad.values())
-        held = [f"{key} ({gradient.count} of {gradient.total})" for key, gradient in bad.items()]
+        held = [f"{key.removeprefix(f'layers.{layer}.')} ({gradient.count} of {gradient.total})" for key, gradient in bad.items()]
         yield f"  {name}: {output}; gradients from micro-batch {first}: {_few(held)}"
     else:
         yield f"  {name}: {output}; gradients finite"
@@ -71,8 +72,8 @@ def _layer_of(name: str, layers: int) -> int:
     return -1 if parts[0] == "embed_tokens" else layers
 
 
-def _where(place: Place) -> str:
-    return f"in {place.what}: {_short(place)} ({place.value})"
+def _where(what: str, place: Place) -> str:
+    return f"is {what} of {place.what}: {_short(place)} ({place.value})"
 
 
 def _short(place: Place) -> str:
