@@ -113,6 +113,7 @@ def test_fp16_backs_off_where_the_scale_overflows_and_grows_again(data: Path, tm
     assert all(math.isfinite(row["train/loss"]) for row in found) and "train/skipped_steps" not in found[-1]
 
 
+@pytest.mark.full
 def test_fp16_on_two_ranks_goes_on_in_one_process(data: Path, tmp_path: Path) -> None:
     """The first gradients overflow, so the scale and the count of good steps of the checkpoint are not those that a run begins with."""
     run = begin(data, tmp_path, *CHOICES["fp16"], "parallel.data=2")

@@ -24,6 +24,7 @@ def test_rows_of_the_table_are_made_anew(tmp_path: Path) -> None:
     assert "| pipeline 2, gpipe | **bits** | **bits** | **bits** |" in text
 
 
+@pytest.mark.full
 def test_row_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--only", "tensor 3")
     assert done.returncode == 2 and "no such row" in done.stderr and not list(tmp_path.iterdir())
