@@ -15,13 +15,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tandem.data.documents import DocumentFormat, Part, divide
+from tandem.data.documents import LINES, DocumentFormat, Part, divide
 from tandem.data.shards import Shard, token_dtype
 from tandem.data.split import Side
 from tandem.runtime.calls import WorkerDied
 from tandem.runtime.processes import Threads, available_cores
 from tandem.runtime.worker_pipe import Worker
 from tandem.storage.files import Storage, open_storage, read
+from tandem.text.chat import template_source
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
@@ -64,8 +65,8 @@ class TokenizeSettings:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDataset:
-    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing);
-    ``dtype``: of the ids."""
+    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing),
+    of examples every completion; ``dtype``: of the ids."""
 
     tokenizer: str
     vocab_size: int
@@ -85,9 +86,22 @@ class TokenizedDataset:
     def skipped(self) -> int:
         return sum(shard.skipped for shard in self.shards)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether it says of every token if that is to be learned."""
+        return bool(self.shards) and all(shard.has_masks for shard in self.shards)
+
+    @property
+    def learned(self) -> int:
+        """Tokens that are to be learned, where it says so."""
+        return sum(shard.learned or 0 for shard in self.shards)
+
     def to_json(self) -> bytes:
-        facts = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
-        return json.dumps({**facts, **asdict(self)}, indent=1).encode() + b"\n"
+        facts: dict[str, Any] = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
+        if self.has_masks:
+            facts["learned"] = self.learned
+        facts |= {"tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "end_token": self.end_token, "dtype": self.dtype}
+        return json.dumps({**facts, "shards": [shard.to_json() for shard in self.shards]}, indent=1).encode() + b"\n"
 
 
 def read_dataset(storage: Storage) -> TokenizedDataset:
@@ -112,7 +126,7 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     source, destination = open_storage(settings.source), open_storage(settings.destination, create=True)
     units = divide(source.files(), settings.form, settings.unit_bytes)
     if not units:
-        kinds = ", ".join((".jsonl", ".ndjson", *settings.form.suffixes))
+        kinds = ", ".join((*LINES, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
     plan = _plan(settings, units)
     names = {file.name for file in destination.files()}
@@ -224,11 +238,26 @@ def tokenizer_fingerprint(folder: str | Path) -> str:
     return hashlib.blake2b((Path(folder) / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
 
 
+def template_fingerprint(folder: str | Path) -> str:
+    """The BLAKE2b-128 of a tokenizer's chat template, in hexadecimal; empty where it has none."""
+    try:
+        source = template_source(Path(folder))
+    except UserError:
+        return ""
+    return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+
+
 def _plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> bytes:
     """What the shards depend on; two runs with the same plan write the same bytes."""
     sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
+    form = asdict(settings.form)
+    if settings.form.examples:
+        form["chat_template"] = template_fingerprint(settings.tokenizer)
+    else:
+        # Keys of examples change nothing in shards of text.
+        form = {name: value for name, value in form.items() if name not in ("examples", "prompt_key", "completion_key")}
     facts = {
-        "tokenizer": tokenizer_fingerprint(settings.tokenizer), **asdict(settings.form), "unit_bytes": settings.unit_bytes,
+        "tokenizer": tokenizer_fingerprint(settings.tokenizer), **form, "unit_bytes": settings.unit_bytes,
         "append_end": settings.append_end, "side": settings.side,
         "held_out_share": settings.held_out_share if settings.side != "all" else 0, "units": len(units), "sources": sources,
     }
@@ -241,7 +270,7 @@ def _check_plan(destination: Storage, plan: bytes, names: set[str]) -> None:
             raise UserError(f"'{destination.url}' holds other files ({min(names)}); name an empty folder for the shards")
         return
     begun, now = json.loads(read(destination, PLAN)), json.loads(plan)
-    different = [name for name in now if begun.get(name) != now[name]]
+    different = [name for name in {**now, **begun} if begun.get(name) != now.get(name)]
     if different:
         raise UserError(
             f"'{destination.url}' was begun with other {', '.join(different)}; go on with the same source, tokenizer and settings, "
