@@ -1,7 +1,6 @@
 """Begin a run on data, or go on with one: its model, its data and its end."""
 
 import contextlib
-import shlex
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_data import open_data
 from tandem.jobs.pretrain_records import Records
 from tandem.jobs.pretrain_result import PretrainResult
-from tandem.jobs.taught_prompt import taught_prompt
+from tandem.jobs.try_command import try_command
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
@@ -99,8 +98,9 @@ def train_on(
         records.sync()
         records.enter("export", steps)
         model = run.export()
-        prompt = taught_prompt(data.sequence(0)[0], start) if recipe.learns_from_examples else "import "
-        return None if journal is None else _finish(directory, journal, model, steps, prompt)
+        if journal is None:
+            return None
+        return _finish(directory, journal, model, steps, try_command(model, data.sequence(0)[0] if recipe.learns_from_examples else None))
 
 
 def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
@@ -146,10 +146,9 @@ def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShap
     journal.set("mesh", mesh)
 
 
-def _finish(directory: Path, journal: Journal, model: Path, steps: int, prompt: str) -> PretrainResult:
+def _finish(directory: Path, journal: Journal, model: Path, steps: int, command: str) -> PretrainResult:
     evaluations = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
-    commands = (f"tandem generate {model} --prompt {shlex.quote(prompt)} --max-tokens 64",)
-    journal.set("commands", list(commands))
+    journal.set("commands", [command])
     report = report_run(directory)
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-    return PretrainResult(directory, steps, before, after, model, report, commands)
+    return PretrainResult(directory, steps, before, after, model, report, (command,))
