@@ -26,8 +26,8 @@ def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFi
         if too_long and recipe.data.too_long == "refuse":
             most, where = max(too_long, key=lambda found: found[0])
             raise UserError(
-                f"'{path}' has {len(too_long):,} examples of more than data.sequence_length ({longest}) tokens, the longest {most} ({where}); raise it, "
-                "or set data.too_long to leave_out"
+                f"'{path}' has examples of more than data.sequence_length ({longest}) tokens ({len(too_long):,} of {files.dataset.documents:,}), the "
+                f"longest {most} ({where}); raise it, or set data.too_long to leave_out"
             )
         if kept == 0:
             raise UserError(f"'{path}' has no example of at most {longest} tokens; raise data.sequence_length")

@@ -171,7 +171,7 @@ def test_work_that_was_begun_with_another_template_or_as_text_is_not_gone_on_wit
     tokenize(settings(source, tmp_path / "t", marked))
     with pytest.raises(UserError, match="begun with other chat_template"):
         tokenize(settings(source, tmp_path / "t", plain))
-    with pytest.raises(UserError, match="begun with other .*examples"):
+    with pytest.raises(UserError, match=r"begun with other .*examples"):
         tokenize(settings(source, tmp_path / "t", marked, form=DocumentFormat()))
 
 

@@ -24,8 +24,11 @@ from tandem.config.recipe import load_config
 from tandem.data.documents import DocumentFormat
 from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import Mixture
+from tandem.data.shards import ShardReader
 from tandem.data.tokenize import TokenizeSettings, read_dataset, tokenize
 from tandem.jobs.start import dry_run, resume, train
+from tandem.runtime.faults import FaultPlan
+from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import VOLATILE
 from tandem.storage.files import open_storage
@@ -56,7 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special)
     config = Qwen3Config(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.1, eos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -138,8 +141,6 @@ def batches(data: Path, steps: int) -> list[list[dict[str, Any]]]:
     for name in ("pairs", "chats"):
         dataset = read_dataset(open_storage(str(data / name)))
         (shard,) = dataset.shards
-        from tandem.data.shards import ShardReader
-
         reader = ShardReader(data / name / f"{shard.name}.tar", data / name / f"{shard.name}.lengths", shard, dataset.dtype)
         streams.append(ExampleStream([reader.lengths], lambda _, reader=reader: reader, seed=SEED, longest=48))  # type: ignore[misc]
     mixture = Mixture([0.7, 0.3], SEED)
@@ -204,6 +205,20 @@ def test_two_data_parallel_ranks_have_the_curve_of_one_process(undisturbed: Path
     assert all(math.isclose(a[name], b[name], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed), strict=False) for name in names)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mesh", ["--parallel.pipeline=2 --parallel.data=2", "--parallel.tensor=2 --parallel.context=2", "--parallel.data=3 --parallel.zero=3"]
+)
+def test_every_mesh_has_the_curve_of_one_process_though_a_rank_is_killed(mesh: str, undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    recipe = load_config(write_recipe(tmp_path, data), [*mesh.split(), "--run.max_steps=15"])
+    train(recipe, faults=FaultPlan.parse("rank1:before:forward:12"))
+    with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
+        assert [event.detail["ranks"] for event in journal.events() if event.kind == "recovery"] == [[1]]
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == list(range(15))
+    assert all(math.isclose(a["train/loss"], b["train/loss"], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed), strict=False))
+
+
 def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, data)
     process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -227,7 +242,7 @@ def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_
     [
         ({"data": {"train": [{"path": "{data}/text"}]}}, "does not say which tokens are learned; make it with 'tandem tokenize --examples'"),
         ({"data": {"held_out": "{data}/text"}}, "does not say which tokens are learned"),
-        ({"data": {"sequence_length": 20}}, "1 examples of more than data.sequence_length (20) tokens, the longest 34 (document 3 of shard-000000)"),
+        ({"data": {"sequence_length": 20}}, "examples of more than data.sequence_length (20) tokens (2 of 4), the longest 34 (document 3 of shard-000000)"),
         ({"data": {"sequence_length": 2, "too_long": "leave_out"}}, "has no example of at most 2 tokens"),
         ({"data": {"too_long": "cut"}}, "'data.too_long' is 'cut'; it must be one of refuse, leave_out"),
         ({"algorithm": {"name": "pretrain"}, "data": {"too_long": "leave_out"}}, "'data.too_long' is 'leave_out', which is of algorithm.name sft"),
@@ -243,8 +258,8 @@ def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed:
 
 def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_path: Path) -> None:
     recipe = load_config(write_recipe(tmp_path, data, data={"sequence_length": 20, "too_long": "leave_out"}, run={"max_steps": 4}))
-    left_out = f"left out of '{data / 'chats'}': 1 of 4 examples"
-    assert f"{left_out}, which have more than 20 tokens" in dry_run(recipe, "recipe.yaml") and "11 examples in 2 datasets" in dry_run(recipe, "")
+    left_out = f"left out of '{data / 'chats'}': 2 of 4 examples"
+    assert f"{left_out}, which have more than 20 tokens" in dry_run(recipe, "recipe.yaml") and "10 examples in 2 datasets" in dry_run(recipe, "")
     heard, before = Heard(), torch.get_num_threads()
     train(recipe, listener=heard)
     torch.set_num_threads(before)
