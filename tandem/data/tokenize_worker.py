@@ -10,8 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tokenizers
+
 from tandem.data.documents import Document, DocumentFormat, Part, documents, refused
-from tandem.data.encode_examples import ExampleEncoder
+from tandem.data.encode_examples import ExampleEncoder, Rendered
 from tandem.data.examples import BrokenExample
 from tandem.data.shards import ShardWriter
 from tandem.data.split import Side, is_of_side
@@ -29,11 +31,11 @@ class TokenizeWorker:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.source, self.destination = open_storage(options["source"]), open_storage(options["destination"], create=True)
-        self.backend = Tokenizer.from_folder(options["tokenizer"]).backend
+        self.tokenizer = Tokenizer.from_folder(options["tokenizer"])
         self.form = DocumentFormat(**{**options["form"], "suffixes": tuple(options["form"]["suffixes"])})
         self.dtype = str(options["dtype"])
         self.end = [] if options["end"] is None else [int(options["end"])]
-        self.encoder = ExampleEncoder(options["tokenizer"], self.backend, options["end"])
+        self.encoder = ExampleEncoder(options["tokenizer"], self.tokenizer.backend, options["end"])
         self.side: Side = options["side"]
         self.held_out_share = float(options["held_out_share"])
 
@@ -74,31 +76,53 @@ class TokenizeWorker:
     def _add_texts(self, batch: list[Document], writer: ShardWriter) -> int:
         """Each text and its end; returns the number of their tokens."""
         tokens = 0
-        for encoding in self.backend.encode_batch_fast([document.text for document in batch], add_special_tokens=False):
+        try:
+            encodings = self._encode(batch)
+        except Exception:  # The library raises the bare class, and does not say which text it was.
+            encodings = self._encode([document for document in batch if self._can_encode(document.place, [document.text or ""], writer)])
+        for encoding in encodings:
             ids = encoding.ids
             writer.add(ids + self.end)
             tokens += len(ids)
         return tokens
 
+    def _encode(self, batch: list[Document]) -> list[tokenizers.Encoding]:
+        return self.tokenizer.backend.encode_batch_fast([document.text or "" for document in batch], add_special_tokens=False)
+
     def _add_examples(self, batch: list[Document], writer: ShardWriter) -> int:
         """Each example with what is learned of it; returns the number of their tokens."""
-        places, rendered, tokens = [], [], 0
+        rendered: list[tuple[str, Rendered]] = []
+        tokens = 0
         for document in batch:
             assert document.example is not None
             try:
-                rendered.append(self.encoder.render(document.example))
-                places.append(document.place)
+                rendered.append((document.place, self.encoder.render(document.example)))
             except BrokenExample as error:
                 self._broken(document.place, str(error), writer)
             except UserError as error:
                 raise UserError(f"{document.place}: {error}") from None
-        for place, (ids, learned) in zip(places, self.encoder.encode(rendered), strict=True):
+        try:
+            encoded = self.encoder.encode([one for _, one in rendered])
+        except Exception:  # As above.
+            rendered = [(place, one) for place, one in rendered if self._can_encode(place, [one.prompt or "", one.text], writer)]
+            encoded = self.encoder.encode([one for _, one in rendered])
+        for (place, _), (ids, learned) in zip(rendered, encoded, strict=True):
             if any(learned):
                 writer.add(ids, learned)
                 tokens += len(ids)
             else:
                 self._broken(place, "none of its tokens is to be learned", writer)
         return tokens
+
+    def _can_encode(self, place: str, texts: list[str], writer: ShardWriter) -> bool:
+        """Whether the tokenizer knows every character; a document of which it does not is broken."""
+        try:
+            for text in texts:
+                self.tokenizer.encode(text)
+        except UserError as error:
+            self._broken(place, str(error), writer)
+            return False
+        return True
 
     def _broken(self, place: str, problem: str, writer: ShardWriter) -> None:
         if not self.form.skip_broken:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from tandem.config.model import NewModelConfig
 from tandem.data.documents import DocumentFormat
 from tandem.data.encode_examples import ExampleEncoder
 from tandem.data.examples import read_example
 from tandem.data.shards import ShardReader
 from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.pod.new_model import write_tokenizer
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
@@ -241,6 +244,21 @@ def test_broken_examples_of_every_kind_can_be_skipped_and_are_counted(marked: Pa
     problems = [d.problem for d in documents(storage, Part("x.jsonl", 0, 10**6), form) if d.text is None]
     expected = [why for row, why in BROKEN if why != "a noncharacter"]
     assert len(problems) == len(expected) and all(why in problem for why, problem in zip(expected, problems, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["text", "example"])
+def test_character_that_the_tokenizer_does_not_know_is_one_line_with_file_and_place(kind: str, tmp_path: Path) -> None:
+    write_tokenizer(NewModelConfig(), tmp_path / "characters")
+    rows = [{"prompt": "a", "completion": text, "text": text} for text in ("b", "caf\u00e9", "c")]
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form = DocumentFormat(suffixes=(), examples=kind == "example")
+    with pytest.raises(UserError) as caught:
+        tokenize(settings(tmp_path / "s", tmp_path / "t", tmp_path / "characters", form=form))
+    place = f"x.jsonl, the line at byte {len(json.dumps(rows[0])) + 1}: character 'é' (U+00E9, at 3) is not in the tokenizer's vocabulary"
+    assert str(caught.value).startswith(place) and "\n" not in str(caught.value)
+    found = tokenize(settings(tmp_path / "s", tmp_path / "u", tmp_path / "characters", form=replace(form, skip_broken=True)))
+    assert (found.documents, found.skipped) == (2, 1)
 
 
 def test_template_whose_prefixes_do_not_nest_is_refused_even_where_broken_examples_are_skipped(source: Path, tmp_path: Path) -> None:

@@ -198,11 +198,20 @@ def test_model_answers_what_it_was_taught(undisturbed: Path, data: Path) -> None
 
 
 def test_two_data_parallel_ranks_have_the_curve_of_one_process(undisturbed: Path, data: Path, tmp_path: Path) -> None:
-    train(load_config(write_recipe(tmp_path, data), ["--parallel.data=2", "--parallel.zero=1", "--run.max_steps=10"]))
+    # One held-out example: the second rank has none.
+    overrides = ["--parallel.data=2", "--parallel.zero=1", "--run.max_steps=10", "--evaluation.sequences=1"]
+    train(load_config(write_recipe(tmp_path, data), overrides))
     names = ("train/loss", "actor/grad_norm", "train/learned_tokens", "train/step_tokens")
     found = rows(tmp_path)
     assert len(found) == 10
     assert all(math.isclose(a[name], b[name], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed), strict=False) for name in names)
+    with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
+        measured = [result for step, _, result in journal.evaluations() if step == 0]
+    model = AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        parts = [summed(model, data, row) for row in HELD_OUT]
+    assert [result["tokens"] for result in measured] in [[tokens] for _, tokens in parts]
+    assert any(abs(measured[0]["loss"] - loss.item() / tokens) < 1e-5 for loss, tokens in parts)
 
 
 @pytest.mark.full
