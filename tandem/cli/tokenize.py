@@ -26,7 +26,8 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenize import tokenize
+from tandem.data.tokenize_plan import TokenizeSettings
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.storage.files import open_storage
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
-from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
+from tandem.data.tokenize import TokenizedDataset
+from tandem.data.tokenize_plan import tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
 from tandem.jobs.pretrain_data import dataset_paths
 from tandem.jobs.sft_inputs import check_examples
