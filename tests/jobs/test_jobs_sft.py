@@ -228,6 +228,28 @@ def test_every_mesh_has_the_curve_of_one_process_though_a_rank_is_killed(mesh: s
     assert all(math.isclose(a["train/loss"], b["train/loss"], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed), strict=False))
 
 
+def is_same_run(folder: Path, other: Path) -> bool:
+    names = ("model/model.safetensors", f"checkpoints/step-{STEPS}/rank-00000.safetensors")
+    return rows(folder) == rows(other) and all((folder / "run" / name).read_bytes() == (other / "run" / name).read_bytes() for name in names)
+
+
+class Failing(Listener):
+    def row(self, row: Any) -> None:
+        if row["step"] == 13:
+            raise OSError("this listener fails")
+
+
+def test_run_that_failed_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(OSError, match="this listener fails"):
+        train(load_config(write_recipe(tmp_path, data)), listener=Failing())
+    assert len(rows(tmp_path)) == 14 and not (tmp_path / "run" / "model").exists()
+    resume(tmp_path / "run")
+    torch.set_num_threads(before)
+    assert is_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.full
 def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, data)
     process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -241,9 +263,7 @@ def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_
     before = torch.get_num_threads()
     resume(tmp_path / "run")
     torch.set_num_threads(before)
-    assert rows(tmp_path) == rows(undisturbed)
-    for name in ("model/model.safetensors", f"checkpoints/step-{STEPS}/rank-00000.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes()
+    assert is_same_run(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize(
