@@ -4,7 +4,7 @@ A pod of its own loads the newest checkpoint at or before the step, repeats the 
 step's samples, judges them and trains on them again. The run's files are only read. Exits 0 where everything is equal bit for
 bit, and 1 where something is not, naming it.
 
-A step of pretraining is run again on the mesh that it was taken on, after those between it and the checkpoint. Where it was left out because
+A step of pretraining or fine-tuning is run again on the mesh that it was taken on, after those between it and the checkpoint. Where it was left out because
 something was not finite, its kept batch is run in one process, and one screen says which layer, sequence and parameter come first.
 
 examples:

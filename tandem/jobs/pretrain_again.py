@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tandem.jobs.finite_report import describe, describe_weights
-from tandem.jobs.pretrain import PretrainRun, train_sequences
+from tandem.jobs.pretrain import PretrainRun
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.trainer.finite_watch import FiniteWatch
 from tandem.trainer.step import StepResult
@@ -21,9 +21,8 @@ def run_again(run: PretrainRun, last: int) -> None:
     with run.batches() as loader:
         for step, batch in loader:
             run.records.listener.message(f"step {step} again")
-            with run.records.phase("train", step):
-                result = run.take(step, *run.micro_batches(train_sequences(batch)))
-            run.write_row(step, result.metrics, loader.idle_s)
+            run.take(step, batch)
+            run.write_row(step, run.trained, loader.idle_s)
             if step == last:
                 return
 
@@ -31,11 +30,11 @@ def run_again(run: PretrainRun, last: int) -> None:
 def take_kept(run: PretrainRun, step: int, shares: Sequence[Sequence[TrainSequence]]) -> tuple[StepResult, list[str]]:
     """Optimizer step ``step`` on the kept batch ``shares``, that of each data-parallel rank, in one process; what came of it, and a
     screen of text that says where it is not finite."""
-    micro_batches = [one for share in shares for one in run.micro_batches(share)[1]]
+    micro_batches = [one for share in shares for one in run.micro_batches(share)[2]]
     weights = describe_weights(run.model)
     watch = FiniteWatch(run.model)
     sequences = [sequence for share in shares for sequence in share]
-    result = run.take(step, counts_of(sequences), micro_batches, watch.forward_backward)
+    result = run.update(step, counts_of(sequences), micro_batches, watch.forward_backward)
     tokens = sum(len(m.tokens) for m in micro_batches)
     lines = [
         f"step {step}: {len(sequences)} sequences, {tokens} tokens in {len(micro_batches)} micro-batches; {weights}",

@@ -61,7 +61,7 @@ def replay(
     recipe = read_recipe(directory)
     if isinstance(recipe, PretrainRecipe):
         if "train" not in parts:
-            raise UserError(f"'{directory}' is a pretraining run, whose steps have one part, 'train'; leave --only {parts[0]} out")
+            raise UserError(f"'{directory}' is a run on data, whose steps have one part, 'train'; leave --only {parts[0]} out")
         return [Comparison("train", *replay_pretraining(recipe, directory, step, inline=inline, say=say))]
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
