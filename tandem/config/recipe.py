@@ -86,6 +86,8 @@ class Recipe:
             raise UserError(f"'trainer.offload' is '{self.trainer.offload}', which is of pretraining; a pod keeps its moments in memory")
 
 
+IN_A_POD = ("grpo", "ppo", "dpo")
+"""Algorithms that train on rollouts."""
 ON_DATA = ("pretrain", "sft")
 """Algorithms that train on data and not on rollouts."""
 AnyRecipe = Recipe | PretrainRecipe
@@ -96,5 +98,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     ``UserError``."""
     data = apply_overrides(read_yaml(path), overrides)
     algorithm = data.get("algorithm")
-    is_on_data = isinstance(algorithm, Mapping) and algorithm.get("name") in ON_DATA
-    return build(PretrainRecipe, data) if is_on_data else build(Recipe, data)
+    name = algorithm.get("name", IN_A_POD[0]) if isinstance(algorithm, Mapping) else IN_A_POD[0]
+    if name not in (*IN_A_POD, *ON_DATA):
+        # Its sections would be read as those of another kind of recipe.
+        raise UserError(f"'algorithm.name' is {name!r}; it must be one of {', '.join((*IN_A_POD, *ON_DATA))}")
+    return build(PretrainRecipe, data) if name in ON_DATA else build(Recipe, data)
