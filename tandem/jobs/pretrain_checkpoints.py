@@ -126,6 +126,10 @@ class RunCheckpoints:
         contents = Contents(folder, read_manifest(folder)[0])
         yield from ((key.name, contents.tensor(key)) for key in contents.held if key.state == WEIGHTS)
 
+    def live_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Where weights are paged: every tensor by its Hugging Face name, as views of the file."""
+        return self._state.weights()
+
     def finish(self) -> None:
         """Wait for what is under way, copies too. Raises ``RunError`` where it fails."""
         self._writer.wait(self._beat)
