@@ -60,7 +60,7 @@ class RunCheckpoints:
         self._writer = Checkpointer(
             self.folder, recipe.checkpoint.keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=recipe.checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
-            fault_point=records.fault_point,
+            fault_point=records.fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
         self._found: Found | None = None

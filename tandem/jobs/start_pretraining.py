@@ -25,6 +25,7 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
+from tandem.layout.training_bytes import saved_bytes
 from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
@@ -45,9 +46,11 @@ from tandem.storage.files import open_storage
 from tandem.trainer.balance import make_balance
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.guard import StepGuard
+from tandem.trainer.optimizers import offload_folder
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.saved_pages import SavedPages
 from tandem.types import UserError
 
 HELD_OUT_SEED = 0
@@ -131,6 +134,9 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     if recipe.trainer.offload == "cpu":
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
+    if recipe.trainer.offload_activations == "nvme":
+        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
+        SavedPages(model, offload_folder(recipe.trainer, directory), saved_bytes(model.shapes, recipe.trainer, tokens))
     if is_paged:
         # Read straight into the file: the model need not fit in memory once.
         ReplicaState(replica).fill(read_tensors(start))

@@ -1,10 +1,6 @@
 """Tensors that live in a file and are brought to memory a piece at a time, the next one while the present one is worked on."""
 
-import ctypes
-import errno
 import mmap
-import os
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.trainer.tensor_file import TensorFile
 from tandem.types import RunError
 
 PIECE = 1 << 20
@@ -28,14 +25,7 @@ class Pager:
         self._sizes, self._dtype, self._folder = list(sizes), dtype, folder
         self._starts = [sum(self._sizes[:i]) * dtype.itemsize for i in range(len(self._sizes))]
         self._bytes = sum(self._sizes) * dtype.itemsize
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the pager
-        try:
-            if self._bytes:
-                os.posix_fallocate(self._file.fileno(), 0, self._bytes)
-        except OSError as error:
-            self._file.close()
-            raise self._failed(error) from None
+        self._file = TensorFile(folder, self._failed, self._bytes)
         longest = min(PIECE, max(self._sizes, default=0))
         self._buffers = [[torch.empty(longest, dtype=dtype) for _ in range(at_once)] for _ in range(2)]
         # One thread: what is written from a buffer is on its way before that buffer is read into again.
@@ -60,7 +50,7 @@ class Pager:
             staged = reads[turn].result()
             work(g, where, staged)
             back = [(index, piece) for index, piece in zip(groups[g], staged, strict=True) if index not in kept]
-            writes.append(self._worker.submit(self._transfer, os.pwrite, [index for index, _ in back], where, [piece for _, piece in back]))
+            writes.append(self._worker.submit(self._transfer, self._file.write, [index for index, _ in back], where, [piece for _, piece in back]))
             if turn + 2 < len(pieces):
                 after, there = pieces[turn + 2]
                 reads.append(self._begin_stage(groups[after], there, turn % 2))
@@ -71,7 +61,7 @@ class Pager:
         """Tensor ``index`` as a view of the file: what is looked at is read, nothing is held."""
         if not self._sizes[index]:
             return torch.empty(0, dtype=self._dtype)
-        view = mmap.mmap(self._file.fileno(), self._bytes, access=mmap.ACCESS_COPY)
+        view = mmap.mmap(self._file.descriptor, self._bytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(view, dtype=self._dtype, count=self._sizes[index], offset=self._starts[index])
 
     def write(self, index: int, values: Tensor, first: int = 0) -> None:
@@ -79,11 +69,11 @@ class Pager:
         flat = values.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             piece = flat[start : start + PIECE].to(self._dtype).contiguous()
-            self._transfer(os.pwrite, [index], slice(first + start, first + start + piece.numel()), [piece])
+            self._transfer(self._file.write, [index], slice(first + start, first + start + piece.numel()), [piece])
 
     def begin_read(self, index: int, out: Tensor, first: int = 0) -> "Future[None]":
         """Begin to fill ``out``, which lies end to end in memory, with the numbers of tensor ``index`` from ``first`` on."""
-        return self._worker.submit(self._transfer, os.preadv, [index], slice(first, first + out.numel()), [out])
+        return self._worker.submit(self._transfer, self._file.read, [index], slice(first, first + out.numel()), [out])
 
     def begin_write(self, index: int, values: Tensor, first: int = 0, *, adds: bool = False) -> "Future[None]":
         """Begin to put ``values``, which lie end to end in memory and are the pager's from now on, where ``begin_read`` finds them.
@@ -96,9 +86,9 @@ class Pager:
         for start in range(0, values.numel() if adds else 0, held.numel()):
             piece = values[start : start + held.numel()]
             before = held[: piece.numel()]
-            self._transfer(os.preadv, [index], slice(first + start, first + start + piece.numel()), [before])
+            self._transfer(self._file.read, [index], slice(first + start, first + start + piece.numel()), [before])
             piece.add_(before)
-        self._transfer(os.pwrite, [index], slice(first, first + values.numel()), [values])
+        self._transfer(self._file.write, [index], slice(first, first + values.numel()), [values])
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -108,27 +98,18 @@ class Pager:
         staged = [buffer[: where.stop - where.start] for buffer in self._buffers[side][: len(group)]]
 
         def read() -> list[Tensor]:
-            self._transfer(os.preadv, group, where, staged)
+            self._transfer(self._file.read, group, where, staged)
             return staged
 
         return self._worker.submit(read)
 
-    def _transfer(self, call: Callable[..., int], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
-        """``os.preadv`` or ``os.pwrite`` of every tensor's slice, to the last byte."""
+    def _transfer(self, call: Callable[[Tensor, int], None], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
+        """``call`` for every tensor's slice and its place in the file."""
         for index, tensor in zip(group, tensors, strict=True):
-            left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-            at = self._starts[index] + where.start * self._dtype.itemsize
-            while left:
-                try:
-                    done = call(self._file.fileno(), [left] if call is os.preadv else left, at)
-                except OSError as error:
-                    raise self._failed(error) from None
-                if not done:
-                    raise self._failed(OSError(errno.EIO, "the file has ended"))
-                left, at = left[done:], at + done
+            call(tensor, self._starts[index] + where.start * self._dtype.itemsize)
 
-    def _failed(self, error: OSError) -> RunError:
+    def _failed(self, reason: str) -> RunError:
         return RunError(
-            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB that are offloaded: {error.strerror}; make room, or name "
+            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB that are offloaded: {reason}; make room, or name "
             "another folder in 'trainer.offload_folder'"
         )

@@ -9,7 +9,6 @@ import torch
 from test_jobs_numerics import begin, data, rows  # noqa: F401 - a fixture too
 
 from tandem.jobs.start import resume
-from tandem.types import UserError
 
 PAGED = ("trainer.offload=nvme", "trainer.offload_parameters=nvme")
 CHOICES = {
