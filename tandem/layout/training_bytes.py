@@ -37,7 +37,8 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
     copies = weights if trainer.precision != "fp32" else 0
     saved = saved_bytes(shapes, trainer, tokens)
     if trainer.offload_activations == "nvme":
-        saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + tokens * largest_layer_activation_bytes_per_token(shapes))
+        # A layer's own are there while it computes, and in the backward pass as many gradients of them.
+        saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + 2 * tokens * largest_layer_activation_bytes_per_token(shapes))
     saved += min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES)
     sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
     return (held + copies) // parallel.pipeline + saved // sharing

@@ -4,7 +4,7 @@ A layer is read before its forward and again before its backward, while the one 
 gradient goes to the file as soon as the backward pass has it, added there to that of the micro-batches before.
 """
 
-import contextlib
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -21,21 +21,24 @@ from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
 
 
 class PagedLayer:
-    """One layer's weights: all its parameters are views of one flat tensor, which has memory from ``start`` or ``come`` to ``leave``.
-    ``is_filled``: the parameters have values, which are written to the file; else whoever fills them writes there."""
+    """One layer's weights: all its parameters are views of one flat tensor, whose memory is the system's but from ``start`` or ``come``
+    to ``leave``. ``is_filled``: the parameters have values, which are written to the file; else whoever fills them writes there."""
 
     def __init__(self, pages: Pages, pager: Pager, is_filled: bool) -> None:
         self.pages, self._pager = pages, pager
         like = next(iter(pages.parameters.values()))
-        self._whole = torch.empty(pages.length, dtype=like.dtype)
-        self._bytes = self._whole.untyped_storage().nbytes()
+        # Addresses of its own for good: whatever was made of a parameter, a view too, finds what lies there at that time. Memory of the
+        # C library's would be cut up by what is allocated between two layers.
+        self._memory = mmap.mmap(-1, pages.length * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._whole = torch.frombuffer(self._memory, dtype=like.dtype)
         self._reading: Future[None] | None = None
         self.is_here = True
         with torch.no_grad():
             for name, view in pages.views(self._whole):
                 if is_filled:
                     view.copy_(pages.parameters[name])
-                # Whatever was made of a parameter, a view too, finds what the flat tensor's memory holds at that time.
                 pages.parameters[name].data = view
             if is_filled:
                 pager.write(pages.tensor(WEIGHTS), self._whole)
@@ -44,7 +47,6 @@ class PagedLayer:
     def start(self) -> None:
         """Begin to read the weights, where they are not here."""
         if not self.is_here and self._reading is None:
-            self.allocate()
             self._reading = self._pager.begin_read(self.pages.tensor(WEIGHTS), self._whole)
 
     def come(self) -> None:
@@ -54,15 +56,11 @@ class PagedLayer:
             self._reading.result()
             self._reading, self.is_here = None, True
 
-    def allocate(self) -> None:
-        """Give the parameters addresses, and whatever values lie there."""
-        self._whole.untyped_storage().resize_(self._bytes)
-
     def leave(self) -> None:
         """Hold nothing."""
         if self._reading is not None:
             self._reading.result()
-        self._whole.untyped_storage().resize_(0)
+        self._memory.madvise(mmap.MADV_DONTNEED)
         self._reading, self.is_here = None, False
 
 
@@ -90,17 +88,6 @@ class PagedLayers:
         """Hold no weights."""
         for layer in self.layers.values():
             layer.leave()
-
-    @contextlib.contextmanager
-    def addressed(self) -> Iterator[None]:
-        """Inside, parameters have addresses, and no values."""
-        for layer in self.layers.values():
-            layer.leave()
-            layer.allocate()
-        try:
-            yield
-        finally:
-            self.rest()
 
     def zero_grad(self) -> None:
         self._wait_for_writes(0)

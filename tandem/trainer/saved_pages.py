@@ -128,7 +128,7 @@ class SavedPages:
     def _read_ahead(self, page: _Page) -> None:
         """A backward pass wants pages about in the reverse of the order in which they were saved."""
         following = page.number - 1 if self._next_ahead is None else min(self._next_ahead, page.number - 1)
-        while following >= 0 and self._ahead_bytes < self._most_bytes:
+        while following >= 0 and self._ahead_bytes + self._pages[following].nbytes <= self._most_bytes:
             self._begin_read(self._pages[following])
             following -= 1
         self._next_ahead = following

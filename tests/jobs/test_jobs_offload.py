@@ -8,7 +8,11 @@ import pytest
 import torch
 from test_jobs_numerics import begin, data, rows  # noqa: F401 - a fixture too
 
+from tandem.config.recipe import load_config
+from tandem.jobs.pretrain_inputs import check_pretraining
 from tandem.jobs.start import resume
+from tandem.trainer import saved_pages
+from tandem.types import RunError, UserError
 
 PAGED = ("trainer.offload=nvme", "trainer.offload_parameters=nvme")
 CHOICES = {
@@ -25,8 +29,11 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_offloaded_run_has_every_bit_of_one_in_memory_and_resumes_to_it(choice: str, data: Path, plain: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_offloaded_run_has_every_bit_of_one_in_memory_and_resumes_to_it(
+    choice: str, data: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
+    monkeypatch.setattr(saved_pages, "SMALLEST_BYTES", 1024)
     away = tmp_path / "away"
     run = begin(
         data, tmp_path, "data.held_out=" + str(data / "train"), "evaluation.every_steps=3", *CHOICES[choice], f"trainer.offload_folder={away}"
@@ -38,3 +45,46 @@ def test_offloaded_run_has_every_bit_of_one_in_memory_and_resumes_to_it(choice: 
         shutil.rmtree(run / folder)
     resume(run)
     assert rows(run) == rows(plain) and {name: (run / name).read_bytes() for name in FILES} == wanted
+
+
+def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_refused_with_the_keys_that_help(
+    data: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:  # fmt: skip
+    def lines(*overrides: str) -> list[str]:
+        return check_pretraining(load_config(plain.parent / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
+
+    large = ("model.create.hidden_size=1024", "model.create.num_layers=20", "model.create.intermediate_size=2048", "run.directory=" + str(tmp_path))
+    memory, paged = (next(int(line.split()[2].replace(",", "")) for line in lines(*large, *choice) if "predicted memory" in line) for choice in ((), PAGED))
+    assert paged < memory / 8
+    away = f"trainer.offload_folder={tmp_path / 'away'}"
+    # fp32 moments, a copy of a checkpoint, and the weights and gradients of layers: 2 + 3 + 2 times the weights, less the embedding.
+    (told,) = [line for line in lines(*large, *PAGED, away) if line.startswith("offloaded:")]
+    assert 6 * memory / 4 < int(told.split()[1].replace(",", "")) < 7 * memory / 4
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**20 if Path(folder).name == "away" else 2**50))
+    (tmp_path / "away").mkdir()
+    with pytest.raises(RunError, match=r"make room, or name another 'trainer\.offload_folder'"):
+        lines(*large, *PAGED, away)
+    with pytest.raises(RunError, match=r"trainer\.offload_parameters and trainer\.offload_activations nvme") as caught:
+        lines(*large, "machine.memory_gib=0.5")
+    assert len(str(caught.value).splitlines()) == 1
+    lines(*large, *PAGED, "machine.memory_gib=0.5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("trainer.offload_parameters=nvme",), "set trainer.offload to nvme too"),
+        (("trainer.offload_parameters=cpu",), "must be one of none, nvme"),
+        ((*PAGED, "parallel.tensor=2"), "which one process does; this run has 2 ranks"),
+        (("trainer.offload_activations=nvme", "parallel.data=2"), "'trainer.offload_activations' is 'nvme', which one process does"),
+        (("trainer.offload_activations=nvme", "trainer.recompute=selective"), "set trainer.recompute to none or full"),
+        ((*PAGED, "trainer.optimizer=muon"), "trainer.optimizer is 'muon'"),
+        (("trainer.offload_folder=/tmp",), "trainer.offload_activations"),
+    ],
+)
+def test_offload_that_cannot_work_is_refused_in_one_line(overrides: tuple[str, ...], said: str, data: Path, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(UserError) as caught:
+        begin(data, tmp_path, *overrides)
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()

@@ -23,8 +23,8 @@ class ReplicaState:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        with replica.addressed():
-            # Where weights are cut or paged, a parameter has no memory outside.
+        with replica.whole():
+            # Where weights are cut, a parameter has no memory outside.
             self._parts: list[Part] = parts_of(replica.model)
 
     def shards(self) -> list[Shard]:

@@ -93,11 +93,6 @@ class Replica:
         """The optimizer, where its state lies in a file, and perhaps weights too."""
         return self.optimizer if isinstance(self.optimizer, PagedAdamW) else None
 
-    def addressed(self) -> AbstractContextManager[None]:
-        """Inside, every parameter that this rank holds has an address; what lies there may be no weight."""
-        layers = None if self.paged is None else self.paged.layers
-        return self.whole() if layers is None else layers.addressed()
-
 
 def make_replica(
     model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
