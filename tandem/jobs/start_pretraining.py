@@ -128,7 +128,8 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
     if recipe.trainer.offload_activations == "nvme":
-        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
+        tokens = max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length)
+        tokens = min(tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
         SavedPages(model, offload_folder(recipe.trainer, directory), saved_bytes(model.shapes, recipe.trainer, tokens))
     if is_paged:
         # Read straight into the file: the model need not fit in memory once.
