@@ -4,10 +4,14 @@ A pod of its own loads the newest checkpoint at or before the step, repeats the 
 step's samples, judges them and trains on them again. The run's files are only read. Exits 0 where everything is equal bit for
 bit, and 1 where something is not, naming it.
 
+A step of pretraining or fine-tuning is run again on the mesh that it was taken on, after those between it and the checkpoint. Where it was left out because
+something was not finite, its kept batch is run in one process, and one screen says which layer, sequence and parameter come first.
+
 examples:
   tandem replay runs/sort --step 12
   tandem replay runs/sort --step 12 --only rewards      does a reward function give the same scores twice?
   tandem replay runs/sort --step 12 --inline            one process, for a debugger
+  tandem replay runs/pretrain --step 300                a step of pretraining; one that was left out says why
 """
 
 import argparse
@@ -34,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     )
     for comparison in found:
         unequal = len(comparison.differences)
-        print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} equal bit for bit")
+        print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} {comparison.how}")
         for line in comparison.differences[:MOST_SHOWN]:
             print(f"  {line}")
         if unequal > MOST_SHOWN:

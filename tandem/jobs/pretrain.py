@@ -27,7 +27,7 @@ from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_token
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.schedule import learning_rate
-from tandem.trainer.step import train_step
+from tandem.trainer.step import ForwardBackward, StepResult, train_step
 from tandem.types import RunError, TrainSequence
 
 
@@ -87,25 +87,37 @@ class PretrainRun:
         )
 
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
-        """One optimizer step on a global batch, of which ``batch`` is this rank's share; returns its metrics."""
+        """``take``; the batch of a step that is left out is kept."""
+        sequences, result = self.take(step, batch)
+        if result.verdict == "skipped":
+            self.skip(step, sequences, result.metrics)
+        return self.trained
+
+    def take(self, step: int, batch: Sequence[Pieces]) -> tuple[list[TrainSequence], StepResult]:
+        """One optimizer step on a global batch, of which ``batch`` is this rank's share; the share's sequences and what came of them."""
         with self.records.phase("train", step):
             with self.tracer.span("shard the batch"):
                 sequences = train_sequences(batch)
-                counts, self.step_tokens, micro_batches = self._micro_batches(sequences)
-            result = train_step(
-                self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
-                learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
-                sums=self.replica.sums, forward_backward=self.replica.forward_backward, tracer=self.tracer,
-                on_phase=lambda phase: self.records.enter(phase, step),
-            )  # fmt: skip
-        if result.verdict == "skipped":
-            self.skip(step, sequences, result.metrics)
+                counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
+            result = self.update(step, counts, micro_batches)
         self.trained = result.metrics
         if self.recipe.learns_from_examples:
             self.trained = {**result.metrics, "train/learned_tokens": counts.tokens}
-        return self.trained
+        return sequences, result
 
-    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
+    def update(
+        self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], forward_backward: ForwardBackward | None = None
+    ) -> StepResult:
+        """Optimizer step ``step`` on a global batch of ``counts``. ``forward_backward``: how micro-batches go through the model (``None``: as
+        the replica has it)."""
+        return train_step(
+            self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
+            learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
+            sums=self.replica.sums, forward_backward=forward_backward or self.replica.forward_backward, tracer=self.tracer,
+            on_phase=lambda phase: self.records.enter(phase, step),
+        )  # fmt: skip
+
+    def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
         """The counts of the global batch, its tokens, and this rank's micro-batches. Where ranks pass through the model together they have as many;
         a rank has none only where all have none."""
         like = self.model
@@ -143,7 +155,7 @@ class PretrainRun:
         with self.records.phase("evaluate", step):
             share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
             sequences = [s for s in train_sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
-            counts, _, micro_batches = self._micro_batches(sequences)
+            counts, _, micro_batches = self.micro_batches(sequences)
             found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.rest()
             own = math.fsum(math.fsum(values.values()) for values in found.values())

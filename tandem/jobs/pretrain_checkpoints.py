@@ -66,9 +66,9 @@ class RunCheckpoints:
         self._found: Found | None = None
         self._boundary = 0
 
-    def load(self) -> int:
-        """Take over the newest whole checkpoint; the step it is of, 0 without one."""
-        found = newest_whole(self.folder, self._ranks)
+    def load(self, at_most: int | None = None) -> int:
+        """Take over the newest whole checkpoint, of step ``at_most`` or before; the step it is of, 0 without one."""
+        found = newest_whole(self.folder, self._ranks, at_most)
         if found is None:
             return 0
         state = found.manifest.state

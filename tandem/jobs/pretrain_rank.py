@@ -27,7 +27,8 @@ SAVING_DEADLINE_S = 3600.0
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """``directory``: of the run. ``shape``: of the mesh, which may be smaller than the recipe's. ``rendezvous``: a file in which the
-    ranks meet, new for every start. ``events``: the descriptor of the pipe to the supervisor. ``threads``: of this process."""
+    ranks meet, new for every start. ``events``: the descriptor of the pipe to the supervisor. ``threads``: of this process. ``again``: the
+    recorded step that is run again, after those before it, instead of a run."""
 
     directory: str
     rank: int
@@ -39,6 +40,7 @@ class RankSettings:
     threads: int
     resumed: bool
     faults: str
+    again: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,7 +76,8 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     import torch
     import torch.distributed as dist
 
-    from tandem.jobs.start_pretraining import train_on
+    from tandem.jobs.pretrain_again import run_again
+    from tandem.jobs.start_pretraining import opened_run, train_on
     from tandem.runtime.communicator import connect, join
     from tandem.trainer.parallel.ranks import Ranks
 
@@ -90,6 +93,11 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     apart = dist.PrefixStore("checkpoints/", store)
     saving = connect("checkpoints", mesh.rank, mesh.shape.world, apart, torch.device("cpu"), SAVING_DEADLINE_S)
     ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel)
+    if settings.again is not None:
+        with opened_run(ranks, recipe, directory, listener, board=board, saving=saving, at_most=settings.again) as run:
+            run_again(run, settings.again)
+        groups["world"].barrier("the end")
+        return None
     result = train_on(ranks, recipe, directory, listener, resumed=settings.resumed, board=board, fault_point=faults, saving=saving)
     # Nobody leaves while another still waits for its last words.
     groups["world"].barrier("the end")

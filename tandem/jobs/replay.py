@@ -1,4 +1,5 @@
-"""Run one recorded step again, in a pod of its own beside the run, and compare every number with what was written down.
+"""Run one recorded step again, in a pod of its own beside the run, and compare every number with what was written down. (Steps of
+pretraining: ``replay_pretraining``.)
 
 The run's files are only read. A difference says which part is not a function of its inputs any more: the rollout (other
 tokens or log-probabilities), a reward function (other scores), or the trainer (other metrics).
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from tandem.checkpoint_engine.manifest import segment_bytes
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
+from tandem.jobs.replay_pretraining import replay_pretraining
 from tandem.jobs.start import read_recipe, start_folder
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
@@ -38,11 +40,12 @@ PARTS: tuple[Part, ...] = ("rollout", "rewards", "train")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``count`` things of ``part`` were compared; ``differences`` has a line for each that is not equal, bit for bit."""
+    """``count`` things of ``part`` were compared; ``differences`` has a line for each that is not ``how`` it was recorded."""
 
     part: Part
     count: int
     differences: tuple[str, ...]
+    how: str = "equal bit for bit"
 
 
 def replay(
@@ -51,12 +54,15 @@ def replay(
 ) -> list[Comparison]:
     """Run ``parts`` of ``step`` of the run in ``run_directory`` again. ``say`` hears a line of each stage.
 
-    Raises ``UserError`` where the step is not in the journal, or this machine could not give the same bits.
+    Raises ``UserError`` where the step is not in the journal, or this machine could not give the same bits. A pretraining run's steps
+    have the part ``train`` alone.
     """
     directory = Path(run_directory)
     recipe = read_recipe(directory)
     if isinstance(recipe, PretrainRecipe):
-        raise UserError(f"'{directory}' is a run on data, which records no samples to replay; resume it instead")
+        if "train" not in parts:
+            raise UserError(f"'{directory}' is a run on data, whose steps have one part, 'train'; leave --only {parts[0]} out")
+        return [Comparison("train", *replay_pretraining(recipe, directory, step, inline=inline, say=say))]
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))

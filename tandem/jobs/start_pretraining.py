@@ -1,6 +1,7 @@
 """Begin a run on data, or go on with one: its model, its data and its end."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -64,6 +65,24 @@ def train_on(
     """Run ``recipe`` on this rank, from the run's newest whole checkpoint where there is one; what it has come to, on the first rank.
 
     ``listener`` is asked on the first rank only. ``saving``: of all ranks, for the checkpoints alone (``None``: there is but one)."""
+    with opened_run(ranks, recipe, directory, listener, resumed=resumed, board=board, fault_point=fault_point, saving=saving) as run:
+        with run.checkpoints.requests:
+            steps = pretrain(run)
+        run.records.sync()
+        run.records.enter("export", steps)
+        model, journal = run.export(), run.records.journal
+        if journal is None:
+            return None
+        return _finish(directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
+
+
+@contextlib.contextmanager
+def opened_run(
+    ranks: Ranks, recipe: PretrainRecipe, directory: Path, listener: Listener, *, resumed: bool = False, board: RankWriter | None = None,
+    fault_point: FaultPoint = no_fault, saving: Communicator | None = None, at_most: int | None = None,
+) -> Iterator[PretrainRun]:
+    """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before. The other
+    arguments are those of ``train_on``."""
     with ExitStack() as stack:
         stack.enter_context(freed_memory_kept())
         journal = metrics = None
@@ -86,7 +105,7 @@ def train_on(
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
         torch.manual_seed(recipe.run.seed)
-        step = checkpoints.load()
+        step = checkpoints.load(at_most)
         if journal is not None and metrics is not None:
             _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, step)
             journal.cut_after(step)
@@ -96,15 +115,7 @@ def train_on(
                 journal.record_event("resume", {"step": step})
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
-        run = PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
-        with checkpoints.requests:
-            steps = pretrain(run)
-        records.sync()
-        records.enter("export", steps)
-        model = run.export()
-        if journal is None:
-            return None
-        return _finish(directory, journal, model, steps, try_command(model, data.sequence(0)[0] if recipe.learns_from_examples else None))
+        yield PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
 
 
 def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:

@@ -64,8 +64,8 @@ def supervise(
         while True:
             with closing(RankProcesses(recipe, directory, shape, folder, restarts, resumed or restarts > 0, faults)) as ranks:
                 found = ranks.watch(listener, requests)
-            if isinstance(found, PretrainResult):
-                return found
+            if not isinstance(found, Loss):
+                return PretrainResult.from_json(found)
             if requests.stop:
                 raise KeyboardInterrupt
             if restarts == recipe.run.restart_budget:
@@ -89,10 +89,11 @@ def _recover(shape: MeshShape, loss: Loss, is_again: bool, directory: Path, list
 
 
 class RankProcesses:
-    """The ranks of one start."""
+    """The ranks of one start. ``again``: the recorded step that they run again, instead of a run."""
 
     def __init__(
-        self, recipe: PretrainRecipe, directory: Path, shape: MeshShape, folder: Path, start: int, resumed: bool, faults: FaultPlan | None
+        self, recipe: PretrainRecipe, directory: Path, shape: MeshShape, folder: Path, start: int, resumed: bool, faults: FaultPlan | None,
+        again: int | None = None,
     ) -> None:
         self._directory, self._folder, self._start = directory, folder, start
         self._board = RankBoard(folder / "board", shape.world)
@@ -107,7 +108,7 @@ class RankProcesses:
             read, write = os.pipe()
             settings = RankSettings(
                 str(directory), rank, asdict(shape), str(folder / f"meeting-{start}"), str(folder / "board"), str(self._stacks(rank)), write,
-                threads, resumed, str(faults or ""),
+                threads, resumed, str(faults or ""), again,
             )  # fmt: skip
             output = directory / "logs" / f"rank-{rank}.log"
             process = spawn(
@@ -117,9 +118,9 @@ class RankProcesses:
             self._processes.append(process)
             self._readers.append(EventReader(read))
 
-    def watch(self, listener: Listener, requests: SignalRequests) -> PretrainResult | Loss:
-        """Until all have ended well, or one is lost; what is asked meanwhile is passed on to the ranks. Raises what a rank says that the
-        user can mend, or cannot."""
+    def watch(self, listener: Listener, requests: SignalRequests) -> dict[str, Any] | Loss:
+        """Until all have ended well, or one is lost; what it has come to, as the first rank says it. What is asked meanwhile is passed on to the
+        ranks. Raises what a rank says that the user can mend, or cannot."""
         while True:
             self._pass_on(requests)
             self._hear(listener)
@@ -129,7 +130,7 @@ class RankProcesses:
                 return self._judge(listener)
             if all(process.poll() == 0 for process in self._processes):
                 self._hear(listener)
-                return PretrainResult.from_json(self._ended[0][1])
+                return self._ended[0][1] or {}
             stuck = self._watch.look(states, time.time())
             if stuck:
                 return self._stuck(stuck, states, listener)

@@ -18,3 +18,9 @@ def read_batch(path: Path) -> list[TrainSequence]:
     """The sequences that ``write_batch`` has kept, for ``rl.algorithms.update.pack`` and ``trainer.step.train_step``."""
     rows = json.loads(path.read_text(encoding="utf-8"))["sequences"]
     return [TrainSequence(r["id"], tuple(r["token_ids"]), r["prompt_length"], tuple(r["loss_mask"])) for r in rows]
+
+
+def read_metrics(path: Path) -> dict[str, float]:
+    """What the step measured, by name."""
+    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+    return found

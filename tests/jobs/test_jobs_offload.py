@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_jobs_numerics import begin, data, rows  # noqa: F401 - a fixture too
 
+from tandem.cli.main import main
 from tandem.config.recipe import load_config
 from tandem.jobs.pretrain_inputs import check_pretraining
 from tandem.jobs.start import resume
@@ -88,3 +89,17 @@ def test_offload_that_cannot_work_is_refused_in_one_line(overrides: tuple[str, .
         begin(data, tmp_path, *overrides)
     assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_steps_of_a_run_with_paged_weights_are_replayed_a_kept_batch_too(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:  # fmt: skip
+    torch.set_num_threads(1)
+    with pytest.raises(RunError):
+        begin(data, tmp_path, *PAGED, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=1")
+    for step in (0, 1):
+        capsys.readouterr()
+        assert main(["replay", str(tmp_path / "run"), "--step", str(step)]) == 0
+        said = capsys.readouterr()
+        assert "equal bit for bit" in said.out + said.err
+    assert "the largest 1e+30 in" in said.out + said.err and "  layer 0: " in said.out + said.err, "weights and gradients of layers were looked at"

@@ -26,6 +26,7 @@ from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import Mixture
 from tandem.data.shards import ShardReader
 from tandem.data.tokenize import TokenizeSettings, read_dataset, tokenize
+from tandem.jobs.replay import replay
 from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.journal import Journal
@@ -311,3 +312,12 @@ def test_run_is_not_resumed_on_other_examples(undisturbed: Path, data: Path, tmp
     config.write_text(config.read_text().replace(str(data / "pairs"), str(data / "held-out")))
     with pytest.raises(UserError, match="is not what this run began with"):
         resume(tmp_path / "run")
+
+
+def test_replayed_step_of_examples_is_equal_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    train(load_config(write_recipe(tmp_path, data, run={"max_steps": 4, "name": "run", "directory": str(tmp_path)}, checkpoint={"every_steps": 2})))
+    [found] = replay(tmp_path / "run", 3)
+    row = rows(tmp_path)[3]
+    assert {"train/learned_tokens", "train/step_tokens", "train/examples"} < row.keys()
+    assert (found.part, found.count, found.differences, found.how) == ("train", len(row), (), "equal bit for bit")

@@ -1,13 +1,13 @@
 """Pipeline parallelism: what its ranks compute together is what one process computes."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, distance, reduce, sequences_of, weights_of
+from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, distance, sequences_of, weights_of
+from pipeline_ranks import alone, gathered, micro_batches_of, named, piped
 from ranks import Here, Ranks
 
 from tandem.config.trainer import TrainerConfig
@@ -15,130 +15,20 @@ from tandem.kernels import select
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
-from tandem.layout.sharding import Cut, cut_slices
-from tandem.model.decoder import Decoder, PackedContext
+from tandem.layout.sharding import cut_slices
+from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
-from tandem.model.parallel import ModelParallel
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.logprobs import infer
-from tandem.trainer.micro_batch import MicroBatch, collate
-from tandem.trainer.optimizer import AdamW
 from tandem.trainer.parallel.pipeline import Pipeline
-from tandem.trainer.parallel.placement import is_counted_here
 from tandem.trainer.parallel.ranks import Ranks as AllRanks
 from tandem.trainer.parallel.replica import make_replica
-from tandem.trainer.step import predict, train_step
+from tandem.trainer.step import train_step
 
 TIED, UNTIED = replace(QWEN3, num_layers=5), replace(LLAMA, num_layers=5)
 BINS = ((0, 3), (1,), (4, 5), (2,), (6,))
 """Micro-batches by sequence; as uneven as can be: 17 + 5, 2, 30 + 3, 17 and 8 tokens."""
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def micro_batches_of(case: Case, bins: Any, data: tuple[int, int] = (0, 1)) -> list[MicroBatch]:
-    """Every micro-batch, or those of a data rank: each rank must have as many, and has parts of all."""
-    every = sequences_of(case)
-    chosen = [[i for place, i in enumerate(one) if place % data[1] == data[0]] for one in bins]
-    return [collate([every[i] for i in one], getattr(torch, case.dtype)) for one in chosen if one]
-
-
-def norm_of(squares: list[float], limit: float, model: Decoder) -> float:
-    norm = math.sqrt(math.fsum(squares))
-    for parameter in model.parameters():
-        if parameter.grad is not None and norm > limit:
-            parameter.grad.mul_(limit / norm)
-    return norm
-
-
-def named(model: Decoder, values: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """``values``, one for each parameter, by Hugging Face name."""
-    twin = Decoder(model.shapes, model.kernels, dtype=model.dtype, parallel=model.parallel, spans=model.spans)
-    with torch.no_grad():
-        for parameter, value in zip(twin.parameters(), values, strict=True):
-            assert value is not None
-            parameter.copy_(value)
-    return {name: tensor.clone() for name, tensor in to_huggingface(twin)}
-
-
-def alone(case: Case, bins: Any) -> dict[str, Any]:
-    """The same in one process, by a loop over the micro-batches."""
-    model = Decoder(case.shapes, select(case.kernels, getattr(torch, case.dtype)), dtype=getattr(torch, case.dtype))
-    load_tensors(model, weights_of(case.shapes).items())
-    micro_batches, loss_of = micro_batches_of(case, bins), make_cross_entropy_loss(counts_of(sequences_of(case)))
-    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
-    with torch.no_grad():
-        logits = [model.logits(model(m.tokens, m.positions, PackedContext(m.cu_seqlens, m.max_seqlen))) for m in micro_batches]
-    found: dict[str, Any] = {"logits": logits, "losses": [], "norms": [], "inferred": infer(model, micro_batches, 1.3)}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for micro_batch in micro_batches:
-            share = loss_of(predict(model, micro_batch, 1.0), micro_batch)
-            share.loss.backward()
-            total += share.loss.item()
-        if step == 0:
-            found["gradients"] = named(model, [p.grad for p in model.parameters()])
-        squares = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
-        found["norms"].append(norm_of(squares, optimizer.max_grad_norm, model))
-        optimizer.step(LEARNING_RATE)
-        found["losses"].append(total)
-    found["parameters"] = named(model, list(model.parameters()))
-    return found
-
-
-def piped(here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = ()) -> dict[str, Any]:
-    """As one rank. Parameters and gradients are those that this rank holds."""
-    groups, ranks = here.groups, here.groups["pipeline"]
-    spans = stage_spans(case.shapes, ranks.size * virtual, counts)
-    own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
-    cut = Cut(groups["tensor"].rank, groups["tensor"].size, case.deterministic)
-    parallel = ModelParallel(cut, groups["tensor"], groups["context"], groups["expert"], case.sequence)
-    dtype = getattr(torch, case.dtype)
-    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, spans=own, parallel=parallel)
-    model.recompute = case.recompute
-    load_tensors(model, weights_of(case.shapes).items())
-    pipeline = Pipeline(model, spans, ranks, order)
-    micro_batches = micro_batches_of(case, bins, (groups["data"].rank, groups["data"].size))
-    loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
-    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
-    logits: list[torch.Tensor] = []
-
-    def keep(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        logits.append(model.packed_logits(hidden, len(micro_batch.tokens)))
-        return logits[-1]
-
-    pipeline.forward(micro_batches, keep)
-    inferred = pipeline.infer(micro_batches, 1.3)
-    found: dict[str, Any] = {"logits": logits, "losses": [], "norms": [], "cut": cut, "inferred": inferred}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        passed = pipeline.forward_backward(micro_batches, loss_of)
-        found["stash"] = passed.peak_stash
-        if pipeline.has_tied_copy:
-            assert model.embed_tokens.grad is not None
-            model.embed_tokens.grad = pipeline.sum_tied_gradient(model.embed_tokens.grad)
-        reduce(model, groups)
-        if step == 0:
-            found["gradients"] = named(model, [p.grad for p in model.parameters()])
-        squares = [p.grad.double().square().sum().item() for n, p in model.named_parameters() if p.grad is not None and is_counted_here(model, n, groups)]
-        squares = groups["world"].all_gather(torch.tensor([math.fsum(squares)], dtype=torch.float64), "the norm").view(-1).tolist()
-        found["norms"].append(norm_of(squares, optimizer.max_grad_norm, model))
-        optimizer.step(LEARNING_RATE)
-        loss = groups["data"].all_reduce(torch.tensor([passed.loss], dtype=torch.float64), "the loss").item()
-        found["losses"].append(loss)
-    found["parameters"] = named(model, list(model.parameters()))
-    return found
-
-
-def gathered(found: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
-    """The ranks' tensors together. What two ranks hold they hold alike, bit for bit."""
-    together: dict[str, torch.Tensor] = {}
-    for rank in found:
-        for key, value in rank[name].items():
-            assert key not in together or torch.equal(together[key], value), key
-            together[key] = value
-    return together
 
 
 def check(found: list[dict[str, Any]], wanted: dict[str, Any], close: float, apart: float) -> None:

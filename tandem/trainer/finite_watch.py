@@ -1,0 +1,123 @@
+"""Where a step stops being finite: the first layer, sequence and token in the forward pass, the first layer in the backward, and
+the gradients of which parameters.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import TokenLogprobs
+from tandem.model.decoder import Decoder
+from tandem.model.layer_pass import LayerFunction
+from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.step import Loss, LossShare, OnPhase, Passed, Progress, in_turn
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A number that is not finite: the first of ``what`` in micro-batch ``micro_batch`` (from 0), at token ``position`` of ``sequence``.
+    ``layer``: -1 for what stands before the layers, as many as there are layers for what stands behind them."""
+
+    what: str
+    layer: int
+    micro_batch: int
+    sequence: str
+    position: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class BadGradient:
+    """The gradient of a parameter: ``count`` of its ``total`` numbers are not finite after the backward of ``micro_batch``, and all were
+    before."""
+
+    micro_batch: int
+    count: int
+    total: int
+
+
+@dataclass
+class Findings:
+    """``losses``: each micro-batch's share. ``forward``, ``backward``: what is not finite, in the order in which it came to be; of each output
+    the first place of the first micro-batch. ``gradients``: by parameter."""
+
+    losses: list[float] = field(default_factory=list)
+    forward: list[Place] = field(default_factory=list)
+    backward: list[Place] = field(default_factory=list)
+    gradients: dict[str, BadGradient] = field(default_factory=dict)
+
+
+class FiniteWatch:
+    """Passes micro-batches through ``model``, which is whole, one after the other, and looks at what every layer returns and at every gradient. It
+    changes no bit."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.found = model, Findings()
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._number = 0
+        self._in_backward = False
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
+        tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
+        on_phase: OnPhase = lambda phase: None,
+    ) -> Passed:  # fmt: skip
+        """``trainer.step.in_turn``, watched."""
+        self._micro_batches, self._number, self._in_backward = micro_batches, 0, False
+
+        def watched(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossShare:
+            self._look(self.found.forward, "log-probabilities", len(self.model.layers), logprobs.raw, micro_batch.rows)
+            share = loss(logprobs, micro_batch)
+            self.found.losses.append(share.loss.item())
+            self._in_backward = True
+            return share
+
+        def passed() -> None:
+            if after_backward is not None:
+                after_backward()
+            self._look_at_gradients()
+            self._number, self._in_backward = self._number + 1, False
+
+        before = self.model.around_layer
+        self.model.around_layer = self._around
+        try:
+            return in_turn(self.model)(micro_batches, watched, temperature, on_progress, tracer, scale, passed, on_phase)
+        finally:
+            self.model.around_layer = before
+
+    def _around(self, index: int, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        # A layer that the backward pass computes again was seen in the forward.
+        if self._in_backward:
+            return layer(x, residual)
+        if x is None:
+            self._look(self.found.forward, "the embedding", -1, residual)
+        x, residual = layer(x, residual)
+        # The residual stream has the attention's output in it, and not yet the MLP's.
+        for what, output in ((f"layer {index}, attention", residual), (f"layer {index}, MLP", x)):
+            self._look(self.found.forward, what, index, output)
+            if output.requires_grad:
+                output.register_hook(lambda gradient, what=what: self._look(self.found.backward, what, index, gradient))  # type: ignore[misc]
+        return x, residual
+
+    def _look(self, found: list[Place], what: str, layer: int, x: Tensor, rows: Tensor | None = None) -> None:
+        """Note the first row of ``x`` [T, ...] that is not finite, unless an earlier micro-batch had one there. ``rows``: which tokens they are."""
+        with torch.no_grad():
+            bad = ~torch.isfinite(x)
+            if not bad.any() or any(place.what == what for place in found):
+                return
+            row = int(bad.reshape(len(x), -1).any(dim=1).nonzero()[0])
+            value = x[row][bad[row]].reshape(-1)[0].item()
+        micro_batch = self._micro_batches[self._number]
+        token = row if rows is None else int(rows[row])
+        sequence = int(torch.searchsorted(micro_batch.cu_seqlens, token, right=True)) - 1
+        found.append(Place(what, layer, self._number, micro_batch.ids[sequence], int(micro_batch.positions[token]), value))
+
+    def _look_at_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name not in self.found.gradients and parameter.grad is not None:
+                bad = int((~torch.isfinite(parameter.grad)).sum())
+                if bad:
+                    self.found.gradients[name] = BadGradient(self._number, bad, parameter.numel())

@@ -1,0 +1,187 @@
+"""``tandem replay`` of pretraining: a recorded step has its bits again on the mesh that it was taken on, and a step that was left out says where it
+stops being finite."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tandem.cli.main import main
+from tandem.config.recipe import load_config
+from tandem.data.documents import DocumentFormat
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.start import train
+from tandem.runtime.metrics import VOLATILE
+from tandem.storage.files import open_storage
+from tandem.types import RunError
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.glob("*.py")):
+        shutil.copyfile(path, folder / "text" / path.name)
+    form = DocumentFormat(suffixes=(".py",))
+    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
+    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "train"), str(folder / "tokenizer"), form, workers=1))
+    return folder
+
+
+def begin(data: Path, directory: Path, *overrides: str) -> Path:
+    recipe = {
+        "algorithm": {"name": "pretrain"},
+        "model": {
+            "create": {
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+            }
+        },
+        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "sequences_per_step": 4},
+        "trainer": {"learning_rate": 3.0e-3, "micro_batch_tokens": 100},
+        "checkpoint": {"every_steps": 2, "keep": 2, "asynchronous": False},
+        "run": {"max_steps": STEPS, "seed": 3, "directory": str(directory), "name": "run"},
+        "machine": {"threads": 1},
+    }  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(load_config(directory / "recipe.yaml", list(overrides)))
+    return directory / "run"
+
+
+def replay(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> tuple[int, str]:
+    """The exit status and everything that was printed."""
+    capsys.readouterr()
+    status = main(["replay", str(run), *arguments])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def files_of(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name not in ("lock", "journal.sqlite-wal", "journal.sqlite-shm")}
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps of which the checkpoints of steps 4 and 6 are left."""
+    torch.set_num_threads(1)
+    return begin(data, tmp_path_factory.mktemp("finished"))
+
+
+def test_recorded_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files_of(finished)
+    status, said = replay(capsys, finished, "--step", "5")
+    row = json.loads((finished / "metrics.jsonl").read_text().splitlines()[5])
+    count = sum(not name.startswith(VOLATILE) for name in row)
+    assert status == 0 and f"train: {count} of {count} equal bit for bit" in said
+    assert "standing at the checkpoint of step 4\nstep 4 again\nstep 5 again\n" in said
+    assert files_of(finished) == before
+
+
+def changed(finished: Path, folder: Path, step: int, name: str, change: Any) -> Path:
+    """A copy of the run whose row of ``step`` says something else."""
+    run = folder / "run"
+    shutil.copytree(finished, run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[step][name] = change(rows[step][name])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_number_that_does_not_follow_is_named_down_to_its_last_bit(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = changed(finished, tmp_path, 5, "train/loss", lambda loss: math.nextafter(loss, math.inf))
+    status, said = replay(capsys, run, "--step", "5")
+    assert status == 1 and "  train/loss: recorded " in said and said.count(": recorded ") == 1
+
+
+def test_step_before_that_does_not_follow_is_named_too(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = replay(capsys, changed(finished, tmp_path, 4, "actor/grad_norm", lambda norm: norm * 2), "--step", "5")
+    assert status == 0 and "step 4, which comes before, is not as it was recorded" in said
+
+
+def test_what_cannot_be_replayed_is_refused_in_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, wanted in (
+        (("--step", "3"), "no checkpoint at or before step 3 of"),
+        (("--step", "6"), "its metrics have the steps 0 to 5"),
+        (("--step", "5", "--only", "rewards"), "have one part, 'train'"),
+    ):
+        status, said = replay(capsys, finished, *arguments)
+        assert status == 2 and wanted in said and len(said.splitlines()) == 1
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("threads: 1", "threads: 2"))
+    status, said = replay(capsys, run, "--step", "5")
+    assert status == 2 and "threads was '1', now '2'" in said
+    torch.set_num_threads(1)
+    for path in run.glob("checkpoints/step-4/rank-*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    config.write_text(config.read_text().replace("threads: 2", "threads: 1"))
+    status, said = replay(capsys, run, "--step", "5")
+    assert status == 1 and "no checkpoint at or before step 5 is whole" in said
+
+
+@pytest.fixture(scope="module")
+def diverged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended after two steps that were left out: 1, which has a row, and 2, which has none."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("diverged")
+    with pytest.raises(RunError):
+        begin(data, folder, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=1")
+    return folder / "run"
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_kept_batch_says_where_it_stops_being_finite(step: int, diverged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files_of(diverged)
+    status, said = replay(capsys, diverged, "--step", str(step))
+    kept = json.loads((diverged / "skipped" / f"step-{step}.json").read_text())
+    count = len(kept["metrics"])
+    assert status == 0 and f"train: {count} of {count} equal bit for bit" in said, said
+    assert f"step {step}: {len(kept['sequences'])} sequences" in said and "the largest 1e+30 in" in said
+    assert f"loss {kept['metrics']['train/loss']}, gradient norm {kept['metrics']['actor/grad_norm']}" in said
+    assert "backward: first not finite is the gradient of the output of layer 1, MLP: micro-batch 0, sequence 0/0, token 0 (nan)" in said
+    assert "  layer 0: " in said and len(said.splitlines()) <= 24
+    assert files_of(diverged) == before
+
+
+def test_shares_of_two_ranks_are_run_in_one_process_and_their_recorded_step_on_two(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError):
+        begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=0", "parallel.data=2")
+    status, said = replay(capsys, tmp_path / "run", "--step", "0")
+    assert status == 0 and "standing at the checkpoint of step 0\nstep 0 again\n" in said and " equal bit for bit" in said
+    status, said = replay(capsys, tmp_path / "run", "--step", "1")
+    assert status == 0 and "train: 2 of 2 finite or not as recorded" in said
+    assert "the run has 2 ranks and this is one process" in said and "of rank 0's share" in said
+    (tmp_path / "run/skipped/step-1-share-0-of-2.json").unlink()
+    status, said = replay(capsys, tmp_path / "run", "--step", "1")
+    assert status == 2 and "of the 2 shares of the batch kept of step 1" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mesh", [("parallel.data=2", "parallel.zero=2"), ("parallel.pipeline=2", "parallel.data=2")], ids=["zero 2", "pipeline 2 x data 2"]
+)
+def test_step_of_a_mesh_is_equal_bit_for_bit_on_that_mesh(
+    mesh: tuple[str, ...], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(data, tmp_path, *mesh)
+    before = files_of(run)
+    status, said = replay(capsys, run, "--step", "5")
+    assert status == 0 and "standing at the checkpoint of step 4\nstep 4 again\nstep 5 again\n" in said and " equal bit for bit" in said
+    assert files_of(run) == before
+    status, said = replay(capsys, run, "--step", "5", "--inline")
+    assert status == 2 and "--inline is one process" in said
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[5]["actor/grad_norm"] = math.nextafter(rows[5]["actor/grad_norm"], 0.0)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, said = replay(capsys, run, "--step", "5")
+    assert status == 1 and "  actor/grad_norm: recorded " in said and said.count(": recorded ") == 1
