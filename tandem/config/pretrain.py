@@ -123,8 +123,9 @@ class PretrainRecipe:
                 f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "
                 "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
             )
-        if self.trainer.offload == "nvme" and self.parallel.world > 1:
-            raise UserError(f"'trainer.offload' is 'nvme', which one process does; this run has {self.parallel.world} ranks: set it to none")
+        for name in ("offload", "offload_parameters", "offload_activations"):
+            if getattr(self.trainer, name) == "nvme" and self.parallel.world > 1:
+                raise UserError(f"'trainer.{name}' is 'nvme', which one process does; this run has {self.parallel.world} ranks: set it to none")
         if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
             axis = "tensor" if self.parallel.tensor > 1 else "expert"
             raise UserError(

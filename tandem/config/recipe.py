@@ -84,6 +84,8 @@ class Recipe:
             raise UserError(f"'trainer.precision' is '{self.trainer.precision}'; a pod trains in fp32, as its rollout computes")
         if self.trainer.offload != "none":
             raise UserError(f"'trainer.offload' is '{self.trainer.offload}', which is of pretraining; a pod keeps its moments in memory")
+        if self.trainer.offload_activations != "none":
+            raise UserError("'trainer.offload_activations' is 'nvme', which is of pretraining; a pod keeps activations in memory: set it to none")
 
 
 IN_A_POD = ("grpo", "ppo", "dpo")

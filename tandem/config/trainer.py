@@ -39,6 +39,9 @@ class TrainerConfig:
     first one ends the run.
     ``offload``: where AdamW's moments live: beside the weights, in the host's memory (``cpu``; where the weights are there too, nothing
     changes), or in a file of ``offload_folder`` (``nvme``; empty: of the run's own folder), from which each step pages them.
+    ``offload_parameters``: where the layers' weights and their gradients live: in memory, or in that file too (``nvme``), from which a layer
+    is read ahead of its forward and of its backward.
+    ``offload_activations``: where what a forward saves for its backward waits: in memory, or in a file of that folder (``nvme``).
     """
 
     optimizer: OptimizerName = "adamw"
@@ -65,6 +68,8 @@ class TrainerConfig:
     loss_scale_growth_steps: int = 2000
     max_skipped_steps: int = 3
     offload: Literal["none", "cpu", "nvme"] = "none"
+    offload_parameters: Literal["none", "nvme"] = "none"
+    offload_activations: Literal["none", "nvme"] = "none"
     offload_folder: str = ""
 
     def check(self) -> None:
@@ -105,5 +110,18 @@ class TrainerConfig:
             raise UserError(f"'trainer.loss_scale_growth_steps' is {self.loss_scale_growth_steps}; it must be at least 1")
         if self.offload != "none" and self.optimizer != "adamw":
             raise UserError(f"'trainer.offload' is '{self.offload}', which pages AdamW's moments; trainer.optimizer is '{self.optimizer}'")
-        if self.offload_folder and self.offload != "nvme":
-            raise UserError(f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme")
+        if self.offload_parameters == "nvme" and self.offload != "nvme":
+            raise UserError(
+                f"'trainer.offload_parameters' is 'nvme' and trainer.offload is '{self.offload}': moments, twice the weights, go first; set "
+                "trainer.offload to nvme too"
+            )
+        if self.offload_activations == "nvme" and self.recompute == "selective":
+            raise UserError(
+                "'trainer.offload_activations' is 'nvme' with trainer.recompute selective, which looks through the same tensors; set "
+                "trainer.recompute to none or full"
+            )
+        if self.offload_folder and "nvme" not in (self.offload, self.offload_activations):
+            raise UserError(
+                f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
+                "trainer.offload_activations"
+            )

@@ -190,6 +190,11 @@ class PretrainRun:
                 load_tensors(model, self.checkpoints.whole_weights())
                 save_model(model, folder, self.start)
             return folder
+        paged = self.replica.paged
+        if paged is not None and paged.layers is not None:
+            if not folder.exists():
+                save_model(self.model, folder, self.start, tensors=self.checkpoints.live_weights())
+            return folder
         with self.replica.whole():
             whole = self.replica.gathered_model()
             if self.ranks.is_first and whole is not None and not folder.exists():

@@ -60,7 +60,7 @@ class RunCheckpoints:
         self._writer = Checkpointer(
             self.folder, recipe.checkpoint.keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=recipe.checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
-            fault_point=records.fault_point,
+            fault_point=records.fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
         self._found: Found | None = None
@@ -125,6 +125,10 @@ class RunCheckpoints:
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0])
         yield from ((key.name, contents.tensor(key)) for key in contents.held if key.state == WEIGHTS)
+
+    def live_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Where weights are paged: every tensor by its Hugging Face name, as views of the file."""
+        return self._state.weights()
 
     def finish(self) -> None:
         """Wait for what is under way, copies too. Raises ``RunError`` where it fails."""

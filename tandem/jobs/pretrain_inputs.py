@@ -11,14 +11,13 @@ from tandem.data.tokenize_plan import tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
 from tandem.jobs.pretrain_data import dataset_paths
 from tandem.jobs.sft_inputs import check_examples
-from tandem.layout.bytes import optimizer_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.training_bytes import run_bytes_on_disk, training_bytes
+from tandem.layout.training_bytes import offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
@@ -56,13 +55,14 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         if needed > free:
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set trainer.recompute to "
-                "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme"
+                "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
+                "trainer.offload_activations nvme too"
             )
-        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None)
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens)
         check_disk(Path(recipe.run.directory), disk)
+        offloaded = offloaded_bytes(shapes, recipe.trainer, tokens)
         if recipe.trainer.offload_folder:
-            moments = optimizer_bytes(shapes, recipe.trainer.optimizer)
-            check_disk(Path(recipe.trainer.offload_folder), moments, "make room, or name another 'trainer.offload_folder'")
+            check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
         if recipe.checkpoint.upload:
             open_storage(recipe.checkpoint.upload, create=True)
         if recipe.registry.is_on:
@@ -71,6 +71,8 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             *lines,
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
+            *([f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded and not recipe.trainer.offload_folder else []),
+            *([f"offloaded: {offloaded / 2**20:,.0f} MiB in '{recipe.trainer.offload_folder}'"] if recipe.trainer.offload_folder else []),
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]

@@ -171,6 +171,8 @@ def _kept_step(
     from tandem.jobs.pretrain_again import run_again, take_kept
     from tandem.trainer.kept_batch import read_batch, read_metrics
 
+    # Weights and gradients are looked at one by one: they are to be in memory, which changes no bit.
+    recipe = replace(recipe, trainer=replace(recipe.trainer, offload_parameters="none"))
     is_one = shape.world == 1 and len(kept) == 1
     if not is_one:
         say(f"the run has {shape.world} ranks and this is one process: the last bits of sums are others")

@@ -20,7 +20,8 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.model.huggingface import load_model
+from tandem.layout.training_bytes import saved_bytes
+from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
@@ -37,10 +38,13 @@ from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
 from tandem.trainer.balance import make_balance
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.guard import StepGuard
+from tandem.trainer.optimizers import offload_folder
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.saved_pages import SavedPages
 
 
 def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> PretrainResult:
@@ -119,7 +123,9 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     start = _start_folder(recipe, directory)
     kernels, parallel, stages = select(recipe.machine.kernels), recipe.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(start))
-    model = load_model(start, kernels, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
+    is_paged = recipe.trainer.offload_parameters == "nvme"
+    make = unfilled_model if is_paged else load_model
+    model = make(start, kernels, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
     model.router_balance = make_balance(model, recipe.trainer, ranks)
     model.recompute = recipe.trainer.recompute
     model.kernels = in_precision(kernels, recipe.trainer.precision, model.device)
@@ -131,7 +137,15 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
     if recipe.trainer.offload == "cpu":
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
-    return make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory), kernels
+    replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
+    if recipe.trainer.offload_activations == "nvme":
+        tokens = max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length)
+        tokens = min(tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
+        SavedPages(model, offload_folder(recipe.trainer, directory), saved_bytes(model.shapes, recipe.trainer, tokens))
+    if is_paged:
+        # Read straight into the file: the model need not fit in memory once.
+        ReplicaState(replica).fill(read_tensors(start))
+    return replica, kernels
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

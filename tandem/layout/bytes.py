@@ -43,21 +43,30 @@ def cut_by_zero(weights: int, moments: int, ranks: int, stage: int) -> int:
 
 def held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
     """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
-    hidden, inner, found = shapes.hidden_size, shapes.intermediate_size, []
-    head = shapes.vocab_size * hidden
-    found += [(head, False), (hidden, False)] + ([] if shapes.tie_embeddings else [(head, False)])
-    for layer in range(shapes.num_layers):
-        found += [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), (hidden, False), (hidden, False)]
-        found += [(shapes.head_dim, False)] * (2 if shapes.qk_norm else 0)
-        found += [(shapes.qkv_size, False)] if shapes.attention_bias else []
-        found += [(hidden, False)] if shapes.output_bias else []
-        experts = shapes.experts_of(layer)
-        if experts is not None:
-            matrix = experts.num_experts * hidden * experts.intermediate_size
-            found += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
-        else:
-            found += [(2 * inner * hidden, True), (inner * hidden, True)]
-            found += [(2 * inner, False), (hidden, False)] if shapes.mlp_bias else []
+    layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
+    return [(count, False) for count in held_outside_layers(shapes)] + [found for layer in layers for found in layer]
+
+
+def held_outside_layers(shapes: ModelShapes) -> list[int]:
+    """The numbers of the embedding, the last norm and a head of its own."""
+    head = shapes.vocab_size * shapes.hidden_size
+    return [head, shapes.hidden_size] + ([] if shapes.tie_embeddings else [head])
+
+
+def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
+    """``held_parameters`` of one layer."""
+    hidden, inner = shapes.hidden_size, shapes.intermediate_size
+    found = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), (hidden, False), (hidden, False)]
+    found += [(shapes.head_dim, False)] * (2 if shapes.qk_norm else 0)
+    found += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    found += [(hidden, False)] if shapes.output_bias else []
+    experts = shapes.experts_of(layer)
+    if experts is not None:
+        matrix = experts.num_experts * hidden * experts.intermediate_size
+        found += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
+    else:
+        found += [(2 * inner * hidden, True), (inner * hidden, True)]
+        found += [(2 * inner, False), (hidden, False)] if shapes.mlp_bias else []
     return found
 
 
@@ -70,8 +79,18 @@ def activation_bytes_per_token(shapes: ModelShapes, recompute: str = "none") -> 
     and its norm. ``recompute`` (see ``trainer.recompute``): ``selective`` has no normed inputs, no rotated projection and no product;
     ``full`` has two inputs of every layer, and all of one layer while its backward runs.
     """
+    hidden, layers = shapes.hidden_size, _layer_activations(shapes, is_whole=recompute != "selective")
+    return 4 * (2 * hidden + (2 * hidden * len(layers) + max(layers) if recompute == "full" else sum(layers)))
+
+
+def largest_layer_activation_bytes_per_token(shapes: ModelShapes) -> int:
+    """Those of one layer, of that which has most."""
+    return 4 * max(_layer_activations(shapes, is_whole=True))
+
+
+def _layer_activations(shapes: ModelShapes, *, is_whole: bool) -> list[int]:
+    """Numbers a token by layer; ``is_whole``: nothing is computed again."""
     hidden, layers = shapes.hidden_size, []
-    is_whole = recompute != "selective"
     for layer in range(shapes.num_layers):
         numbers = (4 if is_whole else 2) * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size + shapes.num_heads
         experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
@@ -80,4 +99,4 @@ def activation_bytes_per_token(shapes: ModelShapes, recompute: str = "none") -> 
         else:
             numbers += experts.experts_per_token * (2 * hidden + kept * experts.intermediate_size) + 2 * experts.num_experts
         layers.append(numbers)
-    return 4 * (2 * hidden + (2 * hidden * len(layers) + max(layers) if recompute == "full" else sum(layers)))
+    return layers

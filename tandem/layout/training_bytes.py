@@ -2,14 +2,26 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import activation_bytes_per_token, cut_by_zero, held_parameters, optimizer_bytes, weight_bytes
+from tandem.layout.bytes import (
+    DTYPE_BYTES,
+    activation_bytes_per_token,
+    cut_by_zero,
+    held_by_layer,
+    held_outside_layers,
+    held_parameters,
+    largest_layer_activation_bytes_per_token,
+    optimizer_bytes,
+    weight_bytes,
+)
 from tandem.layout.shapes import ModelShapes
 
 ONE_PROCESS = ParallelConfig()
 KEPT_LOGITS_BYTES = 4 << 25
 """Of the head's logits at most so many are kept for the backward pass (``kernels.cpu.autograd``)."""
 STAGING_BYTES = 16 << 20
-"""Of a pager's two buffers for two moments (``trainer.pager``)."""
+"""Of a pager's two buffers for two moments (``trainer.pager``); those for weights and gradients beside them take as much again."""
+ACTIVATIONS_IN_FLIGHT_BYTES = 32 << 20
+"""Of offloaded activations so many are at most on their way to the file, and as many on their way back (``trainer.saved_pages``)."""
 
 
 def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
@@ -17,13 +29,34 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
     step works with, and what a forward of ``tokens`` saves for its backward."""
     weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
     moments = resident_state_bytes(shapes, trainer) // parallel.tensor
-    held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
+    if trainer.offload_parameters == "nvme":
+        held = _paged_bytes(shapes, trainer)
+    else:
+        held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
     # Emulated precision holds every rounded matrix until the backward has passed it.
     copies = weights if trainer.precision != "fp32" else 0
-    saved = tokens * (activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer))
+    saved = saved_bytes(shapes, trainer, tokens)
+    if trainer.offload_activations == "nvme":
+        # A layer's own are there while it computes, and in the backward pass as many gradients of them.
+        saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + 2 * tokens * largest_layer_activation_bytes_per_token(shapes))
     saved += min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES)
     sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
     return (held + copies) // parallel.pipeline + saved // sharing
+
+
+def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
+    """What the layers of a forward of ``tokens`` save for its backward."""
+    return tokens * (activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer))
+
+
+def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """Weights, gradients and moments where the layers' are in a file: what stands outside of layers, the weights of two layers, the gradients of
+    one that are on their way, two more gradients, and the pager's buffers."""
+    layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
+    largest = max(sum(count for count, _ in held) for held in layers)
+    parameter = max(count for held in layers for count, _ in held)
+    numbers = 2 * sum(held_outside_layers(shapes)) + 3 * largest + 2 * parameter
+    return numbers * DTYPE_BYTES[trainer.dtype] + 2 * STAGING_BYTES
 
 
 def resident_state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
@@ -40,11 +73,25 @@ def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer)
 
 
-def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool) -> int:
+def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
+    """What lies in ``trainer.offload_folder`` where a forward has ``tokens``: moments and the staged copy of a checkpoint; weights and
+    gradients of the layers; activations."""
+    found = 0
+    if trainer.offload == "nvme":
+        found += optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)
+    if trainer.offload_parameters == "nvme":
+        layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
+        found += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held)
+    if trainer.offload_activations == "nvme":
+        found += saved_bytes(shapes, trainer, tokens)
+    return found
+
+
+def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool, tokens: int = 0) -> int:
     """What a run writes at its fullest moment: the checkpoints that stay, one more while it is committed, the exported model, the start
-    model where the run makes it, and moments that are offloaded to the run's own folder."""
+    model where the run makes it, and what is offloaded to the run's own folder where a forward has ``tokens``."""
     weights = weight_bytes(shapes, trainer.dtype)
-    offloaded = optimizer_bytes(shapes, trainer.optimizer) if trainer.offload == "nvme" and not trainer.offload_folder else 0
+    offloaded = 0 if trainer.offload_folder else offloaded_bytes(shapes, trainer, tokens)
     return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + (2 if is_created else 1) * weights + offloaded
 
 

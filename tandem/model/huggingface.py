@@ -208,10 +208,7 @@ def load_model(
 ) -> Decoder:
     """The model of a Hugging Face folder, one rank's part of it or its pipeline stages; with ``pack`` packed for inference, rounded as
     ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
-    shapes = read_shapes(folder)
-    if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
-        raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
-    decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
+    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel)
     decoder.quantization = quantization
     try:
         load_tensors(decoder, read_tensors(folder, decoder.holds), pack=pack)
@@ -220,18 +217,31 @@ def load_model(
     return decoder
 
 
+def unfilled_model(
+    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None,
+) -> Decoder:
+    """``load_model`` without the weights: no number of the parameters is written."""
+    shapes = read_shapes(folder)
+    if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
+        raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
+    return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
+
+
 def save_model(
     decoder: Decoder,
     folder: str | Path,
     tokenizer_folder: str | Path | None = None,
     *,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
     eos_token_id: TokenIds = None,
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
 
-    Special ids that are not given are those of ``tokenizer_folder``. All is written to a fresh folder beside it that
+    ``tensors``: the weights by Hugging Face name where the decoder does not hold them. Special ids that are not given are those of
+    ``tokenizer_folder``. All is written to a fresh folder beside it that
     takes its name at the end. Raises ``UserError`` where ``folder`` exists and ``RunError`` where it cannot be
     written.
     """
@@ -257,7 +267,7 @@ def save_model(
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         temporary.chmod(0o755)
-        write_file(temporary / WEIGHTS, to_huggingface(decoder))
+        write_file(temporary / WEIGHTS, to_huggingface(decoder) if tensors is None else tensors)
         _write_json(temporary / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
         _write_json(temporary / "generation_config.json", generation)
         if tokenizer_folder is not None:

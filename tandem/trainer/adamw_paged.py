@@ -1,6 +1,7 @@
-"""AdamW whose moments live in a file: the optimizer's state takes no memory but two staging buffers (Rajbhandari et al., 2021,
-"ZeRO-Infinity", section 5)."""
+"""AdamW whose moments live in a file, and where asked for the layers' weights and gradients too (Rajbhandari et al., 2021,
+"ZeRO-Infinity", section 5): of those nothing stays in memory but staging buffers."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,62 +9,140 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.optimizer import OptimizerState, check_state, clip_gradients
+from tandem.model.decoder import Decoder
+from tandem.trainer.optimizer import OptimizerState, check_state, global_norm
+from tandem.trainer.paged_layers import PagedLayers
 from tandem.trainer.pager import Pager
-
-KINDS = ("exp_avg", "exp_avg_sq")
+from tandem.trainer.pages import GRADIENTS, MOMENTS, WEIGHTS, Pages
+from tandem.trainer.parallel.flat import layer_number
 
 
 class PagedAdamW:
     """``AdamW`` with its bits, for dense parameters of one dtype on a CPU. Elementwise: moments come from ``folder`` piece by piece, the next
-    while the present one is updated, and go back behind it."""
+    while the present one is updated, and go back behind it. With ``layers_of`` the weights and gradients of that decoder's layers do too,
+    and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, folder: Path) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, folder: Path, layers_of: Decoder | None = None,
+        is_filled: bool = True,
+    ) -> None:  # fmt: skip
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        self._config = config
-        sizes = [p.numel() for p in self.parameters.values() for _ in KINDS]
-        self._pager = Pager(folder, sizes, next(iter(self.parameters.values())).dtype, at_once=len(KINDS))
+        self._config, self.folder = config, folder
+        self._shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        by_layer: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._pages: list[Pages] = []
+        for name, parameter in self.parameters.items():
+            layer = None if layers_of is None else layer_number(name)
+            if layer is None:
+                self._pages.append(Pages([(name, parameter)], MOMENTS, len(MOMENTS) * len(self._pages)))
+            else:
+                by_layer.setdefault(layer, []).append((name, parameter))
+        kinds, first = (WEIGHTS, GRADIENTS, *MOMENTS), len(MOMENTS) * len(self._pages)
+        paged = {layer: Pages(held, kinds, first + len(kinds) * place) for place, (layer, held) in enumerate(sorted(by_layer.items()))}
+        self._pages += paged.values()
+        self._place_of = {name: pages for pages in self._pages for name in pages.parameters}
+        self._dtype = next(iter(self.parameters.values())).dtype
+        sizes = [pages.length for pages in self._pages for _ in pages.kinds]
+        self._pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if paged else MOMENTS))
+        self.layers = None if layers_of is None else PagedLayers(layers_of, paged, self._pager, is_filled)
+        self._factors: list[float] = []
         self.updates = 0
 
     def zero_grad(self) -> None:
+        self._factors = []
         for parameter in self.parameters.values():
             parameter.grad = None
+        if self.layers is not None:
+            self.layers.zero_grad()
 
     def clip(self, scale: float = 1.0) -> float:
-        return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
+        """Gradients in memory are divided and clipped now, those in the file on their way to the update."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self._factors = [] if scale == 1.0 else [1.0 / scale]
+        for gradient in gradients if self._factors else ():
+            gradient.mul_(self._factors[0])
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
+        if self.layers is not None:
+            norms += self.layers.norms(1.0 / scale)
+        total, most = global_norm(norms), self._config.max_grad_norm
+        if 0 < most < total < math.inf:
+            self._factors.append(most / total)
+            for gradient in gradients:
+                gradient.mul_(self._factors[-1])
+        return total
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter that has a gradient."""
         config, done = self._config, torch.tensor(float(self.updates + 1))
-        chosen = [(i, p, p.grad.contiguous().view(-1)) for i, p in enumerate(self.parameters.values()) if p.grad is not None]
+        if self.layers is not None:
+            self.layers.rest()
+        chosen = [pages for pages in self._pages if any(self._has_gradient(name) for name in pages.parameters)]
 
-        def update(place: int, where: slice, moments: list[Tensor]) -> None:
-            _, parameter, gradient = chosen[place]
-            decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-            torch._fused_adamw_(
-                [parameter.view(-1)[where]], [gradient[where]], [moments[0]], [moments[1]], [], [done], lr=learning_rate, beta1=config.beta1,
-                beta2=config.beta2, weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
-            )  # fmt: skip
+        def update(place: int, where: slice, pieces: list[Tensor]) -> None:
+            pages = chosen[place]
+            exp_avg, exp_avg_sq = pieces[-2:]
+            for name, staged, own in pages.overlaps(where):
+                if not self._has_gradient(name):
+                    continue
+                parameter = self.parameters[name]
+                if WEIGHTS in pages.kinds:
+                    weight, gradient = pieces[0][staged], pieces[1][staged]
+                    for factor in self._factors:
+                        gradient.mul_(factor)
+                else:
+                    assert parameter.grad is not None
+                    weight, gradient = parameter.view(-1)[own], parameter.grad.contiguous().view(-1)[own]
+                decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+                torch._fused_adamw_(
+                    [weight], [gradient], [exp_avg[staged]], [exp_avg_sq[staged]], [], [done], lr=learning_rate, beta1=config.beta1,
+                    beta2=config.beta2, weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
+                )  # fmt: skip
 
-        self._pager.visit([(2 * i, 2 * i + 1) for i, _, _ in chosen], update)
+        kept = {pages.tensor(GRADIENTS) for pages in chosen if GRADIENTS in pages.kinds}
+        self._pager.visit([pages.tensors for pages in chosen], update, kept)
         self.updates += 1
+
+    def _has_gradient(self, name: str) -> bool:
+        is_paged = WEIGHTS in self._place_of[name].kinds
+        return name in self.layers.with_gradient if is_paged and self.layers is not None else self.parameters[name].grad is not None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter: those in memory, and views of the file."""
+        found = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        for pages in self._pages:
+            if WEIGHTS in pages.kinds:
+                found |= pages.mapped(self._pager, WEIGHTS)
+        return found
+
+    @torch.no_grad()
+    def put(self, kind: str, name: str, values: Tensor, first: int = 0) -> None:
+        """``values`` are the numbers of ``kind`` of the parameter ``name`` from ``first`` on."""
+        pages = self._place_of[name]
+        if kind in pages.kinds:
+            if kind == WEIGHTS and self.layers is not None:
+                self.layers.rest()
+            self._pager.write(pages.tensor(kind), values, pages.starts[name] + first)
+        else:
+            self.parameters[name].view(-1)[first : first + values.numel()].copy_(values.reshape(-1))
 
     def state(self) -> OptimizerState:
         """The moments are views of the file."""
         if not self.updates:
             return OptimizerState({}, 0)
-        names = [f"{kind}/{name}" for name in self.parameters for kind in KINDS]
-        return OptimizerState({name: self._pager.mapped(i).view(self._shape(name)) for i, name in enumerate(names)}, self.updates)
+        held = {f"{kind}/{name}": view for pages in self._pages for kind in MOMENTS for name, view in pages.mapped(self._pager, kind).items()}
+        return OptimizerState({name: held[name] for name in self._expected}, self.updates)
 
     def load_state(self, state: OptimizerState) -> None:
-        check_state(state, {f"{kind}/{name}": p for name, p in self.parameters.items() for kind in KINDS})
-        for i, name in enumerate(f"{kind}/{name}" for name in self.parameters for kind in KINDS):
-            self._pager.write(i, state.moments[name] if state.moments else torch.zeros(self._shape(name), dtype=self._dtype(name)))
+        check_state(state, self._expected)
+        for kind in MOMENTS:
+            for name, shape in self._shapes.items():
+                self.put(kind, name, state.moments[f"{kind}/{name}"] if state.moments else torch.zeros(shape, dtype=self._dtype))
         self.updates = state.updates
 
-    def _shape(self, key: str) -> torch.Size:
-        return self.parameters[key.partition("/")[2]].shape
-
-    def _dtype(self, key: str) -> torch.dtype:
-        return self.parameters[key.partition("/")[2]].dtype
+    @property
+    def _expected(self) -> dict[str, Tensor]:
+        return {
+            f"{kind}/{name}": torch.empty(shape, dtype=self._dtype, device="meta")
+            for name, shape in self._shapes.items() for kind in MOMENTS
+        }  # fmt: skip

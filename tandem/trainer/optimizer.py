@@ -2,7 +2,7 @@
 global norm."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,14 +65,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, scale: f
     if scale != 1.0:
         for gradient in gradients:
             gradient.mul_(1.0 / scale)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
-    if not all(map(math.isfinite, norms)):
-        return math.nan if any(map(math.isnan, norms)) else math.inf
-    total = math.sqrt(math.fsum(norm * norm for norm in norms))
-    if 0 < max_norm < total:
+    total = global_norm([torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients])
+    if 0 < max_norm < total < math.inf:
         for gradient in gradients:
             gradient.mul_(max_norm / total)
     return total
+
+
+def global_norm(norms: Sequence[float]) -> float:
+    """The norm of tensors that have ``norms``; NaN or infinity where one of them is."""
+    if not all(map(math.isfinite, norms)):
+        return math.nan if any(map(math.isnan, norms)) else math.inf
+    return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 
 def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:

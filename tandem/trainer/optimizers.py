@@ -11,18 +11,27 @@ from tandem.trainer.muon import Muon, Stacked
 from tandem.trainer.optimizer import AdamW, Optimizer
 
 
-def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None = None) -> Optimizer:
-    """The optimizer ``config.optimizer`` over ``model``. ``directory``: the run's, for what is offloaded to no other folder."""
+def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None = None, is_filled: bool = True) -> Optimizer:
+    """The optimizer ``config.optimizer`` over ``model``. ``directory``: the run's, for what is offloaded to no other folder. ``is_filled``: the
+    model has its weights."""
     parameters = list(model.named_parameters())
     if config.offload == "nvme":
-        assert config.offload_folder or directory is not None
-        return PagedAdamW(parameters, config, Path(config.offload_folder or directory / "offload"))  # type: ignore[operator]
+        layers_of = model if config.offload_parameters == "nvme" else None
+        return PagedAdamW(parameters, config, offload_folder(config, directory), layers_of, is_filled)
     if config.optimizer == "muon":
         names = [name for name, p in parameters if name.startswith("layers.") and p.ndim >= 2 and not name.endswith("router")]
         return Muon(parameters, config, names, stacked_parts(names, model.local))
     if config.optimizer == "adamw8bit":
         return AdamW8bit(parameters, config, whole=[name for name, _ in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))])
     return AdamW(parameters, config)
+
+
+def offload_folder(config: TrainerConfig, directory: Path | None) -> Path:
+    """Where the files are that nothing leads to; ``directory``: the run's."""
+    if config.offload_folder:
+        return Path(config.offload_folder)
+    assert directory is not None
+    return directory / "offload"
 
 
 def stacked_parts(names: list[str], shapes: ModelShapes) -> Stacked:

@@ -1,17 +1,14 @@
 """Tensors that live in a file and are brought to memory a piece at a time, the next one while the present one is worked on."""
 
-import ctypes
-import errno
 import mmap
-import os
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tandem.trainer.tensor_file import TensorFile
 from tandem.types import RunError
 
 PIECE = 1 << 20
@@ -28,14 +25,7 @@ class Pager:
         self._sizes, self._dtype, self._folder = list(sizes), dtype, folder
         self._starts = [sum(self._sizes[:i]) * dtype.itemsize for i in range(len(self._sizes))]
         self._bytes = sum(self._sizes) * dtype.itemsize
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the pager
-        try:
-            if self._bytes:
-                os.posix_fallocate(self._file.fileno(), 0, self._bytes)
-        except OSError as error:
-            self._file.close()
-            raise self._failed(error) from None
+        self._file = TensorFile(folder, self._failed, self._bytes)
         longest = min(PIECE, max(self._sizes, default=0))
         self._buffers = [[torch.empty(longest, dtype=dtype) for _ in range(at_once)] for _ in range(2)]
         # One thread: what is written from a buffer is on its way before that buffer is read into again.
@@ -45,23 +35,25 @@ class Pager:
     def staging_bytes(self) -> int:
         return sum(buffer.nbytes for side in self._buffers for buffer in side)
 
-    def visit(self, groups: Sequence[Sequence[int]], work: Callable[[int, slice, list[Tensor]], None]) -> None:
+    def visit(self, groups: Sequence[Sequence[int]], work: Callable[[int, slice, list[Tensor]], None], kept: Collection[int] = ()) -> None:
         """``work(g, where, pieces)`` for every piece of every group of tensors of equal size: ``pieces`` are those tensors' numbers in the
-        slice ``where``, which ``work`` changes in place. Pieces are read one ahead and written back behind."""
+        slice ``where``, which ``work`` changes in place. Pieces are read one ahead and written back behind, but for those of the tensors
+        ``kept``."""
         pieces = [
             (g, slice(start, min(start + PIECE, self._sizes[group[0]])))
             for g, group in enumerate(groups)
             for start in range(0, self._sizes[group[0]], PIECE)
         ]
-        reads = [self._begin_read(groups[g], where, turn % 2) for turn, (g, where) in enumerate(pieces[:2])]
+        reads = [self._begin_stage(groups[g], where, turn % 2) for turn, (g, where) in enumerate(pieces[:2])]
         writes: list[Future[None]] = []
         for turn, (g, where) in enumerate(pieces):
             staged = reads[turn].result()
             work(g, where, staged)
-            writes.append(self._worker.submit(self._transfer, os.pwrite, groups[g], where, staged))
+            back = [(index, piece) for index, piece in zip(groups[g], staged, strict=True) if index not in kept]
+            writes.append(self._worker.submit(self._transfer, self._file.write, [index for index, _ in back], where, [piece for _, piece in back]))
             if turn + 2 < len(pieces):
                 after, there = pieces[turn + 2]
-                reads.append(self._begin_read(groups[after], there, turn % 2))
+                reads.append(self._begin_stage(groups[after], there, turn % 2))
         for write in writes:
             write.result()
 
@@ -69,45 +61,55 @@ class Pager:
         """Tensor ``index`` as a view of the file: what is looked at is read, nothing is held."""
         if not self._sizes[index]:
             return torch.empty(0, dtype=self._dtype)
-        view = mmap.mmap(self._file.fileno(), self._bytes, access=mmap.ACCESS_COPY)
+        view = mmap.mmap(self._file.descriptor, self._bytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(view, dtype=self._dtype, count=self._sizes[index], offset=self._starts[index])
 
-    def write(self, index: int, values: Tensor) -> None:
-        """All of tensor ``index``."""
+    def write(self, index: int, values: Tensor, first: int = 0) -> None:
+        """``values`` to tensor ``index``, from its number ``first`` on."""
         flat = values.detach().reshape(-1)
-        for start in range(0, self._sizes[index], PIECE):
-            where = slice(start, min(start + PIECE, self._sizes[index]))
-            self._transfer(os.pwrite, [index], where, [flat[where].contiguous()])
+        for start in range(0, flat.numel(), PIECE):
+            piece = flat[start : start + PIECE].to(self._dtype).contiguous()
+            self._transfer(self._file.write, [index], slice(first + start, first + start + piece.numel()), [piece])
+
+    def begin_read(self, index: int, out: Tensor, first: int = 0) -> "Future[None]":
+        """Begin to fill ``out``, which lies end to end in memory, with the numbers of tensor ``index`` from ``first`` on."""
+        return self._worker.submit(self._transfer, self._file.read, [index], slice(first, first + out.numel()), [out])
+
+    def begin_write(self, index: int, values: Tensor, first: int = 0, *, adds: bool = False) -> "Future[None]":
+        """Begin to put ``values``, which lie end to end in memory and are the pager's from now on, where ``begin_read`` finds them.
+        ``adds``: their sum with what is there."""
+        return self._worker.submit(self._put, index, values.view(-1), first, adds)
+
+    def _put(self, index: int, values: Tensor, first: int, adds: bool) -> None:
+        # What was asked for before is done, and a visit reads into its buffers only after this.
+        held = self._buffers[0][0]
+        for start in range(0, values.numel() if adds else 0, held.numel()):
+            piece = values[start : start + held.numel()]
+            before = held[: piece.numel()]
+            self._transfer(self._file.read, [index], slice(first + start, first + start + piece.numel()), [before])
+            piece.add_(before)
+        self._transfer(self._file.write, [index], slice(first, first + values.numel()), [values])
 
     def close(self) -> None:
         self._worker.shutdown()
         self._file.close()
 
-    def _begin_read(self, group: Sequence[int], where: slice, side: int) -> "Future[list[Tensor]]":
+    def _begin_stage(self, group: Sequence[int], where: slice, side: int) -> "Future[list[Tensor]]":
         staged = [buffer[: where.stop - where.start] for buffer in self._buffers[side][: len(group)]]
 
         def read() -> list[Tensor]:
-            self._transfer(os.preadv, group, where, staged)
+            self._transfer(self._file.read, group, where, staged)
             return staged
 
         return self._worker.submit(read)
 
-    def _transfer(self, call: Callable[..., int], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
-        """``os.preadv`` or ``os.pwrite`` of every tensor's slice, to the last byte."""
+    def _transfer(self, call: Callable[[Tensor, int], None], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
+        """``call`` for every tensor's slice and its place in the file."""
         for index, tensor in zip(group, tensors, strict=True):
-            left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-            at = self._starts[index] + where.start * self._dtype.itemsize
-            while left:
-                try:
-                    done = call(self._file.fileno(), [left] if call is os.preadv else left, at)
-                except OSError as error:
-                    raise self._failed(error) from None
-                if not done:
-                    raise self._failed(OSError(errno.EIO, "the file has ended"))
-                left, at = left[done:], at + done
+            call(tensor, self._starts[index] + where.start * self._dtype.itemsize)
 
-    def _failed(self, error: OSError) -> RunError:
+    def _failed(self, reason: str) -> RunError:
         return RunError(
-            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB that are offloaded: {error.strerror}; make room, or name "
+            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB that are offloaded: {reason}; make room, or name "
             "another folder in 'trainer.offload_folder'"
         )

@@ -14,7 +14,7 @@ order; updates are elementwise, so all stages have the bits of stage 0 where a s
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from tandem.config.trainer import TrainerConfig
 from tandem.model.layer_pass import LayerFunction
 from tandem.runtime.communicator import Pending
+from tandem.trainer.before_backward import BeforeBackward
 from tandem.trainer.optimizer import AdamW, OptimizerState, check_state
+from tandem.trainer.pages import MOMENTS
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.flat import Flat, layer_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Stage = Literal[1, 2, 3]
 
 
@@ -250,7 +251,7 @@ class _Gathering:
         if is_again:
             return x, residual
         if torch.is_grad_enabled():
-            x, residual = _Regather.apply(self, index, x, residual)
+            x, residual = BeforeBackward.apply(self.before_backward, index, x, residual)
         for shard in self._layers[index]:
             shard.free()
         return x, residual
@@ -268,17 +269,3 @@ class _Gathering:
     def _after_sum(self, bucket: Flat) -> None:
         """All gradients of ``bucket`` are there: nothing reads its weights any more in this backward pass."""
         self._shard_of[id(bucket)].free()
-
-
-class _Regather(torch.autograd.Function):
-    """Nothing, but its backward comes before that of the layer whose outputs go through it."""
-
-    @staticmethod
-    def forward(ctx: Any, gathering: _Gathering, index: int, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.gathering, ctx.index = gathering, index
-        return x.view_as(x), residual.view_as(residual)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, Tensor]:
-        ctx.gathering.before_backward(ctx.index)
-        return None, None, gradients[0], gradients[1]

@@ -35,14 +35,15 @@ def wait_for(future: Future[Any], beat: Callable[[], None] | None) -> None:
 class Checkpointer:
     """Writes ``checkpoints/step-N`` and keeps the newest ``keep``. ``ranks``: those that hold the state together, over a
     communicator that nothing else uses. ``asynchronous``: ``save`` returns when the state is staged. On rank 0 ``on_committed`` hears of
-    each step, in the thread that writes, and steps ``in_use`` are not removed."""
+    each step, in the thread that writes, and steps ``in_use`` are not removed. ``staging_folder``: staged to a file there."""
 
     def __init__(
         self, checkpoints: Path, keep: int, ranks: Communicator, mesh: Mapping[str, int], *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
+        staging_folder: Path | None = None,
     ) -> None:
         self.checkpoints, self.keep, self.ranks, self.mesh, self.asynchronous = checkpoints, keep, ranks, mesh, asynchronous
-        self._fault_point, self._on_committed, self._in_use = fault_point, on_committed, in_use
+        self._fault_point, self._on_committed, self._in_use, self._staging_folder = fault_point, on_committed, in_use, staging_folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Committed] | None = None
         self._held: tuple[Piece, ...] = ()
@@ -97,6 +98,7 @@ class Checkpointer:
     def _write(self, work: Work, span: AbstractContextManager[None]) -> Committed:
         with span:
             done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
+        work.staged.rest()
         if self.ranks.rank == 0:
             if self._on_committed is not None:
                 self._on_committed(work.step)
@@ -122,4 +124,4 @@ class Checkpointer:
         self._held = held
         own = [piece for piece in held if (piece.key, piece.box) in self._chosen]
         pinned = any(shard.tensor.is_cuda for shard in shards)
-        self._staging = Staging(own, pinned)
+        self._staging = Staging(own, pinned, self._staging_folder)

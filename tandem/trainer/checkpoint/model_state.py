@@ -15,9 +15,11 @@ from tandem.layout.shapes import parameters
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
+from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
 from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.trainer.pages import MOMENTS
 from tandem.types import UserError
 
 WEIGHTS = "weights"
@@ -53,6 +55,34 @@ def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:
     parts = parts_of(decoder)
     held = {WEIGHTS: {name: p.detach() for name, p in decoder.named_parameters()}, **_by_kind(optimizer.state().moments)}
     return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
+
+
+def paged_shards(parts: list[Part], decoder: Decoder, optimizer: PagedAdamW) -> list[Shard]:
+    """``state_shards`` where they lie in a file; ``parts``: of the decoder, which has no memory of its own now."""
+    held = {WEIGHTS: optimizer.weights(), **_by_kind(optimizer.state().moments)}
+    return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
+
+
+def load_pages(contents: Contents, parts: list[Part], decoder: Decoder, optimizer: PagedAdamW, updates: int) -> None:
+    """``load_state`` into a file, one parameter in memory at a time."""
+    shapes, kinds = {name: p.shape for name, p in decoder.named_parameters()}, (WEIGHTS, *MOMENTS) if updates else (WEIGHTS,)
+    names = {part.name for part in parts}
+    strange = [key for key in contents.held if key.name not in names or key.state not in kinds]
+    if strange:
+        raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{strange[0]}'")
+    dtype = decoder.dtype
+    blank = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    try:
+        contents.check([shard for kind in kinds for shard in named_shards(parts, kind, blank, decoder)])
+    except UserError as error:
+        raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: {error}") from None
+    optimizer.load_state(OptimizerState({}, 0))
+    for kind in kinds:
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=dtype)
+            contents.read(list(named_shards(parts, kind, {name: tensor}, decoder)))
+            optimizer.put(kind, name, tensor)
+    optimizer.updates = updates
 
 
 def named_shards(parts: list[Part], kind: str, tensors: Mapping[str, Tensor], decoder: Decoder) -> Iterator[Shard]:

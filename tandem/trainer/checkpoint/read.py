@@ -64,8 +64,7 @@ class Contents:
     def read(self, shards: Sequence[Shard]) -> int:
         """Fill ``shards``; the bytes that were read. All is looked at before the first is filled: raises ``UserError`` for a tensor
         that is not there whole, or of another shape or dtype, and ``Damaged`` on the way."""
-        for shard in shards:
-            self._check(shard)
+        self.check(shards)
         with ExitStack() as stack:
             files: dict[int, _ChunkedFile] = {}
             for shard in shards:
@@ -77,6 +76,11 @@ class Contents:
                         _copy(files[index.rank], placed, common, shard)
                     left = [rest for box in left for rest in difference(box, placed.piece.box)]
             return sum(file.read_bytes for file in files.values())
+
+    def check(self, shards: Sequence[Shard]) -> None:
+        """Raises ``UserError`` where ``read`` would; the shards may be on the device ``meta``."""
+        for shard in shards:
+            self._check(shard)
 
     def _check(self, shard: Shard) -> None:
         found = self.stored.get(shard.key)

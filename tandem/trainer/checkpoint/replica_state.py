@@ -1,16 +1,20 @@
-"""The shards of a replica: whole parameters, or the runs of them that ZeRO leaves to a rank."""
+"""The shards of a replica: whole parameters, in memory or in a file, or the runs of them that ZeRO leaves to a rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from tandem.layout.shapes import parameters
-from tandem.trainer.checkpoint.model_state import WEIGHTS, Part, load_state, parts_of, run_shards, state_shards
+from tandem.model.huggingface import checked_tensors
+from tandem.trainer.adamw_paged import PagedAdamW
+from tandem.trainer.checkpoint.model_state import WEIGHTS, Part, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.trainer.pages import MOMENTS
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.zero import MOMENTS, ShardedOptimizer
 from tandem.trainer.zero import Part as Run
+from tandem.trainer.zero import ShardedOptimizer
 from tandem.types import UserError
 
 
@@ -28,11 +32,16 @@ class ReplicaState:
         optimizer = self._replica.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             return [shard for run in optimizer.parts() for shard in self._of_run(run)]
+        if isinstance(optimizer, PagedAdamW):
+            return paged_shards(self._parts, self._replica.model, optimizer)
         return state_shards(self._replica.model, optimizer)
 
     def load(self, contents: Contents, updates: int) -> None:
         """Take over weights and moments. Raises ``UserError`` for a checkpoint of another model or optimizer."""
         optimizer = self._replica.optimizer
+        if isinstance(optimizer, PagedAdamW):
+            load_pages(contents, self._parts, self._replica.model, optimizer, updates)
+            return
         if not isinstance(optimizer, ShardedOptimizer):
             load_state(contents, self._replica.model, optimizer, updates)
             return
@@ -49,6 +58,21 @@ class ReplicaState:
         except UserError as error:
             raise UserError(f"checkpoint '{contents.folder}' is of another model: {error}") from None
         optimizer.load_parts(runs, updates)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Where weights are paged: every tensor by its Hugging Face name, in their order, as live views."""
+        assert self._replica.paged is not None
+        held = self._replica.paged.weights()
+        for part in self._parts:
+            yield part.name, held[part.parameter].view(-1)[part.first : part.first + part.box.numel].view(part.box.shape)
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Where weights are paged: take over those of a whole model by Hugging Face name, one in memory at a time. Raises ``UserError``
+        where they are not the model's, and has changed nothing then."""
+        assert self._replica.paged is not None
+        given = checked_tensors(self._replica.model, tensors)
+        for part in self._parts:
+            self._replica.paged.put(WEIGHTS, part.parameter, given[part.name], part.first)
 
     def _of_run(self, run: Run) -> list[Shard]:
         return run_shards(self._parts, run.kind, run.name, run.first, run.values)

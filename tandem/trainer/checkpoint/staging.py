@@ -3,29 +3,31 @@
 import ctypes
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tandem.trainer.checkpoint.rank_file import Layout, lay_out
 from tandem.trainer.checkpoint.shard import Piece, Shard, piece_of
+from tandem.trainer.tensor_file import TensorFile
+from tandem.types import RunError
 
 
 class Staging:
-    """Memory for the file of ``pieces``. ``pinned``: for copies from a GPU at its full speed."""
+    """Memory for the file of ``pieces``. ``pinned``: for copies from a GPU at its full speed. ``folder``: the copy lies in a file there, and
+    takes no memory that the system cannot have back. Raises ``RunError`` where the folder has no room."""
 
-    def __init__(self, pieces: Sequence[Piece], pinned: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], pinned: bool, folder: Path | None = None) -> None:
         self.pieces = tuple(pieces)
         self.layout: Layout = lay_out(pieces)
+        self._file: TensorFile | None = None
         size = self.layout.size
         if pinned:
             self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self._view = memoryview((ctypes.c_char * size).from_address(self._bytes.data_ptr())).cast("B")
         else:
-            # Pages of its own, large ones where the system has them: touching memory for the first time costs more than the copy.
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = self._mapped(size, folder)
             self._view = memoryview(self._memory)
             self._bytes = torch.frombuffer(self._view, dtype=torch.uint8)
         header = self.layout.header
@@ -35,8 +37,20 @@ class Staging:
             part = self._bytes[offset : offset + piece.nbytes].view(piece.dtype).view(piece.box.shape)
             self._tensors[(piece.key, piece.box)] = part
 
+    def _mapped(self, size: int, folder: Path | None) -> mmap.mmap:
+        if folder is not None:
+            self._file = TensorFile(folder, lambda reason: _no_room(folder, size, reason), size)
+            return mmap.mmap(self._file.descriptor, size)
+        # Pages of its own, large ones where the system has them: touching memory for the first time costs more than the copy.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
     def touch(self) -> None:
         """Have the system give every page now, from whatever thread has the time."""
+        if self._file is not None:
+            return
         zeros = bytes(1 << 20)
         for start in range(len(self.layout.header), self.layout.size, len(zeros)):
             stop = min(start + len(zeros), self.layout.size)
@@ -54,7 +68,19 @@ class Staging:
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
 
+    def rest(self) -> None:
+        """What lies in a file is not held in memory until it is looked at again."""
+        if self._file is not None:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
     @property
     def content(self) -> memoryview:
         """The bytes of the file."""
         return self._view
+
+
+def _no_room(folder: Path, size: int, reason: str) -> RunError:
+    return RunError(
+        f"'{folder}' cannot hold the {size / 2**20:,.0f} MiB of a checkpoint's copy: {reason}; make room, or name another folder in "
+        "'trainer.offload_folder'"
+    )

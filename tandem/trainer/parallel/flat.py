@@ -78,13 +78,19 @@ def flats(
     found: dict[tuple[float, str, GroupName], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
-            layer = re.search(r"\blayers\.(\d+)\.", name)
+            layer = layer_number(name)
             is_embedding = name.split(".")[0] == "embed_tokens"
-            place = -float(layer[1]) if layer else float("inf") if is_embedding else -float("inf")
-            label = f"layer {layer[1]}" if layer else "the embedding" if is_embedding else "the head"
+            place = -float(layer) if layer is not None else float("inf") if is_embedding else -float("inf")
+            label = f"layer {layer}" if layer is not None else "the embedding" if is_embedding else "the head"
             group = replicas(name)
             found.setdefault((place, label, group), []).append((name, parameter))
     return [Flat(label, held, groups(group)) for (_, label, group), held in sorted(found.items(), key=lambda item: item[0])]
+
+
+def layer_number(name: str) -> int | None:
+    """The layer that a parameter of this name is of; ``None``: of the embedding or the head."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def layer_of(flat: Flat) -> int | None:

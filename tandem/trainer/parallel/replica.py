@@ -8,6 +8,7 @@ from typing import Literal
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
+from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer, OptimizerState
@@ -84,15 +85,23 @@ class Replica:
         """Give back what a forward pass without a backward left gathered."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.rest()
+        elif self.paged is not None and self.paged.layers is not None:
+            self.paged.layers.rest()
+
+    @property
+    def paged(self) -> PagedAdamW | None:
+        """The optimizer, where its state lies in a file, and perhaps weights too."""
+        return self.optimizer if isinstance(self.optimizer, PagedAdamW) else None
 
 
 def make_replica(
     model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
-    directory: Path | None = None,
+    directory: Path | None = None, is_filled: bool = True,
 ) -> Replica:
-    """``model``, whose weights are there, with the optimizer that ``config`` names; ``directory``: the run's, for what is offloaded."""
+    """``model`` with the optimizer that ``config`` names; ``directory``: the run's, for what is offloaded. ``is_filled``: its weights are
+    there; else, on one process alone, they are to be given to ``checkpoint.replica_state``."""
     if ranks.world.size == 1:
-        return Replica(ranks, model, make_optimizer(model, config, directory))
+        return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
     sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
     if zero == 0:

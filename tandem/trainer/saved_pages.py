@@ -1,0 +1,146 @@
+"""What a forward pass saves for its backward, in a file: written behind the forward, read ahead of the backward (Rajbhandari et al., 2021,
+"ZeRO-Infinity", section 5, there for checkpointed activations)."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from tandem.layout.training_bytes import ACTIVATIONS_IN_FLIGHT_BYTES
+from tandem.model.decoder import Decoder
+from tandem.trainer.tensor_file import TensorFile
+from tandem.types import RunError
+
+SMALLEST_BYTES = 64 << 10
+"""Tensors below this stay in memory."""
+
+
+class _Page:
+    """A tensor that was saved ``wanted`` times and given back ``given`` times; it lies ``at`` a place of the file. ``tensor``: in memory
+    until it is written, and again from a reading to the last time that it is given."""
+
+    def __init__(self, number: int, at: int, tensor: Tensor) -> None:
+        self.number, self.at = number, at
+        self.shape, self.dtype, self.nbytes = tensor.shape, tensor.dtype, tensor.nbytes
+        self.tensor: Tensor | None = tensor
+        self.writing: Future[None] | None = None
+        self.reading: Future[None] | None = None
+        self.wanted, self.given = 1, 0
+
+
+class SavedPages:
+    """Stands around those forward passes of ``model`` that a backward follows, and each does before the next forward begins. Of tensors on
+    their way to the file, and of those read ahead, ``in_flight_bytes`` each are in memory at most, but always one. The file
+    of ``folder`` has no name and goes with its process; ``expected_bytes`` of it are taken at once, more when they are needed.
+
+    Raises ``RunError`` where the folder has no room."""
+
+    def __init__(self, model: Decoder, folder: Path, expected_bytes: int, in_flight_bytes: int = ACTIVATIONS_IN_FLIGHT_BYTES) -> None:
+        self._model, self._folder, self._most_bytes = model, folder, in_flight_bytes
+        # One thread: what was asked for first is done first.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="activations")
+        self.written_bytes = 0
+        """Of the last forward pass."""
+        self._file = TensorFile(folder, self._failed, expected_bytes)
+        self._pages: list[_Page] = []
+        self._writing: deque[_Page] = deque()
+        self._by_memory: dict[tuple[int, torch.Size, torch.dtype], _Page] = {}
+        self._writing_bytes = self._ahead_bytes = 0
+        self._next_ahead: int | None = None
+        self._stays: set[int] = set()
+        self._hooks: AbstractContextManager[Any] | None = None
+        model.register_forward_pre_hook(lambda *_: self._enter())
+        model.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _enter(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._let_go(0)
+        self._pages, self.written_bytes, self._ahead_bytes, self._next_ahead = [], 0, 0, None
+        # Weights stay where they are, and so does the table of rotations.
+        self._stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), self._model._cos_sin)}
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def _leave(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def _pack(self, saved: Tensor) -> Any:
+        if saved.nbytes < SMALLEST_BYTES or saved.untyped_storage()._cdata in self._stays or not saved.is_contiguous():
+            return saved
+        key = (saved.data_ptr(), saved.shape, saved.dtype)
+        if key in self._by_memory:
+            # Whose memory is that of another now would have been let go: several operations have saved the same.
+            self._by_memory[key].wanted += 1
+            return self._by_memory[key]
+        page = _Page(len(self._pages), self.written_bytes, saved)
+        self.written_bytes += page.nbytes
+        if self.written_bytes > self._file.size:
+            self._file.grow(self.written_bytes + self.written_bytes // 4)
+        page.writing = self._worker.submit(self._file.write, saved, page.at)
+        self._pages.append(page)
+        self._writing.append(page)
+        self._by_memory[key] = page
+        self._writing_bytes += page.nbytes
+        self._let_go(max(self._most_bytes, page.nbytes))
+        return page
+
+    def _let_go(self, left_bytes: int) -> None:
+        """Hold at most ``left_bytes`` of what is written or on its way."""
+        while self._writing_bytes > left_bytes:
+            page = self._writing.popleft()
+            self._writing_bytes -= page.nbytes
+            assert page.writing is not None
+            page.writing.result()
+            if page.tensor is not None:
+                del self._by_memory[page.tensor.data_ptr(), page.shape, page.dtype]
+                page.tensor = None
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Page):
+            return cast(Tensor, saved)
+        page = saved
+        if page.number >= len(self._pages) or self._pages[page.number] is not page:
+            raise RuntimeError("a backward pass comes after the next forward pass has begun")
+        self._begin_read(page)
+        self._read_ahead(page)
+        if page.reading is not None:
+            page.reading.result()
+        tensor = page.tensor
+        assert tensor is not None
+        page.given += 1
+        if page.given >= page.wanted:
+            if page.reading is not None:
+                self._ahead_bytes -= page.nbytes
+                page.tensor = page.reading = None
+            elif (key := (tensor.data_ptr(), page.shape, page.dtype)) in self._by_memory:
+                del self._by_memory[key]
+                page.tensor = None
+        return tensor
+
+    def _read_ahead(self, page: _Page) -> None:
+        """A backward pass wants pages about in the reverse of the order in which they were saved."""
+        following = page.number - 1 if self._next_ahead is None else min(self._next_ahead, page.number - 1)
+        while following >= 0 and self._ahead_bytes + self._pages[following].nbytes <= self._most_bytes:
+            self._begin_read(self._pages[following])
+            following -= 1
+        self._next_ahead = following
+
+    def _begin_read(self, page: _Page) -> None:
+        if page.tensor is None:
+            page.tensor = torch.empty(page.shape, dtype=page.dtype)
+            self._ahead_bytes += page.nbytes
+            page.reading = self._worker.submit(self._file.read, page.tensor, page.at)
+
+    def _failed(self, reason: str) -> RunError:
+        return RunError(
+            f"'{self._folder}' cannot hold the activations that are offloaded, {self.written_bytes / 2**20:,.0f} MiB and more: {reason}; make room, "
+            "name another folder in 'trainer.offload_folder', or lower trainer.micro_batch_tokens"
+        )

@@ -1,0 +1,62 @@
+"""Tensors to and from a file that no name leads to: it goes with its process."""
+
+import ctypes
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tandem.types import RunError
+
+
+class TensorFile:
+    """In ``folder``, of ``size`` bytes. ``failed(reason)``: the error to raise where the folder has no room or the disk fails."""
+
+    def __init__(self, folder: Path, failed: Callable[[str], RunError], size: int = 0) -> None:
+        self.size, self._failed = 0, failed
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as this
+        try:
+            self.grow(size)
+        except RunError:
+            self._file.close()
+            raise
+
+    @property
+    def descriptor(self) -> int:
+        return self._file.fileno()
+
+    def grow(self, size: int) -> None:
+        """Take ``size`` bytes of the disk, new ones 0."""
+        if size > self.size:
+            try:
+                os.posix_fallocate(self.descriptor, 0, size)
+            except OSError as error:
+                raise self._failed(str(error.strerror)) from None
+            self.size = size
+
+    def read(self, tensor: Tensor, at: int) -> None:
+        """Fill ``tensor``, which lies end to end in memory, from byte ``at`` on."""
+        self._transfer(lambda left, place: os.preadv(self.descriptor, [left], place), tensor, at)
+
+    def write(self, tensor: Tensor, at: int) -> None:
+        """``tensor``, which lies end to end in memory, to byte ``at``."""
+        self._transfer(lambda left, place: os.pwrite(self.descriptor, left, place), tensor, at)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _transfer(self, call: Callable[[Any, int], int], tensor: Tensor, at: int) -> None:
+        left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        while left:
+            try:
+                done = call(left, at)
+            except OSError as error:
+                raise self._failed(str(error.strerror)) from None
+            if not done:
+                raise self._failed(os.strerror(errno.EIO))
+            left, at = left[done:], at + done
