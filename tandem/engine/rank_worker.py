@@ -12,9 +12,10 @@ import torch
 from tandem.engine.block_copies import apply_moves, host_pool
 from tandem.engine.flat_batch import to_device
 from tandem.engine.forward import forward
+from tandem.engine.kv_cache import make_cache
 from tandem.engine.ranks import RankSettings
 from tandem.engine.step_message import decode_step
-from tandem.kernels import KVLayer, empty_cache, stored_dtype
+from tandem.kernels import KVLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_parts
@@ -71,10 +72,7 @@ class RankWorker:
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """The key-value cache and its swap space."""
-        local, embedding = self.decoder.local, self.decoder.embed_tokens
-        sizes = (int(meta["num_blocks"]), local.num_kv_heads, local.head_dim)
-        dtype = stored_dtype(meta["kv_cache_dtype"], embedding.dtype)
-        self.caches = empty_cache(sizes, local.num_layers, dtype, embedding.device)
+        self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"])
         self.host = host_pool(self.caches, int(meta["swap_blocks"]))
 
     def step(self, meta: Meta, blobs: Blobs) -> None:

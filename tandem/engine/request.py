@@ -39,6 +39,12 @@ class Request:
     draft_tokens: int = 0
     """Tokens that are proposed for it in one step at most (``tandem.engine.speculative``)."""
 
+    @property
+    def is_attended(self) -> bool:
+        """Whether the host has a part in each of its steps, so that none is launched before it has seen the one before."""
+        has_scores = self.params.logprobs is not None or self.params.prompt_logprobs is not None
+        return self.rules is not None or bool(self.adapter) or has_scores
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

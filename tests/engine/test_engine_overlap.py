@@ -250,7 +250,7 @@ def test_no_plan_is_made_ahead_that_could_take_a_block_away(make_llm: Callable[.
     own = preemption._requeue
 
     def watched(*given: Any, **named: Any) -> Any:
-        assert engine._flight is None
+        assert engine._steps.flight is None
         return own(*given, **named)
 
     monkeypatch.setattr(preemption, "_requeue", watched)
