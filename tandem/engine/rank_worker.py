@@ -1,8 +1,7 @@
-"""A rank of a tensor-parallel engine but the first: ``python -m tandem.engine.rank_worker --channel FD``."""
+"""A rank of a tensor-parallel engine but the first: ``python -m tandem.engine.rank_worker --threads N --channel FD``."""
 
 import argparse
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,10 @@ class RankWorker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", type=int, required=True)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    serve(RankWorker().methods(), parser.parse_args().channel)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    serve(RankWorker().methods(), options.channel)
 
 
 if __name__ == "__main__":
