@@ -45,10 +45,6 @@ class EngineFigures:
         """The share of the given slots that hold nothing."""
         return self.kv_unused / self.kv_slots if self.kv_slots else 0.0
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.drawn_tokens / self.busy_s if self.busy_s else 0.0
-
 
 class Meter:
     """Counts what goes into ``EngineFigures``."""

@@ -9,6 +9,7 @@ from tandem.engine.grammars import GrammarCursor
 from tandem.engine.lifecycle import State
 from tandem.engine.logit_rules import LogitRules
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.text_watch import TextWatch
 from tandem.types import WeightVersion
 
 
@@ -70,8 +71,8 @@ class Sequence:
     sampling_logprobs: list[float] = field(default_factory=list)
     weight_versions: list[WeightVersion] = field(default_factory=list)
     top_logprobs: list[Any] = field(default_factory=list)
-    text_watch: Any = None
-    """The incremental detokenizer and stop search of a request with stop texts or a stream (``tandem.engine.text_watch``)."""
+    text_watch: TextWatch | None = None
+    """Of a request with stop texts or a stream."""
     streamed_tokens: int = 0
     streamed_characters: int = 0
     """How much of a stream was handed out."""

@@ -122,7 +122,7 @@ class StepExecutor:
         return [
             row
             for (row, sequence), token in zip(watched, tokens, strict=True)
-            if not is_hidden_stop(sequence.request, token) and sequence.text_watch.push(token)
+            if not is_hidden_stop(sequence.request, token) and sequence.text_watch is not None and sequence.text_watch.push(token)
         ]
 
     def _end(self, rows: list[int]) -> None:
