@@ -5,11 +5,16 @@ URLs such as s3://bucket/prefix (pip install 'tandem-rl[s3]'). What was begun is
 are the same bytes whatever the number of processes. --new-vocabulary first learns a tokenizer from the source and writes it to
 the folder that --tokenizer names. --side writes the documents that are trained on, or those held out.
 
+--examples reads lines for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", through the
+tokenizer's chat template); the shards then say which tokens are learned: the completion's, or those of the assistant's turns.
+
 examples:
   tandem tokenize corpus/ tokens/ --tokenizer models/qwen3
   tandem tokenize corpus/ tokens/train --tokenizer tokens/tokenizer --new-vocabulary 8192 --side train
   tandem tokenize corpus/ tokens/held-out --tokenizer tokens/tokenizer --side held_out
   tandem tokenize s3://bucket/text s3://bucket/tokens --tokenizer models/qwen3 --workers 32
+  tandem tokenize chats/ tokens/chats --tokenizer models/qwen3 --examples
+  tandem tokenize questions/ tokens/questions --tokenizer models/qwen3 --examples --prompt-key question --completion-key answer
   tandem tokenize /usr/lib/python3.11 tokens/ --tokenizer models/small --suffix .py
 """
 
@@ -21,7 +26,8 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenize import tokenize
+from tandem.data.tokenize_plan import TokenizeSettings
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.storage.files import open_storage
 
@@ -31,6 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="a folder or URL for the shards")
     parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder")
     parser.add_argument("--text-key", default="text", help="the key of a JSON line that holds its text")
+    parser.add_argument("--examples", action="store_true", help="lines are examples for supervised fine-tuning, not texts")
+    parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key of a line that holds the prompt")
+    parser.add_argument("--completion-key", default="completion", help="with --examples: the key that holds what is learned")
     parser.add_argument("--suffix", action="append", help="of files that are one document each; .txt and .md unless given")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave out files by name, such as '*/tests/*'")
     parser.add_argument("--skip-broken", action="store_true", help="count and leave out documents that cannot be read")
@@ -43,9 +52,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    suffixes = tuple(options.suffix or (() if options.examples else (".txt", ".md")))
+    form = DocumentFormat(
+        options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key
+    )
     settings = TokenizeSettings(
-        options.source, options.destination, options.tokenizer,
-        DocumentFormat(options.text_key, tuple(options.suffix or (".txt", ".md")), tuple(options.exclude), options.skip_broken),
+        options.source, options.destination, options.tokenizer, form,
         unit_bytes=int(options.shard_mib * 2**20), append_end=not options.no_end, side=options.side,
         held_out_share=options.held_out_share, workers=options.workers,
     )
@@ -64,5 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
         found = tokenize(settings, show)
     skipped = f" ({found.skipped:,} broken ones skipped)" if found.skipped else ""
-    print(f"{found.documents:,} documents{skipped}, {found.tokens:,} tokens in {len(found.shards)} shards: {options.destination}")
+    learned = f" ({found.learned:,} of them learned)" if found.has_masks else ""
+    kind = "examples" if found.has_masks else "documents"
+    print(f"{found.documents:,} {kind}{skipped}, {found.tokens:,} tokens{learned} in {len(found.shards)} shards: {options.destination}")
     return 0

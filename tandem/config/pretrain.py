@@ -1,4 +1,4 @@
-"""A recipe for pretraining: a model, tokenized data and how long."""
+"""A recipe for training on data, without a rollout: a model, tokenized data and how long."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,15 +25,17 @@ class DatasetConfig:
 class DataConfig:
     """``train``: the datasets of the mixture. ``held_out``: a dataset that is only measured on; empty measures nothing.
 
-    ``sequence_length``: tokens that are trained on together; documents are laid end to end and cut, and never see each other.
-    ``sequences_per_step``: of one optimizer step. ``cache``: the folder that shards of a URL are brought to. ``read_ahead``:
-    batches that wait ready.
+    ``sequence_length``: tokens that are trained on together; documents are laid end to end and cut, and never see each other. In
+    supervised fine-tuning: the most that an example may have, which is never cut. ``too_long``: what becomes of longer ones.
+    ``sequences_per_step``: of one optimizer step; examples in supervised fine-tuning. ``cache``: the folder that shards of a URL are
+    brought to. ``read_ahead``: batches that wait ready.
     """
 
     train: tuple[DatasetConfig, ...]
     held_out: str = ""
     sequence_length: int = 512
     sequences_per_step: int = 8
+    too_long: Literal["refuse", "leave_out"] = "refuse"
     cache: str = ""
     read_ahead: int = 4
 
@@ -66,14 +68,14 @@ class HeldOutConfig:
 
 @dataclass(frozen=True, slots=True)
 class PretrainConfig:
-    """``name`` says that the next token is what is learned."""
+    """``name`` says what is learned: every next token of documents, or with ``sft`` those that a dataset of examples marks."""
 
-    name: Literal["pretrain"]
+    name: Literal["pretrain", "sft"]
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
-    """What ``tandem train`` is told where ``algorithm.name`` is ``pretrain``."""
+    """What ``tandem train`` is told where ``algorithm.name`` is ``pretrain`` or ``sft``."""
 
     algorithm: PretrainConfig
     model: ModelConfig
@@ -86,8 +88,17 @@ class PretrainRecipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    @property
+    def learns_from_examples(self) -> bool:
+        return self.algorithm.name == "sft"
+
     def check(self) -> None:
         """Refuse combinations of sections that cannot work."""
+        if self.data.too_long != "refuse" and not self.learns_from_examples:
+            raise UserError(
+                f"'data.too_long' is '{self.data.too_long}', which is of algorithm.name sft; pretraining cuts documents and leaves none out: "
+                "take the key out"
+            )
         longest = self.model.max_length or (self.model.create.max_positions if self.model.create else 0)
         if longest and self.data.sequence_length > longest:
             raise UserError(
@@ -129,9 +140,4 @@ class PretrainRecipe:
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
                 "set it to adamw, or parallel.zero to 0"
-            )
-        if self.parallel.zero and self.trainer.offload == "nvme":
-            raise UserError(
-                f"'parallel.zero' is {self.parallel.zero}, which cuts the moments that trainer.offload nvme pages; set parallel.zero to 0 or "
-                "trainer.offload to none"
             )

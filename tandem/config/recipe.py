@@ -86,6 +86,8 @@ class Recipe:
             raise UserError(f"'trainer.offload' is '{self.trainer.offload}', which is of pretraining; a pod keeps its moments in memory")
 
 
+ON_DATA = ("pretrain", "sft")
+"""Algorithms that train on data and not on rollouts."""
 AnyRecipe = Recipe | PretrainRecipe
 
 
@@ -94,5 +96,5 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     ``UserError``."""
     data = apply_overrides(read_yaml(path), overrides)
     algorithm = data.get("algorithm")
-    is_pretraining = isinstance(algorithm, Mapping) and algorithm.get("name") == "pretrain"
-    return build(PretrainRecipe, data) if is_pretraining else build(Recipe, data)
+    is_on_data = isinstance(algorithm, Mapping) and algorithm.get("name") in ON_DATA
+    return build(PretrainRecipe, data) if is_on_data else build(Recipe, data)

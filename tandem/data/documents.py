@@ -1,5 +1,7 @@
 """Documents in files: JSON lines, or whole files as one text each, and how the work on them is divided.
 
+A line holds a text, or an example for supervised fine-tuning.
+
 A unit of work is a run of files and parts of files, found from sizes alone, so that every process and every repetition
 divides the same data the same way.
 """
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import BinaryIO, NamedTuple
 
+from tandem.data.examples import BrokenExample, Example, read_example
 from tandem.storage.files import Storage, StoredFile
 from tandem.types import UserError
 
@@ -23,27 +26,37 @@ class DocumentFormat:
     """``text_key``: which key of a JSON line holds the text. ``suffixes``: of files that are one document each, such as
     ``.txt`` (``.jsonl`` and ``.ndjson``, and both with ``.gz``, are always read). ``exclude``: patterns of names that are left
     out, as a shell writes them; ``*`` takes in slashes. ``skip_broken``: documents that cannot be read are counted and left out
-    instead of ending the work."""
+    instead of ending the work. ``examples``: lines hold a prompt under ``prompt_key`` and its completion under ``completion_key``,
+    or a conversation under ``messages``; files of other kinds are not read."""
 
     text_key: str = "text"
     suffixes: tuple[str, ...] = (".txt", ".md")
     exclude: tuple[str, ...] = ()
     skip_broken: bool = False
+    examples: bool = False
+    prompt_key: str = "prompt"
+    completion_key: str = "completion"
 
     def check(self) -> None:
         for suffix in self.suffixes:
             if not suffix.startswith(".") or suffix in (".", COMPRESSED, *LINES):
                 raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and be none of .jsonl, .ndjson and .gz")
-        if not self.text_key:
-            raise UserError("the key of the text is empty; name the key of a JSON line that holds its text")
+        for name, key in (("text", self.text_key), ("prompt", self.prompt_key), ("completion", self.completion_key)):
+            if not key:
+                raise UserError(f"the key of the {name} is empty; name the key of a JSON line that holds it")
+        if self.examples and self.suffixes:
+            raise UserError(f"examples stand in JSON lines, and '{self.suffixes[0]}' names whole files; leave the suffix out")
 
 
 class Document(NamedTuple):
-    """``text`` is ``None`` for one that is broken; ``problem`` then says in a line where and why. ``size``: bytes of its source."""
+    """``text`` is ``None`` for one that is broken; ``problem`` then says in a line why. ``place``: where it stands. ``size``: bytes of
+    its source. ``example``: what the text belongs to, where the format is of examples."""
 
     text: str | None
     size: int
+    place: str = ""
     problem: str = ""
+    example: Example | None = None
 
 
 class Part(NamedTuple):
@@ -76,8 +89,13 @@ def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Do
     """The documents of ``part`` in order. Raises ``UserError`` for one that is broken unless those are skipped."""
     for document in _documents(storage, part, form):
         if document.text is None and not form.skip_broken:
-            raise UserError(f"{document.problem}; mend it, take it out or skip what is broken")
+            raise refused(document.place, document.problem)
         yield document
+
+
+def refused(place: str, problem: str) -> UserError:
+    """What ends the work on a document that is broken."""
+    return UserError(f"{place}: {problem}; mend it, take it out or skip what is broken")
 
 
 def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:
@@ -121,27 +139,33 @@ def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Do
                 yield _document(line, f"{part.name}, line {number}", form)._replace(size=position - before)
                 before = position
     except (EOFError, gzip.BadGzipFile) as error:
-        yield Document(None, part.stop - before, f"{part.name} is damaged: {error}")
+        yield Document(None, part.stop - before, part.name, f"damaged: {error}")
 
 
 def _document(content: bytes, where: str, form: DocumentFormat | None = None) -> Document:
     """``content`` as text, or with a ``form`` as a JSON line."""
 
     def broken(problem: str) -> Document:
-        return Document(None, len(content), f"{where}: {problem}")
+        return Document(None, len(content), where, problem)
 
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         return broken(f"not UTF-8 (byte {error.start + 1})")
     if form is None:
-        return Document(text, len(content))
+        return Document(text, len(content), where)
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         return broken(f"not valid JSON: {error}")
+    if form.examples:
+        try:
+            example = read_example(row, form.prompt_key, form.completion_key)
+        except BrokenExample as error:
+            return broken(str(error))
+        return Document(example.text, len(content), where, example=example)
     if not isinstance(row, dict) or not isinstance(row.get(form.text_key), str):
         there = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
         return broken(f"there is no text under the key '{form.text_key}' (there is {there})")
     found: str = row[form.text_key]
-    return Document(found, len(content))
+    return Document(found, len(content), where)

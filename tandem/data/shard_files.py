@@ -2,11 +2,12 @@
 
 import os
 import shutil
+from array import array
 from pathlib import Path
 
-from tandem.data.shards import Shard, ShardReader, verify
+from tandem.data.shards import Shard, ShardReader, read_lengths, verify
 from tandem.data.tokenize import TokenizedDataset, read_dataset
-from tandem.storage.files import Storage
+from tandem.storage.files import Storage, read
 from tandem.types import RunError
 
 CHUNK_BYTES = 2**20
@@ -28,6 +29,14 @@ class ShardFiles:
             tar, lengths = (self._file(f"{shard.name}.{suffix}", shard) for suffix in ("tar", "lengths"))
             self._readers[number] = ShardReader(tar, lengths, shard, self.dataset.dtype)
         return self._readers[number]
+
+    def lengths(self, number: int) -> "array[int]":
+        """Tokens of each document of shard ``number``, without bringing the shard here. Raises ``RunError`` where they are damaged."""
+        shard = self.dataset.shards[number]
+        try:
+            return read_lengths(read(self.storage, f"{shard.name}.lengths"), shard)
+        except FileNotFoundError:
+            raise RunError(f"'{self.storage.url}' lacks {shard.name}.lengths; tokenize its source again") from None
 
     def _file(self, name: str, shard: Shard) -> Path:
         local = self.storage.local(name)

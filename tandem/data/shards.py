@@ -1,7 +1,8 @@
-"""Shards of token ids in the WebDataset format: a tar file with one ``KEY.npy`` a document, and its lengths beside it.
+"""Shards of token ids in the WebDataset format: a tar file with one ``KEY.npy`` a document, and its lengths beside it. Of examples
+for supervised fine-tuning a ``KEY.learned.npy`` follows each: a byte a token, 1 where the token is to be learned.
 
 Any reader of WebDataset reads them (``webdataset.WebDataset(url).decode()`` gives an array a document). Because every entry is
-an array of one dtype, where a document lies follows from the lengths before it, and a reader of ours needs no scan.
+an array of a known dtype, where a document lies follows from the lengths before it, and a reader of ours needs no scan.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from tandem.types import RunError
 
 BLOCK_BYTES = 512
 NPY_HEADER_BYTES = 128
-TYPE_CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+MASK_DTYPE = "uint8"
+TYPE_CODES: dict[str, Literal["B", "H", "I"]] = {MASK_DTYPE: "B", "uint16": "H", "uint32": "I"}
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -30,7 +32,8 @@ def token_dtype(vocab_size: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A committed shard: ``NAME.tar`` and ``NAME.lengths``. ``digest``: BLAKE2b-128 of the tar file, ``lengths_digest`` of the
-    other, in hexadecimal. ``size``: bytes of the tar file. ``skipped``: broken documents of its source, which are not in it."""
+    other, in hexadecimal. ``size``: bytes of the tar file. ``skipped``: broken documents of its source, which are not in it.
+    ``learned``: tokens that are to be learned (``None``: the shard does not say which)."""
 
     name: str
     documents: int
@@ -39,9 +42,14 @@ class Shard:
     digest: str
     lengths_digest: str
     skipped: int = 0
+    learned: int | None = None
+
+    @property
+    def has_masks(self) -> bool:
+        return self.learned is not None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Shard":
@@ -50,23 +58,31 @@ class Shard:
 
 class ShardWriter:
     """Writes ``NAME.tar`` and ``NAME.lengths`` to ``folder``. Bytes depend on the documents and ``dtype`` alone: no time, no
-    owner."""
+    owner. ``has_masks``: every document comes with what is to be learned of it."""
 
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self.folder, self.name, self.dtype = folder, name, dtype
+    def __init__(self, folder: Path, name: str, dtype: str, has_masks: bool = False) -> None:
+        self.folder, self.name, self.dtype, self.has_masks = folder, name, dtype, has_masks
+        self.learned = 0
         self.lengths = array("I")
         self.size = self.skipped = 0
         self._file = (folder / f"{name}.tar").open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """One document."""
-        content = array(TYPE_CODES[self.dtype], tokens).tobytes()
-        member = tarfile.TarInfo(f"{self.name}-{len(self.lengths):07d}.npy")
+    def add(self, tokens: Sequence[int], learned: Sequence[int] = ()) -> None:
+        """One document. ``learned``: 1 for each token that is to be learned and 0 for the others, where the shard has masks."""
+        self._add_member("npy", self.dtype, tokens)
+        if self.has_masks:
+            assert len(learned) == len(tokens)
+            self._add_member("learned.npy", MASK_DTYPE, learned)
+            self.learned += sum(learned)
+        self.lengths.append(len(tokens))
+
+    def _add_member(self, suffix: str, dtype: str, values: Sequence[int]) -> None:
+        content = array(TYPE_CODES[dtype], values).tobytes()
+        member = tarfile.TarInfo(f"{self.name}-{len(self.lengths):07d}.{suffix}")
         member.size = NPY_HEADER_BYTES + len(content)
         header = member.tobuf(tarfile.USTAR_FORMAT)
-        self._write(header + npy_header(self.dtype, len(tokens)) + content + bytes(-member.size % BLOCK_BYTES))
-        self.lengths.append(len(tokens))
+        self._write(header + npy_header(dtype, len(values)) + content + bytes(-member.size % BLOCK_BYTES))
 
     def close(self) -> Shard:
         """Finish both files."""
@@ -77,6 +93,7 @@ class ShardWriter:
         return Shard(
             self.name, len(self.lengths), sum(self.lengths), self.size, self._digest.hexdigest(),
             hashlib.blake2b(lengths, digest_size=16).hexdigest(), self.skipped,
+            self.learned if self.has_masks else None,
         )
 
     def _write(self, data: bytes) -> None:
@@ -87,14 +104,14 @@ class ShardWriter:
 
 def npy_header(dtype: str, count: int) -> bytes:
     """The header of NumPy's format 1.0 for a flat array of ``count`` little-endian numbers, padded to 128 bytes."""
-    letter = {"uint16": "<u2", "uint32": "<u4"}[dtype]
+    letter = {MASK_DTYPE: "|u1", "uint16": "<u2", "uint32": "<u4"}[dtype]
     text = f"{{'descr': '{letter}', 'fortran_order': False, 'shape': ({count},), }}"
     length = NPY_HEADER_BYTES - 10
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.encode("ascii").ljust(length - 1) + b"\n"
 
 
 def entry_bytes(length: int, dtype: str) -> int:
-    """Bytes that a document of ``length`` tokens takes in the tar file."""
+    """Bytes that an array of ``length`` numbers takes in the tar file."""
     content = NPY_HEADER_BYTES + length * array(TYPE_CODES[dtype]).itemsize
     return BLOCK_BYTES + -(-content // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -105,7 +122,9 @@ class ShardReader:
     def __init__(self, tar: Path, lengths: Path, shard: Shard, dtype: str) -> None:
         self.dtype = dtype
         self.lengths = read_lengths(lengths.read_bytes(), shard)
-        self.starts = list(itertools.accumulate((entry_bytes(n, dtype) for n in self.lengths), initial=0))
+        self.has_masks = shard.has_masks
+        dtypes = (dtype, MASK_DTYPE) if self.has_masks else (dtype,)
+        self.starts = list(itertools.accumulate((sum(entry_bytes(n, one) for one in dtypes) for n in self.lengths), initial=0))
         with tar.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(self._memory) != shard.size or self.starts[-1] + 2 * BLOCK_BYTES != shard.size:
@@ -113,9 +132,16 @@ class ShardReader:
 
     def tokens(self, document: int, start: int, stop: int) -> "memoryview[int]":
         """Tokens ``start .. stop - 1`` of a document, as a view into the file."""
-        code = TYPE_CODES[self.dtype]
-        width = array(code).itemsize
-        at = self.starts[document] + BLOCK_BYTES + NPY_HEADER_BYTES
+        return self._view(self.starts[document], self.dtype, start, stop)
+
+    def learned(self, document: int, start: int, stop: int) -> "memoryview[int]":
+        """1 for each of the tokens ``start .. stop - 1`` that is to be learned, 0 for the others. The shard must have masks."""
+        assert self.has_masks
+        return self._view(self.starts[document] + entry_bytes(self.lengths[document], self.dtype), MASK_DTYPE, start, stop)
+
+    def _view(self, entry: int, dtype: str, start: int, stop: int) -> "memoryview[int]":
+        code = TYPE_CODES[dtype]
+        width, at = array(code).itemsize, entry + BLOCK_BYTES + NPY_HEADER_BYTES
         return memoryview(self._memory)[at + start * width : at + stop * width].cast(code)
 
     def close(self) -> None:

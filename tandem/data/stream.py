@@ -18,12 +18,14 @@ from tandem.types import UserError
 
 
 class Piece(NamedTuple):
-    """Tokens of one document that stand together in a sequence, from token ``start`` of the document on."""
+    """Tokens of one document that stand together in a sequence, from token ``start`` of the document on. ``learned``: 1 for each that
+    is to be learned (``None``: all are)."""
 
     shard: int
     document: int
     start: int
     tokens: "memoryview[int]"
+    learned: "memoryview[int] | None" = None
 
 
 Sequence = list[Piece]

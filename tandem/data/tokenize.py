@@ -5,19 +5,18 @@ one of them was killed. Each unit of work becomes one shard; its record under ``
 is written last, commits the whole.
 """
 
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tandem.data.documents import DocumentFormat, Part, divide
+from tandem.data.documents import LINES, Part, divide
 from tandem.data.shards import Shard, token_dtype
-from tandem.data.split import Side
+from tandem.data.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.runtime.calls import WorkerDied
 from tandem.runtime.processes import Threads, available_cores
 from tandem.runtime.worker_pipe import Worker
@@ -25,7 +24,7 @@ from tandem.storage.files import Storage, open_storage, read
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
-DATASET, PLAN = "dataset.json", "plan.json"
+DATASET = "dataset.json"
 UNIT_DEADLINE_S = 24 * 3600.0
 MOST_DEATHS = 3
 
@@ -34,38 +33,9 @@ Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizeSettings:
-    """``source`` and ``destination``: folders or URLs. ``tokenizer``: a Hugging Face folder. ``unit_bytes``: of the source in
-    one shard. ``append_end``: every document ends with the tokenizer's end-of-sequence token. ``side``: all documents, or those of
-    one side where ``held_out_share`` of them, by a hash of their text, are held out. ``workers``: processes; 0 takes one for each
-    core."""
-
-    source: str
-    destination: str
-    tokenizer: str
-    form: DocumentFormat = field(default_factory=DocumentFormat)
-    unit_bytes: int = 64 * 2**20
-    append_end: bool = True
-    side: Side = "all"
-    held_out_share: float = 0.01
-    workers: int = 0
-
-    def check(self) -> None:
-        self.form.check()
-        if self.unit_bytes < 1:
-            raise UserError(f"the size of a shard's source is {self.unit_bytes} bytes; it must be at least 1")
-        if not 0 < self.held_out_share < 1:
-            raise UserError(f"the share of documents held out is {self.held_out_share}; it must be above 0 and below 1")
-        if self.workers < 0:
-            raise UserError(f"the number of workers is {self.workers}; it must be 0 (one for each core) or more")
-        if self.source.rstrip("/") == self.destination.rstrip("/"):
-            raise UserError(f"source and destination are both '{self.source}'; name another folder for the shards")
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizedDataset:
-    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing);
-    ``dtype``: of the ids."""
+    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing),
+    of examples every completion; ``dtype``: of the ids."""
 
     tokenizer: str
     vocab_size: int
@@ -85,9 +55,22 @@ class TokenizedDataset:
     def skipped(self) -> int:
         return sum(shard.skipped for shard in self.shards)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether it says of every token if that is to be learned."""
+        return bool(self.shards) and all(shard.has_masks for shard in self.shards)
+
+    @property
+    def learned(self) -> int:
+        """Tokens that are to be learned, where it says so."""
+        return sum(shard.learned or 0 for shard in self.shards)
+
     def to_json(self) -> bytes:
-        facts = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
-        return json.dumps({**facts, **asdict(self)}, indent=1).encode() + b"\n"
+        facts: dict[str, Any] = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
+        if self.has_masks:
+            facts["learned"] = self.learned
+        facts |= {"tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "end_token": self.end_token, "dtype": self.dtype}
+        return json.dumps({**facts, "shards": [shard.to_json() for shard in self.shards]}, indent=1).encode() + b"\n"
 
 
 def read_dataset(storage: Storage) -> TokenizedDataset:
@@ -112,11 +95,11 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     source, destination = open_storage(settings.source), open_storage(settings.destination, create=True)
     units = divide(source.files(), settings.form, settings.unit_bytes)
     if not units:
-        kinds = ", ".join((".jsonl", ".ndjson", *settings.form.suffixes))
+        kinds = ", ".join((*LINES, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
-    plan = _plan(settings, units)
+    plan = make_plan(settings, units)
     names = {file.name for file in destination.files()}
-    _check_plan(destination, plan, names)
+    check_plan(destination, plan, names)
     end = tokenizer.eos_token_ids[0] if settings.append_end else None
     fingerprint, dtype = tokenizer_fingerprint(settings.tokenizer), token_dtype(tokenizer.vocab_size)
     with destination.scratch() as scratch:
@@ -217,36 +200,6 @@ def shard_name(number: int) -> str:
 
 def _record(number: int) -> str:
     return f"units/{number:06d}.json"
-
-
-def tokenizer_fingerprint(folder: str | Path) -> str:
-    """The BLAKE2b-128 of a tokenizer's ``tokenizer.json``, in hexadecimal: what its ids depend on."""
-    return hashlib.blake2b((Path(folder) / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
-
-
-def _plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> bytes:
-    """What the shards depend on; two runs with the same plan write the same bytes."""
-    sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
-    facts = {
-        "tokenizer": tokenizer_fingerprint(settings.tokenizer), **asdict(settings.form), "unit_bytes": settings.unit_bytes,
-        "append_end": settings.append_end, "side": settings.side,
-        "held_out_share": settings.held_out_share if settings.side != "all" else 0, "units": len(units), "sources": sources,
-    }
-    return json.dumps(facts, indent=1).encode() + b"\n"
-
-
-def _check_plan(destination: Storage, plan: bytes, names: set[str]) -> None:
-    if PLAN not in names:
-        if names:
-            raise UserError(f"'{destination.url}' holds other files ({min(names)}); name an empty folder for the shards")
-        return
-    begun, now = json.loads(read(destination, PLAN)), json.loads(plan)
-    different = [name for name in now if begun.get(name) != now[name]]
-    if different:
-        raise UserError(
-            f"'{destination.url}' was begun with other {', '.join(different)}; go on with the same source, tokenizer and settings, "
-            "or name another folder"
-        )
 
 
 def _put(destination: Storage, name: str, content: bytes, scratch: Path) -> None:

@@ -10,13 +10,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tandem.data.documents import DocumentFormat, Part, documents
+import tokenizers
+
+from tandem.data.documents import Document, DocumentFormat, Part, documents, refused
+from tandem.data.encode_examples import ExampleEncoder, Rendered
+from tandem.data.examples import BrokenExample
 from tandem.data.shards import ShardWriter
 from tandem.data.split import Side, is_of_side
 from tandem.runtime.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.worker_pipe import serve
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
 
 BATCH_BYTES = 2**20
 
@@ -26,23 +31,22 @@ class TokenizeWorker:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.source, self.destination = open_storage(options["source"]), open_storage(options["destination"], create=True)
-        self.backend = Tokenizer.from_folder(options["tokenizer"]).backend
+        self.tokenizer = Tokenizer.from_folder(options["tokenizer"])
         self.form = DocumentFormat(**{**options["form"], "suffixes": tuple(options["form"]["suffixes"])})
-        self.dtype, self.end = str(options["dtype"]), options["end"]
+        self.dtype = str(options["dtype"])
+        self.end = [] if options["end"] is None else [int(options["end"])]
+        self.encoder = ExampleEncoder(options["tokenizer"], self.tokenizer.backend, options["end"])
         self.side: Side = options["side"]
         self.held_out_share = float(options["held_out_share"])
 
     def unit(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Write the shard of ``parts`` and then the record that commits it."""
         done = tokens = 0
-        end = [] if self.end is None else [int(self.end)]
+        add = self._add_examples if self.form.examples else self._add_texts
         with TemporaryDirectory(dir=meta["scratch"]) as scratch:
-            writer = ShardWriter(Path(scratch), meta["shard"], self.dtype)
-            for texts, size in self._batches([Part(*part) for part in meta["parts"]], writer):
-                for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
-                    ids = encoding.ids
-                    writer.add(ids + end)
-                    tokens += len(ids)
+            writer = ShardWriter(Path(scratch), meta["shard"], self.dtype, self.form.examples)
+            for batch, size in self._batches([Part(*part) for part in meta["parts"]], writer):
+                tokens += add(batch, writer)
                 done += size
                 progress({"bytes": done, "tokens": tokens})
             shard = writer.close()
@@ -53,21 +57,82 @@ class TokenizeWorker:
             self.destination.put(meta["record"], record)
         return {}, {}
 
-    def _batches(self, parts: list[Part], writer: ShardWriter) -> Iterator[tuple[list[str], int]]:
-        """Texts of about ``BATCH_BYTES`` together, with the bytes of their source. Broken ones are counted."""
-        texts: list[str] = []
+    def _batches(self, parts: list[Part], writer: ShardWriter) -> Iterator[tuple[list[Document], int]]:
+        """Documents of about ``BATCH_BYTES`` together, with the bytes of their source. Broken ones are counted."""
+        batch: list[Document] = []
         size = 0
         for part in parts:
             for document in documents(self.source, part, self.form):
                 size += document.size
                 if document.text is None:
                     writer.skipped += 1
-                elif is_of_side(document.text, self.side, self.held_out_share):
-                    texts.append(document.text)
+                else:
+                    batch += [document] * is_of_side(_judged(document), self.side, self.held_out_share)
                 if size >= BATCH_BYTES:
-                    yield texts, size
-                    texts, size = [], 0
-        yield texts, size
+                    yield batch, size
+                    batch, size = [], 0
+        yield batch, size
+
+    def _add_texts(self, batch: list[Document], writer: ShardWriter) -> int:
+        """Each text and its end; returns the number of their tokens."""
+        tokens = 0
+        try:
+            encodings = self._encode(batch)
+        except Exception:  # The library raises the bare class, and does not say which text it was.
+            encodings = self._encode([document for document in batch if self._can_encode(document.place, [document.text or ""], writer)])
+        for encoding in encodings:
+            ids = encoding.ids
+            writer.add(ids + self.end)
+            tokens += len(ids)
+        return tokens
+
+    def _encode(self, batch: list[Document]) -> list[tokenizers.Encoding]:
+        return self.tokenizer.backend.encode_batch_fast([document.text or "" for document in batch], add_special_tokens=False)
+
+    def _add_examples(self, batch: list[Document], writer: ShardWriter) -> int:
+        """Each example with what is learned of it; returns the number of their tokens."""
+        rendered: list[tuple[str, Rendered]] = []
+        tokens = 0
+        for document in batch:
+            assert document.example is not None
+            try:
+                rendered.append((document.place, self.encoder.render(document.example)))
+            except BrokenExample as error:
+                self._broken(document.place, str(error), writer)
+            except UserError as error:
+                raise UserError(f"{document.place}: {error}") from None
+        try:
+            encoded = self.encoder.encode([one for _, one in rendered])
+        except Exception:  # As above.
+            rendered = [(place, one) for place, one in rendered if self._can_encode(place, [one.prompt or "", one.text], writer)]
+            encoded = self.encoder.encode([one for _, one in rendered])
+        for (place, _), (ids, learned) in zip(rendered, encoded, strict=True):
+            if any(learned):
+                writer.add(ids, learned)
+                tokens += len(ids)
+            else:
+                self._broken(place, "none of its tokens is to be learned", writer)
+        return tokens
+
+    def _can_encode(self, place: str, texts: list[str], writer: ShardWriter) -> bool:
+        """Whether the tokenizer knows every character; a document of which it does not is broken."""
+        try:
+            for text in texts:
+                self.tokenizer.encode(text)
+        except UserError as error:
+            self._broken(place, str(error), writer)
+            return False
+        return True
+
+    def _broken(self, place: str, problem: str, writer: ShardWriter) -> None:
+        if not self.form.skip_broken:
+            raise refused(place, problem)
+        writer.skipped += 1
+
+
+def _judged(document: Document) -> str:
+    """What decides whether a document is held out."""
+    return document.text or "" if document.example is None else document.example.asked
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Pretraining: the next token of tokenized text, in one process or on the ranks of a mesh. The loop, and what it needs."""
+"""Pretraining and supervised fine-tuning: the next token of tokenized text, or of examples those that are to be learned, in one process
+or on the ranks of a mesh. The loop, and what it needs."""
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -11,6 +12,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
+from tandem.jobs.pretrain_data import TrainData
 from tandem.jobs.pretrain_records import Records
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, save_model
@@ -52,20 +54,20 @@ def pretrain(run: "PretrainRun") -> int:
 
 @dataclass
 class PretrainRun:
-    """A model on its ranks, its data and its files. ``sequence`` and ``held_out`` give packed sequences by index; ``start`` is the
-    folder that the model came from. ``trained``: metrics of the last step."""
+    """A model on its ranks, its data and its files. ``start`` is the folder that the model came from. ``trained``: metrics of the last
+    step; ``step_tokens``: of all ranks in it."""
 
     recipe: PretrainRecipe
     directory: Path
     start: Path
     replica: Replica
-    sequence: Callable[[int], Pieces]
-    held_out: Callable[[int], Pieces] | None
+    data: TrainData
     records: Records
     guard: StepGuard
     checkpoints: RunCheckpoints
     first_step: int = 0
     trained: dict[str, float] = field(default_factory=dict)
+    step_tokens: int = 0
     waited_s: float = 0.0
     tracer: Tracer = NO_TRACE
 
@@ -81,7 +83,7 @@ class PretrainRun:
         """This rank's share of the batches from ``first_step`` on, read ahead."""
         data, ranks = self.recipe.data, self.ranks.data
         return Loader(
-            self.sequence, data.sequences_per_step, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
+            self.data.sequence, data.sequences_per_step, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
         )
 
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
@@ -89,7 +91,7 @@ class PretrainRun:
         with self.records.phase("train", step):
             with self.tracer.span("shard the batch"):
                 sequences = train_sequences(batch)
-                counts, micro_batches = self._micro_batches(sequences)
+                counts, self.step_tokens, micro_batches = self._micro_batches(sequences)
             result = train_step(
                 self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
                 learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
@@ -99,22 +101,24 @@ class PretrainRun:
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
         self.trained = result.metrics
-        return result.metrics
+        if self.recipe.learns_from_examples:
+            self.trained = {**result.metrics, "train/learned_tokens": counts.tokens}
+        return self.trained
 
-    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, list[MicroBatch]]:
-        """The counts of the global batch, and this rank's micro-batches. Where ranks pass through the model together they have as many;
+    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
+        """The counts of the global batch, its tokens, and this rank's micro-batches. Where ranks pass through the model together they have as many;
         a rank has none only where all have none."""
         like = self.model
         bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
         micro_batches = [collate([sequences[i] for i in chosen], like.dtype, like.device) for chosen in bins]
-        counts, wanted = counts_of(sequences), len(bins)
+        counts, tokens, wanted = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
         if self.ranks.world.size > 1:
             every = self.ranks.all_values([counts.tokens, counts.sequences, len(bins)], "counts of the batch")
-            tokens, in_all = self.ranks.sums([counts.tokens, counts.sequences], "counts of the batch")
-            counts = GlobalCounts(tokens, int(in_all))
+            counted, in_all, every_token = self.ranks.sums([counts.tokens, counts.sequences, tokens], "counts of the batch")
+            counts, tokens = GlobalCounts(counted, int(in_all)), int(every_token)
             most = int(max(row[2] for row in every))
             wanted = most if self.replica.passes_together else min(most, max(1, len(bins)))
-        return counts, micro_batches + [blank(like.dtype, like.device)] * (wanted - len(bins))
+        return counts, tokens, micro_batches + [blank(like.dtype, like.device)] * (wanted - len(bins))
 
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
         """Keep the batch of a step that was left out, and say so. Raises ``RunError`` where there were too many in a row."""
@@ -133,12 +137,13 @@ class PretrainRun:
 
     def evaluate(self, step: int) -> None:
         """The loss on the held-out data, in nats a token; journalled once."""
-        if self.held_out is None or self.ranks.agreed(self.records.is_evaluated(step), "whether to evaluate"):
+        held_out = self.data.held_out
+        if held_out is None or self.ranks.agreed(self.records.is_evaluated(step), "whether to evaluate"):
             return
         with self.records.phase("evaluate", step):
-            share = batch_indices(0, self.recipe.evaluation.sequences, self.ranks.data.rank, self.ranks.data.size)
-            sequences = [s for s in train_sequences([self.held_out(i) for i in share]) if forward_tokens(s) > 0]
-            counts, micro_batches = self._micro_batches(sequences)
+            share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
+            sequences = [s for s in train_sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
+            counts, _, micro_batches = self._micro_batches(sequences)
             found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.rest()
             own = math.fsum(math.fsum(values.values()) for values in found.values())
@@ -181,20 +186,28 @@ class PretrainRun:
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
         """The row of ``step`` in ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""
-        tokens = self.recipe.data.sequences_per_step * self.recipe.data.sequence_length
+        data = self.recipe.data
+        tokens, so_far = data.sequences_per_step * data.sequence_length, "train/tokens"
+        done = (step + 1) * tokens
+        if self.recipe.learns_from_examples:
+            tokens, so_far, done = self.step_tokens, "train/examples", (step + 1) * data.sequences_per_step
         waited, self.waited_s = waited_s - self.waited_s, waited_s
-        row: dict[str, float | int] = {"step": step, **trained, "train/tokens": (step + 1) * tokens}
+        row: dict[str, float | int] = {"step": step, **trained, so_far: done}
+        if self.recipe.learns_from_examples:
+            row["train/step_tokens"] = tokens
         row["memory/train/measured"] = float(memory_of(os.getpid()).rss_bytes)
         self.records.row(row, tokens, waited)
 
 
 def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:
     """Every piece as a sequence of its own: no attention from one document to another. Each token but a piece's first is
-    predicted; a piece of one token teaches nothing."""
+    predicted, or those that are marked; a piece of one token teaches nothing."""
     found = []
     for number, pieces in enumerate(batch):
         for place, piece in enumerate(pieces):
             length = len(piece.tokens)
             if length > 1:
-                found.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), 1, (0.0,) + (1.0,) * (length - 1)))
+                mask = (0.0,) + ((1.0,) * (length - 1) if piece.learned is None else tuple(map(float, piece.learned[1:])))
+                prompt_length = 1 if piece.learned is None else mask.index(1.0)
+                found.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), prompt_length, mask))
     return found

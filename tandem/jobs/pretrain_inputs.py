@@ -1,4 +1,4 @@
-"""What is looked at before a pretraining run begins: the model, the data, whether they belong together and fit the machine."""
+"""What is looked at before a run on data begins: the model, the data, whether they belong together and fit the machine."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -6,8 +6,11 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
-from tandem.data.tokenize import TokenizedDataset, tokenizer_fingerprint
+from tandem.data.tokenize import TokenizedDataset
+from tandem.data.tokenize_plan import tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
+from tandem.jobs.pretrain_data import dataset_paths
+from tandem.jobs.sft_inputs import check_examples
 from tandem.layout.bytes import optimizer_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh import describe
@@ -40,11 +43,13 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         spans = spans_of(recipe.parallel, shapes)
         if recipe.data.sequence_length > shapes.max_positions:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
-        datasets = [(path, ShardFiles(open_storage(path)).dataset) for path in dataset_paths(recipe)]
-        for path, dataset in datasets:
-            _check_dataset(path, dataset, folder, shapes.vocab_size)
+        datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
+        for path, files in datasets:
+            _check_dataset(path, files.dataset, folder, shapes.vocab_size)
+        lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
-        tokens = min(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
+        # A sequence is not cut for a micro-batch.
+        tokens = min(max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length), recipe.data.sequence_length * recipe.data.sequences_per_step)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
         needed = on_this_machine * training_bytes(shapes, recipe.trainer, tokens, parallel)
         free = available_bytes(recipe.machine.memory_gib)
@@ -62,16 +67,21 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             open_storage(recipe.checkpoint.upload, create=True)
         if recipe.registry.is_on:
             open_registry(recipe.registry, create=True).close()
-        total = sum(dataset.tokens for _, dataset in datasets[: len(recipe.data.train)])
-        asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
         return [
-            f"data: {total:,} tokens in {len(recipe.data.train)} datasets",
-            f"asked for: {asked:,} tokens, {asked / total:.2f} epochs",
+            *lines,
             f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]
+
+
+def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
+    train = datasets[: len(recipe.data.train)]
+    total = sum(files.dataset.tokens for _, files in train)
+    asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
+    marked = [f"'{path}' marks what is to be learned, and pretraining learns all of it" for path, files in train if files.dataset.has_masks]
+    return [f"data: {total:,} tokens in {len(train)} datasets", f"asked for: {asked:,} tokens, {asked / total:.2f} epochs", *marked]
 
 
 def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:
@@ -104,8 +114,3 @@ def check_upload_is_free(recipe: PretrainRecipe) -> None:
 
     if uploaded_steps(open_storage(url, create=True)):
         raise UserError(f"'checkpoint.upload' is '{url}', which holds a run's checkpoints; name another place, or go on with 'tandem resume DIR --from {url}'")
-
-
-def dataset_paths(recipe: PretrainRecipe) -> list[str]:
-    """The training datasets, then the held-out one, if there is one."""
-    return [dataset.path for dataset in recipe.data.train] + ([recipe.data.held_out] if recipe.data.held_out else [])

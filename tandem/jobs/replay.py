@@ -56,7 +56,7 @@ def replay(
     directory = Path(run_directory)
     recipe = read_recipe(directory)
     if isinstance(recipe, PretrainRecipe):
-        raise UserError(f"'{directory}' is a pretraining run, which records no samples to replay; resume it instead")
+        raise UserError(f"'{directory}' is a run on data, which records no samples to replay; resume it instead")
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))

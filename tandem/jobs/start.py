@@ -102,7 +102,7 @@ def resume(
     overrides: Sequence[str] = (),
 ) -> RunResult | PretrainResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: of the sections ``parallel`` and ``machine``
-    of a pretraining run, which goes on with them."""
+    of a run on data, which goes on with them."""
     directory = Path(run_directory)
     recipe = read_recipe(directory, overrides)
     if overrides:
@@ -138,7 +138,7 @@ def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:
         section = override.lstrip("-").split(".")[0].split("=")[0]
         if not isinstance(recipe, PretrainRecipe) or section not in ("parallel", "machine"):
             raise UserError(
-                f"'{override}' cannot change when a run is resumed: a pretraining run may go on with other values of 'parallel' and 'machine', "
+                f"'{override}' cannot change when a run is resumed: a run on data (pretraining, sft) may go on with other values of 'parallel' and 'machine', "
                 "everything else stays; leave it out or start a new run"
             )
 

@@ -1,25 +1,19 @@
-"""Begin a pretraining run, or go on with one: its model, its data and its end."""
+"""Begin a run on data, or go on with one: its model, its data and its end."""
 
 import contextlib
-import hashlib
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from tandem.config.pretrain import PretrainRecipe
-from tandem.data.mixture import mixed
-from tandem.data.shard_files import ShardFiles
-from tandem.data.stream import Sequence as Pieces
-from tandem.data.stream import TokenStream
 from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
-from tandem.jobs.pretrain_inputs import dataset_paths
+from tandem.jobs.pretrain_data import open_data
 from tandem.jobs.pretrain_records import Records
 from tandem.jobs.pretrain_result import PretrainResult
+from tandem.jobs.try_command import try_command
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
@@ -41,16 +35,11 @@ from tandem.runtime.processes import available_cores
 from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
-from tandem.storage.files import open_storage
 from tandem.trainer.balance import make_balance
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
-from tandem.types import UserError
-
-HELD_OUT_SEED = 0
-Sequences = Callable[[int], Pieces]
 
 
 def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> PretrainResult:
@@ -84,7 +73,9 @@ def train_on(
         # Nobody reads the model before it is written.
         ranks.world.barrier("the model to start from")
         start = _start_folder(recipe, directory)
-        sequence, held_out = _data(recipe, journal)
+        data = open_data(recipe, journal)
+        for note in data.notes if ranks.is_first else ():
+            listener.message(note)
         replica, kernels = _load(recipe, directory, ranks, listener)
         guard = StepGuard(recipe.trainer)
         checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, saving or ranks.world, records)
@@ -101,13 +92,15 @@ def train_on(
                 journal.record_event("resume", {"step": step})
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
-        run = PretrainRun(recipe, directory, start, replica, sequence, held_out, records, guard, checkpoints, step, tracer=tracer)
+        run = PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
         with checkpoints.requests:
             steps = pretrain(run)
         records.sync()
         records.enter("export", steps)
         model = run.export()
-        return None if journal is None else _finish(directory, journal, model, steps)
+        if journal is None:
+            return None
+        return _finish(directory, journal, model, steps, try_command(model, data.sequence(0)[0] if recipe.learns_from_examples else None))
 
 
 def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
@@ -140,27 +133,6 @@ def _make_start_model(recipe: PretrainRecipe, directory: Path, listener: Listene
         create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
 
 
-def _data(recipe: PretrainRecipe, journal: Journal | None) -> tuple[Sequences, Sequences | None]:
-    """The mixture and the held-out data. Refuses to go on with other data than the run began with."""
-    cache = Path(recipe.data.cache) if recipe.data.cache else None
-    length, streams, digests = recipe.data.sequence_length, {}, {}
-    for number, path in enumerate(dataset_paths(recipe)):
-        files = ShardFiles(open_storage(path), None if cache is None else cache / f"dataset-{number}")
-        held_out = path == recipe.data.held_out and number == len(recipe.data.train)
-        streams[number] = TokenStream(files.dataset, files.open, seed=HELD_OUT_SEED if held_out else recipe.run.seed, length=length)
-        digests[path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
-    saved = None if journal is None else journal.get("data")
-    if journal is not None and saved is None:
-        journal.set("data", digests)
-    elif saved is not None and saved != digests:
-        changed = next(path for path in {**saved, **digests} if saved.get(path) != digests.get(path))
-        raise UserError(f"the data '{changed}' is not what this run began with; restore it or start a new run")
-    count = len(recipe.data.train)
-    weights = [dataset.weight for dataset in recipe.data.train]
-    train = cast("Sequences", mixed([streams[i].sequence for i in range(count)], weights, recipe.run.seed))
-    return train, streams[count].sequence if count in streams else None
-
-
 def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, step: int) -> None:
     """Refuse to go on where the bits would be others, unless the ranks were changed, which changes them by intent."""
     saved, mesh = journal.get("numerics"), asdict(shape)
@@ -174,10 +146,9 @@ def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShap
     journal.set("mesh", mesh)
 
 
-def _finish(directory: Path, journal: Journal, model: Path, steps: int) -> PretrainResult:
+def _finish(directory: Path, journal: Journal, model: Path, steps: int, command: str) -> PretrainResult:
     evaluations = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
-    commands = (f'tandem generate {model} --prompt "import " --max-tokens 64',)
-    journal.set("commands", list(commands))
+    journal.set("commands", [command])
     report = report_run(directory)
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-    return PretrainResult(directory, steps, before, after, model, report, commands)
+    return PretrainResult(directory, steps, before, after, model, report, (command,))

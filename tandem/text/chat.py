@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tandem.text.generation_marks import NO_MARKS, generation_extension
 from tandem.types import UserError
 
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -29,17 +30,22 @@ def apply_chat_template(
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template. ``tokens``: the special tokens that it may write, by their names."""
+    """A compiled template. ``tokens``: the special tokens that it may write, by their names. ``has_generation``: it says with
+    ``{% generation %}`` what the assistant writes."""
 
     template: Any
     tokens: Mapping[str, Any]
     folder: Path
+    has_generation: bool = False
 
     @classmethod
-    def from_folder(cls, folder: str | Path, with_tools: bool = False, source: str | None = None) -> "ChatTemplate":
-        """The template of the tokenizer in ``folder``, or ``source`` with its tokens. Raises ``UserError`` without jinja2, or
-        without a template."""
-        return _compile(Path(folder), with_tools, source)
+    def from_folder(
+        cls, folder: str | Path, with_tools: bool = False, source: str | None = None, *, marks: tuple[str, str] = NO_MARKS, knows_today: bool = True
+    ) -> "ChatTemplate":
+        """The template of the tokenizer in ``folder``, or ``source`` with its tokens. ``marks``: written around what stands between
+        ``{% generation %}`` and ``{% endgeneration %}``. ``knows_today``: the template can ask for the date. Raises ``UserError``
+        without jinja2, or without a template."""
+        return _compile(Path(folder), with_tools, source, marks, knows_today)
 
     def render(
         self,
@@ -62,7 +68,7 @@ class ChatTemplate:
         return text
 
 
-def _compile(folder: Path, with_tools: bool, source: str | None) -> ChatTemplate:
+def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[str, str], knows_today: bool) -> ChatTemplate:
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -74,16 +80,18 @@ def _compile(folder: Path, with_tools: bool, source: str | None) -> ChatTemplate
 
     settings = _settings(folder)
     if source is None:
-        source = _source(folder, settings, with_tools)
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+        source = template_source(folder, with_tools)
+    extension = generation_extension(marks)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", extension])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    if knows_today:
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     tokens = {name: _content(settings[name]) for name in TOKEN_NAMES if settings.get(name) is not None}
     try:
-        return ChatTemplate(environment.from_string(source), tokens, folder)
+        template = environment.from_string(source)
+        has_generation = environment.parse(source).find(jinja2.nodes.ExtensionAttribute) is not None
+        return ChatTemplate(template, tokens, folder, has_generation)
     except jinja2.TemplateError as error:
         raise UserError(f"the chat template of '{folder}' is broken: {error}") from None
 
@@ -97,12 +105,13 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _source(folder: Path, settings: dict[str, Any], with_tools: bool) -> str:
-    """The template's text: a file of its own (transformers 5), or a string or named list in the settings (4)."""
+def template_source(folder: Path, with_tools: bool = False) -> str:
+    """The template's text: a file of its own (transformers 5), or a string or named list in the settings (4). Raises ``UserError``
+    without one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+    template = _settings(folder).get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("tool_use", named.get("default")) if with_tools else named.get("default")

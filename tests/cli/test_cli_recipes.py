@@ -2,11 +2,15 @@
 
 import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from helpers_cli import ROOT, TINY_MODEL, TINY_RUN, TINY_WARM_UP, real
 
+from tandem import LLM, SamplingParams
+from tandem.cli.main import parser
 from tandem.config.recipe import load_config
 from tandem.data.tasks.jsonl import read_jsonl
 from tandem.runtime.journal import Journal
@@ -124,3 +128,36 @@ def test_the_examples_questions_are_the_first_92_elements_each_once() -> None:
     items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
     assert [item.columns["atomic_number"] for item in items] == list(range(1, 93))
     assert len({item.text for item in items}) == len({item.ground_truth for item in items}) == 92
+
+
+def commands_of(recipe: str) -> list[list[str]]:
+    """The commands in the head of a recipe, in words without ``tandem``."""
+    head = (ROOT / "recipes" / recipe).read_text(encoding="utf-8").split("\n\n")[0]
+    text = re.sub(r"\\\n# +", "", head)
+    return [shlex.split(line.removeprefix("#   tandem")) for line in text.splitlines() if line.startswith("#   tandem ")]
+
+
+def test_commands_in_the_head_of_the_fine_tuning_recipe_are_in_order() -> None:
+    commands = commands_of("sft.yaml")
+    assert [words[0] for words in commands] == ["tokenize", "tokenize", "train", "generate", "tokenize", "train"]
+    for words in commands:
+        options, overrides = parser().parse_known_args(words)
+        if options.command == "train":
+            load_config(ROOT / options.recipe, overrides)
+        else:
+            assert not overrides
+
+
+@pytest.mark.full
+def test_the_fine_tuning_recipe_teaches_the_answers_from_random_weights(tmp_path: Path) -> None:
+    for name in ("examples", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for words in commands_of("sft.yaml")[:3]:
+        done = real(*words, *["--machine.threads=1"] * (words[0] == "train"), cwd=tmp_path)
+        assert done.code == 0, done.err
+    assert "120 steps: held-out loss" in done.out
+    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    llm = LLM(str(tmp_path / "runs" / "sft" / "model"))
+    answers = llm.generate([item.text for item in items], SamplingParams(temperature=0, max_tokens=8))
+    right = sum(answer.outputs[0].text == item.ground_truth for answer, item in zip(answers, items, strict=True))
+    assert right >= 85, "all that it was trained on"

@@ -85,7 +85,7 @@ def test_commands_of_pretraining_are_in_order() -> None:
         program, *words = shlex.split(line, comments=True)
         assert program == "tandem"
         commands.append(parser().parse_args(words).command)
-    assert commands == ["tokenize", "tokenize", "train", "resume"]
+    assert commands == ["tokenize", "tokenize", "train", "resume", "tokenize", "train"]
 
 
 def test_its_commands_and_its_yaml_are_in_order() -> None:

@@ -193,8 +193,7 @@ def test_hung_rank_is_named_with_stacks_and_the_run_goes_on_to_the_same_bits(two
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("zero", "rank"), [(0, 1), (3, 0)])
 @pytest.mark.parametrize("kind", ["step", "checkpoint"])
 def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int, rank: int, data: Path, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()

@@ -56,6 +56,7 @@ def test_shards_elsewhere_are_brought_here_once_and_verified(url: str, tmp_path:
         storage.put(name, tmp_path / name)
     cache = tmp_path / "cache"
     files = ShardFiles(storage, cache)
+    assert files.lengths(0).tolist() == [5, 9, 30] and not cache.exists(), "lengths are read where they lie"
     pieces = TokenStream(files.dataset, files.open, seed=0, length=44).sequence(0)
     assert sorted(len(piece.tokens) for piece in pieces) == [5, 9, 30]
     assert all(list(piece.tokens) == list(range(len(piece.tokens))) for piece in pieces)

@@ -1,0 +1,94 @@
+"""From an example to its tokens and which of them are learned: those of the completion, or of the assistant's turns."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from tandem.data.examples import ASSISTANT, BrokenExample, Example
+from tandem.text.chat import ChatTemplate
+from tandem.text.generation_marks import MARKS, take_out_marks
+from tandem.types import UserError
+
+Span = tuple[int, int]
+Encoded = tuple[list[int], list[int]]
+"""Token ids, and for each 1 where it is learned and 0 where not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """``text``: of a conversation, of which the characters in ``spans`` are learned; or a completion, all of which is, after
+    ``prompt`` (``None``: a conversation)."""
+
+    text: str
+    spans: tuple[Span, ...] = ()
+    prompt: str | None = None
+
+
+class ExampleEncoder:
+    """``folder``: of the tokenizer and its chat template, which is read when the first conversation comes. ``end``: the token that
+    every completion ends with; conversations end as the template says."""
+
+    def __init__(self, folder: str | Path, backend: tokenizers.Tokenizer, end: int | None) -> None:
+        self._folder, self._backend = Path(folder), backend
+        self._end = [] if end is None else [end]
+        self._compiled: ChatTemplate | None = None
+
+    def render(self, example: Example) -> Rendered:
+        """The text of ``example``. Raises ``BrokenExample`` where the template refuses it, ``UserError`` where the template itself is
+        of no use."""
+        if not example.messages:
+            return Rendered(example.completion, prompt=example.prompt)
+        if any(mark in json.dumps(example.messages, ensure_ascii=False) for mark in MARKS):
+            raise BrokenExample("it has a noncharacter (U+FDD0 or U+FDD1), which no text should have")
+        if self._compiled is None:
+            # The date of the day would make the shards differ from one day to the next.
+            self._compiled = ChatTemplate.from_folder(self._folder, marks=MARKS, knows_today=False)
+        template = self._compiled
+        whole = self._render(template, example, len(example.messages))
+        if template.has_generation:
+            return Rendered(*take_out_marks(whole))
+        return Rendered(whole, tuple(self._turn(template, example, i, whole) for i, m in enumerate(example.messages) if m["role"] == ASSISTANT))
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        """The tokens of each. A prompt is encoded apart from its completion, with the special tokens that generation puts before it, so
+        that what is learned is what generation goes on from. The first token is not learned, as nothing predicts it."""
+        prompts = [one.prompt for one in rendered if one.prompt is not None]
+        before = iter(self._backend.encode_batch_fast(prompts, add_special_tokens=True))
+        found = []
+        for one, encoding in zip(rendered, self._backend.encode_batch([one.text for one in rendered], add_special_tokens=False), strict=True):
+            if one.prompt is None:
+                ids, learned = encoding.ids, _mask(encoding, one.spans)
+            else:
+                asked, answer = next(before).ids, encoding.ids + self._end
+                ids, learned = asked + answer, [0] * len(asked) + [1] * len(answer)
+            found.append((ids, [0, *learned[1:]] if ids else []))
+        return found
+
+    def _render(self, template: ChatTemplate, example: Example, count: int, is_asked: bool = False) -> str:
+        try:
+            return template.render(example.messages[:count], add_generation_prompt=is_asked)
+        except UserError as error:
+            raise BrokenExample(str(error)) from None
+
+    def _turn(self, template: ChatTemplate, example: Example, number: int, whole: str) -> Span:
+        """The characters of message ``number``: what rendering with it adds to the prompt that asks for it."""
+        before, through = self._render(template, example, number, is_asked=True), self._render(template, example, number + 1)
+        if not whole.startswith(through) or not through.startswith(before):
+            raise UserError(
+                f"the chat template of '{self._folder}' renders message {number + 1} otherwise where more or less follows it, so what is learned "
+                "cannot be told; put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
+            )
+        return len(before), len(through)
+
+
+def _mask(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> list[int]:
+    """1 for each token from the first to the last one that has a character in one of ``spans``."""
+    learned = [0] * len(encoding.ids)
+    for start, stop in spans:
+        inside = [i for i, (first, after) in enumerate(encoding.offsets) if first < stop and after > start]
+        if inside:
+            learned[inside[0] : inside[-1] + 1] = [1] * (inside[-1] + 1 - inside[0])
+    return learned

@@ -1,0 +1,51 @@
+"""The endless order of examples: which one sequence ``i`` is, is a function of (dataset, seed, longest, i) and nothing else.
+
+Shards and examples are shuffled anew in every epoch as ``stream`` does it; an example is never cut and never joined with another.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from tandem.data.counter import counter_random
+from tandem.data.shards import ShardReader
+from tandem.data.stream import Piece
+from tandem.types import UserError
+
+
+class ExampleStream:
+    """Examples of at most ``longest`` tokens. ``lengths``: of the documents of each shard, in tokens. ``open_shard`` gives the reader of
+    a shard by its number."""
+
+    def __init__(self, lengths: Sequence[Sequence[int]], open_shard: Callable[[int], ShardReader], *, seed: int, longest: int) -> None:
+        self.seed, self._open_shard = seed, open_shard
+        self._kept = [[i for i, length in enumerate(shard) if length <= longest] for shard in lengths]
+        self.examples = sum(map(len, self._kept))
+        self.left_out = sum(map(len, lengths)) - self.examples
+        if self.examples == 0:
+            raise UserError(f"the dataset has no example of at most {longest} tokens; raise data.sequence_length or name another dataset")
+        self._epoch = lru_cache(maxsize=2)(self._epoch_of)
+        self._shard = lru_cache(maxsize=4)(self._shard_of)
+
+    def sequence(self, index: int) -> list[Piece]:
+        """Example ``index`` of the endless order, as the one piece of its sequence."""
+        epoch, at = divmod(index, self.examples)
+        shards, starts = self._epoch(epoch)
+        place = bisect_right(starts, at) - 1
+        shard = shards[place]
+        document = self._shard(epoch, shard)[at - starts[place]]
+        reader = self._open_shard(shard)
+        length = reader.lengths[document]
+        return [Piece(shard, document, 0, reader.tokens(document, 0, length), reader.learned(document, 0, length))]
+
+    def _epoch_of(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The shards of ``epoch`` in their order, and the example of the epoch at which each begins. Empty ones are left out."""
+        shards = [i for i, kept in enumerate(self._kept) if kept]
+        counter_random("shards", self.seed, epoch).shuffle(shards)
+        return shards, list(itertools.accumulate((len(self._kept[i]) for i in shards), initial=0))[:-1]
+
+    def _shard_of(self, epoch: int, shard: int) -> list[int]:
+        documents = list(self._kept[shard])
+        counter_random("documents", self.seed, epoch, shard).shuffle(documents)
+        return documents

@@ -1,0 +1,64 @@
+"""Examples for supervised fine-tuning, as lines of JSON hold them: a prompt with its completion, or a conversation."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ASSISTANT = "assistant"
+
+
+class BrokenExample(Exception):
+    """An example that cannot be learned from; says why in a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """``prompt`` and ``completion``, or ``messages``, each with ``role`` and ``content`` and one at least the assistant's."""
+
+    prompt: str = ""
+    completion: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(message["content"] for message in self.messages) if self.messages else self.prompt + self.completion
+
+    @property
+    def asked(self) -> str:
+        """What comes before the first thing that is learned: the side of an example follows from it, so that no question is both
+        trained on and held out."""
+        if not self.messages:
+            return self.prompt
+        first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
+        return json.dumps([[message["role"], message["content"]] for message in self.messages[:first]], ensure_ascii=False)
+
+
+def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
+    """The example in a line. Raises ``BrokenExample``."""
+    if not isinstance(row, dict):
+        raise BrokenExample("there is no object")
+    if "messages" in row:
+        if completion_key in row:
+            raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example is one of the two")
+        return Example(messages=_messages(row["messages"]))
+    for key in (prompt_key, completion_key):
+        if not isinstance(row.get(key), str):
+            raise BrokenExample(f"there is neither 'messages' nor a text under the key '{key}' (there is {', '.join(map(repr, row)) or 'nothing'})")
+    if not row[completion_key]:
+        raise BrokenExample(f"'{completion_key}' is empty, so there is nothing to learn")
+    return Example(row[prompt_key], row[completion_key])
+
+
+def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise BrokenExample("'messages' is no list of messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise BrokenExample(f"message {number} lacks a 'role' or 'content' that is a text")
+        if message["role"] == ASSISTANT and not message["content"]:
+            raise BrokenExample(f"message {number} is the assistant's and empty, so there is nothing to learn")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise BrokenExample("no message is the assistant's, so there is nothing to learn")
+    return tuple(messages)

@@ -1,0 +1,36 @@
+"""The command that shows what a model has learned."""
+
+import shlex
+from pathlib import Path
+
+from tandem.data.stream import Piece
+from tandem.text.tokenizer import Tokenizer
+
+
+def try_command(model: Path, example: Piece | None) -> str:
+    """Complete a text; where the model was taught by examples, answer ``example``."""
+    if example is None:
+        return f'tandem generate {model} --prompt "import " --max-tokens 64'
+    prompt = shell_word(taught_prompt(example, model))
+    return f"tandem generate {model} --prompt {prompt} --max-tokens 64 --temperature 0"
+
+
+def taught_prompt(example: Piece, folder: Path) -> str:
+    """What ``tandem generate`` must be given so that the model in ``folder`` reads the tokens before the first learned one; a general
+    question where no text gives just those tokens."""
+    tokenizer = Tokenizer.from_folder(folder)
+    learned = [1] * len(example.tokens) if example.learned is None else list(example.learned)
+    asked = list(example.tokens[: learned.index(1)])
+    for skip_special_tokens in (True, False):
+        text = tokenizer.decode(asked, skip_special_tokens=skip_special_tokens)
+        if text and tokenizer.encode(text, add_special_tokens=True) == asked:
+            return text
+    return "Who are you?"
+
+
+def shell_word(text: str) -> str:
+    """``text`` as one word of one line of a shell's command."""
+    if "\n" not in text:
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"$'{escaped}'"

@@ -1,0 +1,279 @@
+"""Examples become tokens and which of them are learned, as transformers says, whatever the number of workers."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from tandem.config.model import NewModelConfig
+from tandem.data.documents import DocumentFormat
+from tandem.data.encode_examples import ExampleEncoder
+from tandem.data.examples import read_example
+from tandem.data.shards import ShardReader
+from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.pod.new_model import write_tokenizer
+from tandem.storage.files import open_storage
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+EXAMPLES = DocumentFormat(suffixes=(), examples=True)
+TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}" + TURN + "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}" + TURN + "{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "{{ '' }}")
+LAST_ONLY = PLAIN.replace("{{ '\\n' }}{% endfor %}", "{{ '\\n' if loop.last else ' ' }}{% endfor %}")
+QUESTIONS = ["数 is what?", "naïve café", "2 + 2 =", "Tell me\nmore <b> & 'so'", "😀", "and then?"]
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    """One to three questions with their answers, some behind a system message."""
+    found = [{"role": "system", "content": "Be kind."}] if number % 3 == 0 else []
+    for turn in range(1 + number % 3):
+        asked = QUESTIONS[(number + turn) % len(QUESTIONS)]
+        found += [{"role": "user", "content": f"{asked} {number}"}, {"role": "assistant", "content": f"It is {asked}{'!' * (number % 4)}"}]
+    return found
+
+
+CHATS = [{"messages": conversation(i)} for i in range(60)]
+PAIRS = [{"prompt": f"{QUESTIONS[i % 6]} {i}?", "completion": f" {i * 7} {QUESTIONS[(i + 1) % 6]}"} for i in range(60)]
+
+
+def save_tokenizer(folder: Path, template: str) -> Path:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    backend.train_from_iterator(QUESTIONS * 3 + ["assistant user system It is"] * 5, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("t") / "marked", MARKED)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("t") / "plain", PLAIN)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    (folder / "b.jsonl").write_text("".join(json.dumps({**row, "other": 1}, ensure_ascii=False) + "\n" for row in PAIRS), encoding="utf-8")
+    (folder / "c.txt").write_text("no example")
+    return folder
+
+
+def settings(source: Path, destination: Path, tokenizer: Path, **changed: Any) -> TokenizeSettings:
+    return TokenizeSettings(str(source), str(destination), str(tokenizer), **{"form": EXAMPLES, "unit_bytes": 3000, "workers": 1, **changed})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def examples_in(folder: Path) -> list[tuple[list[int], list[int]]]:
+    dataset, found = read_dataset(open_storage(str(folder))), []
+    for shard in dataset.shards:
+        reader = ShardReader(folder / f"{shard.name}.tar", folder / f"{shard.name}.lengths", shard, dataset.dtype)
+        found += [(list(reader.tokens(i, 0, n)), list(reader.learned(i, 0, n))) for i, n in enumerate(reader.lengths)]
+    return found
+
+
+def chat_of_transformers(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    found = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return found["input_ids"], found["assistant_masks"]
+
+
+def pair_of_transformers(folder: Path, row: dict[str, str]) -> tuple[list[int], list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer(row["prompt"])["input_ids"]
+    answer = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return asked + answer, [0] * len(asked) + [1] * len(answer)
+
+
+def test_tokens_and_mask_of_every_example_are_those_of_transformers(source: Path, marked: Path, tmp_path: Path) -> None:
+    found = tokenize(settings(source, tmp_path / "t", marked))
+    expected = [chat_of_transformers(marked, row["messages"]) for row in CHATS] + [pair_of_transformers(marked, row) for row in PAIRS]
+    assert len(found.shards) > 2 and examples_in(tmp_path / "t") == expected
+    assert found.learned == sum(sum(mask) for _, mask in expected) > 0 and found.tokens == sum(len(ids) for ids, _ in expected)
+    assert json.loads((tmp_path / "t" / DATASET).read_text())["learned"] == found.learned
+
+
+def test_template_without_marks_learns_what_rendering_with_each_turn_adds(plain: Path, marked: Path) -> None:
+    tokenizer = Tokenizer.from_folder(plain)
+    encoder = ExampleEncoder(plain, tokenizer.backend, None)
+    found = encoder.encode([encoder.render(read_example(row, "prompt", "completion")) for row in CHATS])
+    line = tokenizer.encode("\n")[0]
+    for row, (ids, learned) in zip(CHATS, found, strict=True):
+        expected_ids, expected = chat_of_transformers(marked, row["messages"])
+        # What the template writes behind a turn belongs to it: here the line break.
+        after = [i for i, token in enumerate(ids) if i and token == line and expected[i - 1] and not expected[i]]
+        assert ids == expected_ids and [1 if i in after else value for i, value in enumerate(expected)] == learned
+        assert len(after) == sum(message["role"] == "assistant" for message in row["messages"])
+
+
+def test_character_of_several_tokens_at_the_end_is_learned_whole(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "t", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ '.' }}{% endfor %}")
+    tokenizer = Tokenizer.from_folder(folder)
+    encoder = ExampleEncoder(folder, tokenizer.backend, None)
+    messages = [{"role": "assistant", "content": "ab 😃"}]
+    ((ids, learned),) = encoder.encode([encoder.render(read_example({"messages": messages}, "prompt", "completion"))])
+    assert len(tokenizer.encode("😃")) > 1 and learned == [0] + [1] * (len(ids) - 2) + [0]
+
+
+def test_template_cannot_ask_for_the_date(tmp_path: Path) -> None:
+    dated = "{{ strftime_now('%Y') if strftime_now is defined else 'no date' }}" + MARKED
+    folder = save_tokenizer(tmp_path / "t", dated)
+    encoder = ExampleEncoder(folder, Tokenizer.from_folder(folder).backend, None)
+    assert encoder.render(read_example(CHATS[1], "prompt", "completion")).text.startswith("no date<bos>")
+
+
+def test_shards_are_the_same_bytes_for_any_number_of_workers_and_after_a_kill(source: Path, marked: Path, tmp_path: Path) -> None:
+    tokenize(settings(source, tmp_path / "calm", marked))
+    killed: list[int] = []
+
+    def kill_one(done: int, total: int, tokens: int) -> None:
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        if done > total / 3 and not killed:
+            killed.extend([int(pid) for pid in children if b"tokenize_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()][:1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    tokenize(settings(source, tmp_path / "storm", marked, workers=2), kill_one)
+    assert killed and contents(tmp_path / "storm") == contents(tmp_path / "calm")
+    shutil.copytree(tmp_path / "calm", tmp_path / "cut")
+    for name in (DATASET, "units/000001.json", "shard-000001.tar"):
+        (tmp_path / "cut" / name).unlink()
+    tokenize(settings(source, tmp_path / "cut", marked))
+    assert contents(tmp_path / "cut") == contents(tmp_path / "calm")
+
+
+def test_work_that_was_begun_with_another_template_or_as_text_is_not_gone_on_with(source: Path, marked: Path, plain: Path, tmp_path: Path) -> None:
+    (source / "a.jsonl").unlink()
+    tokenize(settings(source, tmp_path / "t", marked))
+    with pytest.raises(UserError, match="begun with other chat_template"):
+        tokenize(settings(source, tmp_path / "t", plain))
+    with pytest.raises(UserError, match=r"begun with other .*examples"):
+        tokenize(settings(source, tmp_path / "t", marked, form=DocumentFormat()))
+
+
+def test_webdataset_reads_tokens_and_masks(source: Path, marked: Path, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed, so that it reads our shards is not shown here")
+    found = tokenize(settings(source, tmp_path / "t", marked))
+    urls = [str(tmp_path / "t" / f"{shard.name}.tar") for shard in found.shards]
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False).decode())
+    assert [(sample["npy"].tolist(), sample["learned.npy"].tolist()) for sample in samples] == examples_in(tmp_path / "t")
+
+
+def test_no_question_is_both_trained_on_and_held_out(marked: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    rows = [{"prompt": f"question {i % 40}", "completion": f"answer {i}"} for i in range(120)]
+    (tmp_path / "s" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: dict[str, set[tuple[int, ...]]] = {}
+    for side in ("train", "held_out"):
+        tokenize(settings(tmp_path / "s", tmp_path / side, marked, side=side, held_out_share=0.3))
+        asked[side] = {tuple(ids[: learned.index(1)]) for ids, learned in examples_in(tmp_path / side)}
+    assert asked["train"] and asked["held_out"] and not asked["train"] & asked["held_out"] and len(asked["train"] | asked["held_out"]) == 40
+
+
+BROKEN: list[tuple[Any, str]] = [
+    ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+    ({"prompt": "a", "completions": "b"}, "neither 'messages' nor a text under the key 'completion' (there is 'prompt', 'completions')"),
+    ({"prompt": None, "completion": "b"}, "under the key 'prompt'"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is the assistant's and empty"),
+    ({"messages": [{"role": "user"}]}, "message 1 lacks a 'role' or 'content' that is a text"),
+    ({"messages": []}, "'messages' is no list of messages"),
+    ({"messages": CHATS[0]["messages"], "completion": "b"}, "both 'messages' and 'completion'"),
+    ({"messages": [{"role": "assistant", "content": "\ufdd0"}]}, "a noncharacter"),
+    ([], "there is no object"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(marked: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], str]:
+    """What ends the work where a line holds this."""
+
+    def said(row: Any) -> str:
+        folder = tmp_path_factory.mktemp("broken")
+        (folder / "s").mkdir()
+        (folder / "s" / "x.jsonl").write_text(json.dumps(PAIRS[0]) + "\n" + json.dumps(row) + "\n")
+        with pytest.raises(UserError) as caught:
+            tokenize(settings(folder / "s", folder / "t", marked))
+        return str(caught.value)
+
+    return said
+
+
+@pytest.mark.parametrize(("row", "why"), [BROKEN[0], BROKEN[8]], ids=["read", "rendered"])
+def test_broken_example_is_one_line_with_file_and_place(row: Any, why: str, refused: Callable[[Any], str]) -> None:
+    said = refused(row)
+    assert said.startswith(f"x.jsonl, the line at byte {len(json.dumps(PAIRS[0])) + 1}: ") and why in said and "\n" not in said
+
+
+def test_broken_examples_of_every_kind_can_be_skipped_and_are_counted(marked: Path, tmp_path: Path) -> None:
+    from tandem.data.documents import Part, documents
+
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [PAIRS[0], *(row for row, _ in BROKEN), PAIRS[1]]))
+    form = DocumentFormat(suffixes=(), examples=True, skip_broken=True)
+    found = tokenize(settings(tmp_path / "s", tmp_path / "t", marked, form=form, unit_bytes=10**6))
+    assert (found.documents, found.skipped) == (2, len(BROKEN))
+    storage = open_storage(str(tmp_path / "s"))
+    problems = [d.problem for d in documents(storage, Part("x.jsonl", 0, 10**6), form) if d.text is None]
+    expected = [why for row, why in BROKEN if why != "a noncharacter"]
+    assert len(problems) == len(expected) and all(why in problem for why, problem in zip(expected, problems, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["text", "example"])
+def test_character_that_the_tokenizer_does_not_know_is_one_line_with_file_and_place(kind: str, tmp_path: Path) -> None:
+    write_tokenizer(NewModelConfig(), tmp_path / "characters")
+    rows = [{"prompt": "a", "completion": text, "text": text} for text in ("b", "caf\u00e9", "c")]
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form = DocumentFormat(suffixes=(), examples=kind == "example")
+    with pytest.raises(UserError) as caught:
+        tokenize(settings(tmp_path / "s", tmp_path / "t", tmp_path / "characters", form=form))
+    place = f"x.jsonl, the line at byte {len(json.dumps(rows[0])) + 1}: character 'é' (U+00E9, at 3) is not in the tokenizer's vocabulary"
+    assert str(caught.value).startswith(place) and "\n" not in str(caught.value)
+    found = tokenize(settings(tmp_path / "s", tmp_path / "u", tmp_path / "characters", form=replace(form, skip_broken=True)))
+    assert (found.documents, found.skipped) == (2, 1)
+
+
+def test_template_whose_prefixes_do_not_nest_is_refused_even_where_broken_examples_are_skipped(source: Path, tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer", LAST_ONLY)
+    form = DocumentFormat(suffixes=(), examples=True, skip_broken=True)
+    with pytest.raises(UserError) as caught:
+        tokenize(settings(source, tmp_path / "t", folder, form=form))
+    said = str(caught.value)
+    assert said.startswith("a.jsonl, the line at byte ") and "put {% generation %} and {% endgeneration %}" in said and "\n" not in said
+
+
+def test_source_without_examples_or_with_a_suffix_is_refused(marked: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="holds no document"):
+        tokenize(settings(tmp_path / "s", tmp_path / "t", marked))
+    with pytest.raises(UserError, match="examples stand in JSON lines"):
+        tokenize(settings(tmp_path / "s", tmp_path / "t", marked, form=DocumentFormat(suffixes=(".txt",), examples=True)))
