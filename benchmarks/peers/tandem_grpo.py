@@ -24,7 +24,7 @@ from tandem.pod.trainer_worker import Progress, TrainerWorker
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.types import WeightVersion
-from tandem.types.wire import decode_samples, encode_prompts, encode_scores
+from tandem.types.wire_records import decode_samples, encode_prompts, encode_scores
 
 
 class Side:

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tandem.types import UserError
 
 if TYPE_CHECKING:
-    from tandem.engine.llm import LLM, PromptInput
+    from tandem.engine.llm import LLM
+    from tandem.engine.llm_inputs import PromptInput
     from tandem.engine.lora_request import LoRARequest
     from tandem.engine.outputs import RequestOutput
     from tandem.engine.sampling_params import SamplingParams

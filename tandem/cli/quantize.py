@@ -105,7 +105,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
         files += tensor.nbytes
         bytes_of_linears += tensor.nbytes if "_proj." in name and not name.endswith(".bias") else 0
     with LLM(folder, skip_tokenizer_init=True, max_num_seqs=SPEED_PROMPTS) as llm:
-        decoder = llm.engine._decoder
+        decoder = llm.engine.decoder
         weights = sum(linear.rows * linear.columns for layer in decoder._layers() for linear in layer.linears())
         length = max(1, min(SPEED_TOKENS, decoder.shapes.max_positions - 4))
         draw = torch.Generator().manual_seed(0)

@@ -84,8 +84,7 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or not params.detokenize:
         return ""
     if sequence.text_watch is not None:
-        text: str = sequence.text_watch.text()
-        return text
+        return sequence.text_watch.text()
     tokens = sequence.token_ids
     if tokens and is_hidden_stop(sequence.request, tokens[-1]):
         tokens = tokens[:-1]

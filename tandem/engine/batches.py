@@ -12,8 +12,7 @@ from tandem.engine.state import PauseMode, SchedulerState
 def may_join(state: SchedulerState, prefill: Prefill) -> bool:
     """Whether ``prefill``, which goes first, may be admitted now as far as batches and pauses go."""
     has_begun = prefill.sequences[0].state is State.PREEMPTED
-    if state.ended and not (state.decoding or state.prefilling):
-        free_ended(state)
+    settle(state)
     if state.pause is not None and not (state.pause is PauseMode.WAIT and has_begun):
         return False
     if state.limits.joins in ("continuous", "chunked") or has_begun:
@@ -35,6 +34,12 @@ def give_back(state: SchedulerState, row: int, table: list[int]) -> None:
     else:
         state.allocator.release_all(table)
         state.free_rows.append(row)
+
+
+def settle(state: SchedulerState) -> None:
+    """Where the last sequence of a static batch has ended, take back what the batch holds."""
+    if state.ended and not (state.decoding or state.prefilling):
+        free_ended(state)
 
 
 def free_ended(state: SchedulerState) -> None:

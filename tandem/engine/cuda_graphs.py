@@ -55,11 +55,6 @@ class DecodeGraphs:
         self._graphs: dict[Bucket, Replay] = {}
         self._is_off = False
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Those that have a graph."""
-        return list(self._graphs)
-
     def forget(self) -> None:
         """Give back all graphs and their memory."""
         self._graphs.clear()

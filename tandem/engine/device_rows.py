@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.block_table import BlockChange
+from tandem.engine.flat_batch import last_of
 from tandem.engine.row_table import RowTable
 from tandem.engine.sampling import uniforms
-from tandem.kernels.api import BLOCK_TOKENS, Kernels, PagedBatch, SampledRows
+from tandem.kernels.api import Kernels, PagedBatch, SampledRows
 
 
 class DeviceRows:
@@ -48,12 +49,8 @@ class DeviceRows:
     def next_tokens(self, index: Tensor, width: int) -> tuple[Tensor, Tensor, PagedBatch]:
         """The tokens and positions that the rows ``index[R]`` feed next, and where they stand; block tables of ``width`` columns."""
         lengths = self.length.index_select(0, index)
-        positions = lengths - 1
-        tables = self.block_tables[:, :width].index_select(0, index)
-        blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
-        slots = blocks.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        starts = torch.arange(len(index) + 1, dtype=torch.int32, device=index.device)
-        return self.last_token.index_select(0, index), positions, PagedBatch(starts, lengths.int(), tables, slots)
+        positions, batch = last_of(lengths, self.block_tables[:, :width].index_select(0, index))
+        return self.last_token.index_select(0, index), positions, batch
 
     def draw(self, kernels: Kernels, index: Tensor, logits: Tensor) -> SampledRows:
         """Draw a token for each of the rows ``index[R]`` from ``logits[R, V]``, with the number of its own position, and move the rows on."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.engine.flat_batch import add_chunks, decode_batch, span_batch, to_device
+from tandem.engine.flat_batch import chunk_batch, span_batch, to_device
 from tandem.engine.request import Sequence
 from tandem.engine.row_table import RowTable
 from tandem.engine.sampling import uniforms
@@ -24,7 +24,7 @@ class DraftModel:
         self._device = decoder.embed_tokens.device
 
     def read(self, chunks: tuple[Chunk, ...]) -> None:
-        batch = to_device(add_chunks(decode_batch(self._table, torch.empty(0, dtype=torch.int64)), chunks), self._device)
+        batch = to_device(chunk_batch(self._table, chunks), self._device)
         self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
         for chunk in chunks:
             for row in chunk.rows:

@@ -1,13 +1,15 @@
-"""What an engine has done and how well its memory was used, collected while it runs."""
+"""What an engine has done, how well its memory was used, and what it does now."""
 
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tandem.engine.lifecycle import ENDS, State, Transition
+from tandem.engine.request import Sequence
 from tandem.engine.scheduler import Decision
 from tandem.engine.speculative import SpeculationFigures
 from tandem.engine.state import SchedulerState
+from tandem.engine.stats import EngineStats
 from tandem.kernels.api import BLOCK_TOKENS
 
 _SAMPLE_EVERY = 4
@@ -43,10 +45,6 @@ class EngineFigures:
         """The share of the given slots that hold nothing."""
         return self.kv_unused / self.kv_slots if self.kv_slots else 0.0
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.drawn_tokens / self.busy_s if self.busy_s else 0.0
-
 
 class Meter:
     """Counts what goes into ``EngineFigures``."""
@@ -55,15 +53,12 @@ class Meter:
         self._steps = self._computed = self._drawn = self._padding = self._slots = self._unused = 0
         self._proposals = self._proposed = self._accepted = 0
         self._busy_s = 0.0
-        self._arrived: dict[str, float] = {}
         self._first_token_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._prompts: list[int] = []
 
-    def arrived(self, request_id: str) -> None:
-        self._arrived[request_id] = time.perf_counter()
-
-    def left(self, request_id: str) -> None:
-        self._arrived.pop(request_id, None)
+    def first_token(self, seconds: float) -> None:
+        """A request has drawn its first token, so long after its arrival."""
+        self._first_token_s.append(seconds)
 
     def stepped(self, state: SchedulerState, decision: Decision, guessed: Iterable[tuple[int, int, int]], seconds: float) -> None:
         """Take in a step of ``seconds`` before those that ended in it leave; ``guessed``: (row, proposed, accepted)."""
@@ -73,8 +68,6 @@ class Meter:
         for chunk in decision.prefill:
             self._computed += len(chunk.tokens)
             joined += len(chunk.rows)
-            if chunk.rows and chunk.request_id in self._arrived:
-                self._first_token_s.append(time.perf_counter() - self._arrived.pop(chunk.request_id))
         self._computed += len(decision.decode)
         self._drawn += len(decision.decode) + joined
         for _, proposed, accepted in guessed:
@@ -124,3 +117,28 @@ class Meter:
             unused += len(state.prefilling.blocks) * BLOCK_TOKENS - state.prefilling.computed
         self._slots += held * BLOCK_TOKENS
         self._unused += unused
+
+
+def stats_of(state: SchedulerState, num_open: int, num_requests: int, step_tokens: int, guesses: SpeculationFigures) -> EngineStats:
+    """The numbers of an engine with ``state``, in which ``num_open`` sequences of ``num_requests`` requests are not answered."""
+    prefilling = len(state.prefilling.sequences) if state.prefilling is not None else 0
+    running = len(state.decoding) + prefilling
+    return EngineStats(
+        num_requests_running=running,
+        num_requests_waiting=num_open - running,
+        kv_cache_usage=1 - state.allocator.free_count / state.allocator.count,
+        num_preemptions=state.counts[Transition.SWAP_OUT] + state.counts[Transition.RECOMPUTE],
+        step_tokens=step_tokens,
+        num_requests=num_requests,
+        num_swaps=state.counts[Transition.SWAP_OUT],
+        num_drafts=guesses.proposals,
+        num_draft_tokens=guesses.proposed,
+        num_accepted_tokens=guesses.accepted,
+    )
+
+
+def counts_of(state: SchedulerState, open_sequences: Iterable[Sequence]) -> dict[State, int]:
+    """How many sequences are in each state; all that were ever ``completed`` count."""
+    found = Counter(sequence.state for sequence in open_sequences)
+    found[State.COMPLETED] = sum(state.counts[transition] for transition in ENDS.values())
+    return {state: found[state] for state in State}

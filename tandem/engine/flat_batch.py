@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engine.row_table import RowTable
+from tandem.engine.row_table import RowTable, padded_tables
 from tandem.engine.scheduler import Chunk
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
 from tandem.model.lora import LoraBatch
@@ -26,13 +26,27 @@ def decode_batch(table: RowTable, index: Tensor) -> FlatBatch:
     """The next token of each of the rows ``index[R]``. Block tables are cut to the longest."""
     tokens = table.last_token.index_select(0, index)
     lengths = table.length.index_select(0, index)
-    positions = lengths - 1
     width = (int(lengths.max()) - 1) // BLOCK_TOKENS + 1 if len(index) else 1
-    tables = table.block_tables[:, :width].index_select(0, index)
+    return FlatBatch(tokens, *last_of(lengths, table.block_tables[:, :width].index_select(0, index)), None)
+
+
+def last_of(lengths: Tensor, tables: Tensor) -> tuple[Tensor, PagedBatch]:
+    """The positions [R] of the last tokens of R sequences, of ``lengths[R]`` tokens int64 in the blocks ``tables[R, B]``, and their batch."""
+    positions = lengths - 1
     blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
     slots = blocks.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
-    starts = torch.arange(len(index) + 1, dtype=torch.int32)
-    return FlatBatch(tokens, positions, PagedBatch(starts, lengths.int(), tables, slots), None)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    return positions, PagedBatch(starts, lengths.int(), tables, slots)
+
+
+def chunk_batch(table: RowTable, chunks: tuple[Chunk, ...]) -> FlatBatch:
+    """Prefill chunks and no decoding row."""
+    return add_chunks(empty_batch(table), chunks)
+
+
+def empty_batch(table: RowTable) -> FlatBatch:
+    """No token at all."""
+    return decode_batch(table, torch.empty(0, dtype=torch.int64))
 
 
 def advance(last: FlatBatch, tokens: Tensor) -> FlatBatch:
@@ -107,7 +121,5 @@ def _stack_tables(tables: Tensor, more: list[tuple[int, ...]]) -> Tensor:
     width = max(tables.shape[1], max(map(len, more)))
     out = torch.zeros(len(tables) + len(more), width, dtype=torch.int32)
     out[: len(tables), : tables.shape[1]] = tables
-    padded = [table + (0,) * (width - len(table)) for table in more]
-    # A block that was given back is never read; its number must be one all the same.
-    out[len(tables) :] = torch.tensor(padded, dtype=torch.int32).clamp_(min=0)
+    out[len(tables) :] = padded_tables(more, width)
     return out

@@ -10,9 +10,8 @@ from tandem.kernels.api import BLOCK_TOKENS
 
 
 def give_blocks(state: SchedulerState) -> tuple[list[BlockChange], list[BlockCopy], list[tuple[str, int]]]:
-    """Give every sequence that needs a block in this step one of its own; a change is noted for whoever comes to another block.
-    Where there are too few, sequences are preempted
-    first, so that nobody who was given one is preempted after it."""
+    """Give every sequence that needs a block in this step one of its own; a change is noted for whoever comes to another block. Where
+    there are too few, sequences are preempted first, so that nobody who was given one is preempted after it."""
     changes: list[BlockChange] = []
     copies: list[BlockCopy] = []
     preempted: list[tuple[str, int]] = []

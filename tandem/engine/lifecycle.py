@@ -8,6 +8,8 @@ from collections import Counter
 from enum import StrEnum
 from typing import Protocol
 
+from tandem.types import FinishReason
+
 
 class State(StrEnum):
     WAITING = "waiting"
@@ -50,6 +52,9 @@ TRANSITIONS: dict[Transition, tuple[frozenset[State], State]] = {
     Transition.ABORT: (_OPEN, State.COMPLETED),
 }
 """From which states to which."""
+
+ENDS = {FinishReason.STOP: Transition.STOP, FinishReason.LENGTH: Transition.BUDGET_STOP, FinishReason.ABORT: Transition.ABORT}
+"""How a sequence is completed, by the reason that its answer gives."""
 
 
 class HasState(Protocol):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
+from tandem.engine.llm_start import cache_blocks, check_device, check_ranks, dtype_of, tokenizer_of
 from tandem.engine.load import LoadFormat, check_quantization, load_decoder
 from tandem.engine.lora_request import LoRARequest
 from tandem.engine.outputs import RequestOutput
@@ -17,10 +19,7 @@ from tandem.engine.ranks import Ranks, RankSettings
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.engine.speculative import speculative_settings
-from tandem.kernels import BLOCK_TOKENS, KernelChoice
-from tandem.layout.bytes import kv_bytes_per_token
-from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import Cut
+from tandem.kernels import KernelChoice
 from tandem.model.huggingface import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
@@ -32,10 +31,6 @@ from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 DUMMY_VERSION = WeightVersion(-1, -1)
 """The version of random weights: what ``load_format="dummy"`` starts with."""
 
-DEFAULT_CACHE_BYTES = 1 << 30
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-PromptInput = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -80,8 +75,8 @@ class LLM:
         if load_format not in ("auto", "dummy"):
             raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
         check_kv_cache_dtype(kv_cache_dtype)
-        torch_dtype = _dtype(dtype)
-        _check_device(device)
+        torch_dtype = dtype_of(dtype)
+        check_device(device)
         guessing = None if speculative is None else speculative_settings(speculative)
         self._held: HeldModel | None = None
         if is_remote(model):
@@ -89,12 +84,12 @@ class LLM:
             self._held = store.hold(str(model))
             model = self._held.path
         shapes = read_shapes(model)
-        _check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
+        check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
         check_quantization(model, quantization, tensor_parallel_size, deterministic)
         length = shapes.max_positions if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
-            num_blocks=_blocks(shapes, torch_dtype, kv_cache_dtype, kv_cache_tokens, length, max_num_seqs),
+            num_blocks=cache_blocks(shapes, torch_dtype, kv_cache_dtype, kv_cache_tokens, length, max_num_seqs),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
@@ -113,7 +108,7 @@ class LLM:
             cuda_graphs=cuda_graphs,
         )
         settings.check(shapes.max_positions)
-        found = None if skip_tokenizer_init else _tokenizer(tokenizer, model)
+        found = None if skip_tokenizer_init else tokenizer_of(tokenizer, model)
         if found is not None and found.vocab_size > shapes.vocab_size:
             raise UserError(f"the tokenizer has {found.vocab_size} tokens and '{model}' {shapes.vocab_size}; they do not belong together")
         ranks = None
@@ -185,18 +180,17 @@ class LLM:
         completed and the asked number of prompts whenever one is completed. ``lora_request``: the adapter of all prompts,
         or one for each; it is loaded where it is not, and again where its folder has changed. ``num_draft_tokens``: guesses
         in one step at most (0: none; ``None``: what the engine was told). Raises ``UserError`` before any work. """
-        asked = self._prompts(prompts)
-        params = self._params(sampling_params, len(asked))
-        for name, given in (("request_keys", request_keys), ("priority", priority)):
-            if given is not None and len(given) != len(asked):
-                raise UserError(f"generate {name} has {len(given)} entries for {len(asked)} prompts; give one for each")
+        asked = prompts_of(prompts, self.engine.tokenizer)
+        params = params_of(sampling_params, len(asked))
+        check_count("request_keys", request_keys, len(asked))
+        check_count("priority", priority, len(asked))
         if self.engine.is_paused:
             raise UserError("the engine is paused; call engine.resume() before generate")
         for (_, tokens, _), own in zip(asked, params, strict=True):
             if own.is_streamed:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
-        adapters = self._lora_requests(lora_request, len(asked))
+        adapters = lora_requests_of(lora_request, len(asked), self.engine.settings.max_loras)
         names = []
         try:
             for i, ((text, tokens, salt), own) in enumerate(zip(asked, params, strict=True)):
@@ -260,51 +254,6 @@ class LLM:
                 on_progress(len(names) - missing, len(names))
         return [output for output in answers.values() if output is not None]
 
-    def _prompts(self, prompts: PromptInput | Sequence[PromptInput]) -> list[tuple[str | None, list[int], str]]:
-        """(text, token ids, salt) of every prompt."""
-        listed: Sequence[PromptInput] = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        asked: list[tuple[str | None, list[int], str]] = []
-        for prompt in listed:
-            given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
-            if not isinstance(given, Mapping) or not given.keys() & {"prompt", "prompt_token_ids"}:
-                raise UserError(f"prompt is {str(prompt)[:60]!r}; give a text or {{'prompt_token_ids': [...]}}")
-            unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                known = "prompt, prompt_token_ids and cache_salt"
-                raise UserError(f"prompt has the key {sorted(unknown)[0]!r}; known are {known}")
-            text, salt = given.get("prompt"), str(given.get("cache_salt") or "")
-            tokens = given.get("prompt_token_ids")
-            if tokens is None:
-                if self.engine.tokenizer is None:
-                    fix = "give {'prompt_token_ids': [...]}"
-                    raise UserError(f"prompt is a text and this engine has no tokenizer; {fix}")
-                tokens = self.engine.tokenizer.encode(str(text), add_special_tokens=True)
-            asked.append((text, [int(token) for token in tokens], salt))
-        return asked
-
-    @staticmethod
-    def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
-        if len(given) != count:
-            raise UserError(
-                f"generate sampling_params has {len(given)} entries for {count} prompts; give one, or one for each"
-            )
-        return list(given)
-
-    def _lora_requests(
-        self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
-    ) -> list[LoRARequest | None]:
-        """The adapter of each prompt."""
-        if given is None or isinstance(given, LoRARequest):
-            return [given] * count
-        if len(given) != count:
-            raise UserError(f"generate lora_request has {len(given)} entries for {count} prompts; give one, or one for each")
-        distinct, most = {request for request in given if request is not None}, self.engine.settings.max_loras
-        if 0 < most < len(distinct):
-            raise UserError(f"generate lora_request has {len(distinct)} adapters; this engine holds {most}: raise max_loras")
-        return list(given)
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @property
@@ -320,30 +269,6 @@ class LLM:
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version, given)
 
 
-def _check_ranks(shapes: ModelShapes, size: int, deterministic: bool, deadline_s: float, device: str) -> None:
-    if size < 1 or not deadline_s > 0:
-        raise UserError(
-            f"engine tensor_parallel_size is {size} and rank_deadline_s {deadline_s}; both must be above 0, the first a whole number"
-        )
-    if size > 1 and device != "cpu" and size > torch.cuda.device_count():
-        raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
-    try:
-        Cut(0, size, deterministic).check(shapes)
-    except ValueError as error:
-        raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind, index = torch.device(device).type, torch.device(device).index or 0
-    except RuntimeError:
-        raise UserError(f"engine device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'") from None
-    if kind not in ("cpu", "cuda"):
-        raise UserError(f"engine device is {device!r}; it must be 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"engine device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices, use one of them or 'cpu'")
-
-
 def _show(done: int, asked: int) -> None:
     end = "\n" if done == asked else ""
     print(f"\rgenerated {done} of {asked}", end=end, file=sys.stderr, flush=True)
@@ -354,34 +279,3 @@ def _show_download(here: int, total: int) -> None:
     bar = "=" * width + " " * (30 - width)
     end = "\n" if here == total else ""
     print(f"\rdownloading [{bar}] {here / 2**20:.0f} of {total / 2**20:.0f} MiB", end=end, file=sys.stderr, flush=True)
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
-        return torch.float32
-    if dtype not in DTYPES:
-        raise UserError(f"engine dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def _blocks(
-    shapes: ModelShapes, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, tokens: int, max_model_len: int, max_num_seqs: int
-) -> int:
-    """Blocks of the KV cache: ``tokens`` of them, or by default what all sequences fill within
-    ``DEFAULT_CACHE_BYTES``."""
-    if tokens:
-        return blocks_for(tokens)
-    per_block = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), kv_cache_dtype) * BLOCK_TOKENS
-    one = blocks_for(max_model_len)
-    return max(one, min(one * max_num_seqs, DEFAULT_CACHE_BYTES // per_block))
-
-
-def _tokenizer(given: str | Path | Tokenizer | None, model: str | Path) -> Tokenizer | None:
-    """The tokenizer asked for; the model's own where none is, and ``None`` where the model has none."""
-    if isinstance(given, Tokenizer):
-        return given
-    if given is not None:
-        return Tokenizer.from_folder(given)
-    return Tokenizer.from_folder(model) if (Path(model) / "tokenizer.json").is_file() else None

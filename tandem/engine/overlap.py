@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem.engine.block_copies import Moves, apply_moves
 from tandem.engine.cuda_graphs import Bucket, DecodeGraphs, Replay
 from tandem.engine.device_rows import DeviceRows, to_device
-from tandem.engine.flat_batch import add_chunks, decode_batch
+from tandem.engine.flat_batch import chunk_batch
 from tandem.engine.request import Sequence
 from tandem.engine.row_table import Selection
-from tandem.engine.runner import Runner
+from tandem.engine.runner import Runner, StopCheck
 from tandem.engine.scheduler import Chunk, Decision
 from tandem.engine.settings import EngineSettings
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch, SampledRows
@@ -82,8 +82,8 @@ class Overlap:
         landing, landed = _to_host(drawn)
         return Flight(decision, selection, tuple(decoding[row] for row in selection.rows), landing, landed)
 
-    def collect(self, flight: Flight, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]) -> None:
-        """Wait for ``flight`` and take down what it drew; rows that end are added to ``ended``. ``stopped``: as in ``Runner.run``."""
+    def collect(self, flight: Flight, ended: list[int], stopped: StopCheck) -> None:
+        """Wait for ``flight`` and take down what it drew; rows that end are added to ``ended``."""
         if flight.drawn is None or flight.selection is None:
             return
         if flight.landed is not None:
@@ -108,7 +108,7 @@ class Overlap:
     def _mixed(self, chunks: tuple[Chunk, ...], index: Tensor, width: int) -> Tensor | None:
         """The logits of the rows ``index``, which feed a token each, and of those that ``chunks`` end with; ``None`` where there are neither."""
         runner, device = self.runner, index.device
-        added = add_chunks(decode_batch(runner.table, torch.empty(0, dtype=torch.int64)), chunks)
+        added = chunk_batch(runner.table, chunks)
         tokens, positions, fed = self.rows.next_tokens(index, max(width, added.paged.block_tables.shape[1]))
         count, own = len(index), added.paged
         tables = torch.nn.functional.pad(own.block_tables, (0, fed.block_tables.shape[1] - own.block_tables.shape[1]))

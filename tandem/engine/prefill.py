@@ -7,7 +7,7 @@ from tandem.engine import batches
 from tandem.engine.block_table import RELEASED, BlockCopy, blocks_for, release_behind
 from tandem.engine.lifecycle import Transition, move
 from tandem.engine.prefix_cache import root_key
-from tandem.engine.request import Prefill, Request
+from tandem.engine.request import Prefill, Request, Sequence
 from tandem.engine.state import SchedulerState
 from tandem.kernels.api import BLOCK_TOKENS
 
@@ -23,6 +23,15 @@ class Place(NamedTuple):
 def queue(state: SchedulerState, prefill: Prefill) -> None:
     """Add ``prefill`` to those that wait."""
     heapq.heappush(state.waiting, (prefill.order, prefill))
+
+
+def queue_group(state: SchedulerState, sequences: list[Sequence], is_scored: bool) -> None:
+    """Add the prompt that ``sequences`` share. A group takes its rows at once; what no step could hold goes in parts, each of which shares
+    the prompt. Static reservations share nothing. ``is_scored``: as ``Prefill`` has it."""
+    size = 1 if state.limits.reservation else state.limits.max_num_seqs
+    for first in range(0, len(sequences), size):
+        part = sequences[first : first + size]
+        queue(state, Prefill(part, part[0].request.prompt_token_ids, is_scored=is_scored and first == 0))
 
 
 def head(state: SchedulerState) -> Prefill | None:

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tandem.engine.draft_model import DraftModel
+from tandem.engine.kv_cache import make_cache
 from tandem.engine.ngram import NgramProposer
 from tandem.engine.row_table import RowTable
 from tandem.engine.settings import EngineSettings
 from tandem.engine.speculative import Proposer, SpeculativeSettings
-from tandem.kernels import KVLayer, empty_cache
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
@@ -39,13 +39,7 @@ def make_proposer(
         )
     if not draft.is_packed:
         draft.pack()
-    return DraftModel(draft, draft_cache(draft, settings.num_blocks), table)
-
-
-def draft_cache(draft: Decoder, blocks: int) -> list[KVLayer]:
-    """An empty cache of ``blocks`` blocks for a draft model."""
-    shapes, weights = draft.shapes, draft.embed_tokens
-    return empty_cache((blocks, shapes.num_kv_heads, shapes.head_dim), shapes.num_layers, weights.dtype, weights.device)
+    return DraftModel(draft, make_cache(draft, settings.num_blocks), table)
 
 
 def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:

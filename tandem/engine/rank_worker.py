@@ -1,8 +1,7 @@
-"""A rank of a tensor-parallel engine but the first: ``python -m tandem.engine.rank_worker --channel FD``."""
+"""A rank of a tensor-parallel engine but the first: ``python -m tandem.engine.rank_worker --threads N --channel FD``."""
 
 import argparse
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from tandem.engine.block_copies import apply_moves, host_pool
 from tandem.engine.flat_batch import to_device
 from tandem.engine.forward import forward
+from tandem.engine.kv_cache import make_cache
 from tandem.engine.ranks import RankSettings
 from tandem.engine.step_message import decode_step
-from tandem.kernels import KVLayer, empty_cache, stored_dtype
+from tandem.kernels import KVLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_parts
@@ -71,10 +71,7 @@ class RankWorker:
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
         """The key-value cache and its swap space."""
-        local, embedding = self.decoder.local, self.decoder.embed_tokens
-        sizes = (int(meta["num_blocks"]), local.num_kv_heads, local.head_dim)
-        dtype = stored_dtype(meta["kv_cache_dtype"], embedding.dtype)
-        self.caches = empty_cache(sizes, local.num_layers, dtype, embedding.device)
+        self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"])
         self.host = host_pool(self.caches, int(meta["swap_blocks"]))
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
@@ -119,8 +116,10 @@ class RankWorker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", type=int, required=True)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    serve(RankWorker().methods(), parser.parse_args().channel)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    serve(RankWorker().methods(), options.channel)
 
 
 if __name__ == "__main__":

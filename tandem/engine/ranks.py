@@ -79,7 +79,8 @@ class Ranks:
         threads = Threads(max(1, torch.get_num_threads() // settings.size) if settings.device == "cpu" else 1)
         others = range(1, settings.size)
         names = [f"tensor-parallel rank {rank}" for rank in others]
-        self._workers = [Worker(name, "tandem.engine.rank_worker", threads=threads, output=self._log_of(name)) for name in names]
+        arguments = ["--threads", str(threads.count)]
+        self._workers = [Worker(name, "tandem.engine.rank_worker", arguments, threads=threads, output=self._log_of(name)) for name in names]
         self._callers = ThreadPoolExecutor(len(others), "rank")
         self._lock = threading.Lock()
         try:
@@ -92,11 +93,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes of ranks 1 to size - 1."""
-        return [worker.pid for worker in self._workers]
 
     def run(
         self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Mapping[str, bytes] | None = None,

@@ -9,6 +9,7 @@ from tandem.engine.grammars import GrammarCursor
 from tandem.engine.lifecycle import State
 from tandem.engine.logit_rules import LogitRules
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.text_watch import TextWatch
 from tandem.types import WeightVersion
 
 
@@ -39,6 +40,12 @@ class Request:
     draft_tokens: int = 0
     """Tokens that are proposed for it in one step at most (``tandem.engine.speculative``)."""
 
+    @property
+    def is_attended(self) -> bool:
+        """Whether the host has a part in each of its steps, so that none is launched before it has seen the one before."""
+        has_scores = self.params.logprobs is not None or self.params.prompt_logprobs is not None
+        return self.rules is not None or bool(self.adapter) or has_scores
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -64,8 +71,8 @@ class Sequence:
     sampling_logprobs: list[float] = field(default_factory=list)
     weight_versions: list[WeightVersion] = field(default_factory=list)
     top_logprobs: list[Any] = field(default_factory=list)
-    text_watch: Any = None
-    """The incremental detokenizer and stop search of a request with stop texts or a stream (``tandem.engine.text_watch``)."""
+    text_watch: TextWatch | None = None
+    """Of a request with stop texts or a stream."""
     streamed_tokens: int = 0
     streamed_characters: int = 0
     """How much of a stream was handed out."""

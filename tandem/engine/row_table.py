@@ -97,9 +97,7 @@ class RowTable:
 
     def _set_tables(self, index: Tensor, tables: list[list[int]]) -> None:
         width = max(map(len, tables))
-        padded = [table + [0] * (width - len(table)) for table in tables]
-        # A block that was given back is never read; its number must be one all the same.
-        self.block_tables[index, :width] = torch.tensor(padded, dtype=torch.int32).clamp_(min=0)
+        self.block_tables[index, :width] = padded_tables(tables, width)
 
     def change_blocks(self, changes: Series[BlockChange]) -> None:
         row, column, block = torch.tensor(changes).unbind(1)
@@ -203,3 +201,10 @@ class RowTable:
                 )
             )
         return found
+
+
+def padded_tables(tables: Series[Series[int]], width: int) -> Tensor:
+    """Block tables as [S, width] int32, short ones padded with 0."""
+    padded = [[*table, *[0] * (width - len(table))] for table in tables]
+    # A block that was given back is never read; its number must be one all the same.
+    return torch.tensor(padded, dtype=torch.int32).clamp_(min=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.adapters import Adapters
 from tandem.engine.block_copies import Moves, apply_moves
-from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, span_batch, to_device
+from tandem.engine.flat_batch import FlatBatch, add_chunks, advance, decode_batch, empty_batch, span_batch, to_device
 from tandem.engine.forward import Computed, forward
 from tandem.engine.logit_rules import Position, apply_rules
 from tandem.engine.prompt_scores import PromptScores
@@ -24,6 +24,9 @@ from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
 from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
+
+StopCheck = Callable[[tuple[int, ...]], list[int]]
+"""Asked of rows that have just drawn a token which of them end for a reason that is neither length nor a stop token."""
 
 
 class Guessed(NamedTuple):
@@ -58,18 +61,17 @@ class Runner:
         self._numbers: tuple[Selection | None, list[Tensor]] = (None, [])
 
     @torch.inference_mode()
-    def run(self, decision: Decision, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]) -> list[Guessed]:
+    def run(self, decision: Decision, ended: list[int], stopped: StopCheck) -> list[Guessed]:
         """Compute one step and draw its tokens into the table; returns what became of guesses.
 
-        ``stopped`` is asked of rows that have just drawn a token which of them end for a reason of its own; those and the ones
-        that end by length or stop token are added to ``ended`` as they are found, also where the step fails later."""
+        Rows that end are added to ``ended`` as they are found, also where the step fails later."""
         moves = Moves(decision.swap_outs, decision.swap_ins, decision.copies)
         apply_moves(self.caches + (self.proposer.caches if self.proposer is not None else []), self.host, moves)
         if decision.changes:
             self.table.change_blocks(decision.changes)
         if not (decision.decode or decision.prefill):
             if self.ranks is not None and any(moves):
-                self._forward(moves, decode_batch(self.table, torch.empty(0, dtype=torch.int64)), draws=False, scores=False)
+                self._forward(moves, empty_batch(self.table), draws=False, scores=False)
             return []
         guesses = self._guesses(decision)
         joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
@@ -99,18 +101,14 @@ class Runner:
             guesses[i] = tokens
         return guesses if any(guesses) else []
 
-    def _draw_once(
-        self, logits: Tensor, selection: Selection, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]
-    ) -> Tensor:
+    def _draw_once(self, logits: Tensor, selection: Selection, ended: list[int], stopped: StopCheck) -> Tensor:
         """Draw a token for every selected row; returns them on the CPU."""
         drawn = SampledRows(*(values.to("cpu") for values in self._draw(logits, selection)))
         self.take_down(selection, drawn, ended, stopped)
         return drawn.tokens
 
-    def take_down(
-        self, selection: Selection, drawn: SampledRows, ended: list[int], stopped: Callable[[tuple[int, ...]], list[int]]
-    ) -> None:
-        """Record what every selected row has drawn, which is on the CPU; rows that end by it are added to ``ended``. ``stopped``: as in ``run``."""
+    def take_down(self, selection: Selection, drawn: SampledRows, ended: list[int], stopped: StopCheck) -> None:
+        """Record what every selected row has drawn, which is on the CPU; rows that end by it are added to ``ended``."""
         if not math.isfinite(float(drawn.raw.sum())):
             raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
         has_ended = self.table.record(selection, *drawn)
@@ -119,8 +117,7 @@ class Runner:
         ended += stopped(selection.rows)
 
     def _draw_guessed(
-        self, logits: Tensor, selection: Selection, guesses: list[list[int]], ended: list[int],
-        stopped: Callable[[tuple[int, ...]], list[int]],
+        self, logits: Tensor, selection: Selection, guesses: list[list[int]], ended: list[int], stopped: StopCheck
     ) -> list[Guessed]:
         """As ``_draw_once``, and again for the rows whose guess was the token drawn, as long as there are any.
 

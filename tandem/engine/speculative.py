@@ -102,13 +102,3 @@ class SpeculationFigures:
     proposals: int = 0
     proposed: int = 0
     accepted: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """The accepted share of the proposed tokens."""
-        return self.accepted / self.proposed if self.proposed else 0.0
-
-    @property
-    def tokens_a_step(self) -> float:
-        """Tokens that a step with a proposal drew for a sequence, on average."""
-        return 1 + self.accepted / self.proposals if self.proposals else 1.0

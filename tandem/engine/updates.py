@@ -1,13 +1,66 @@
-"""What an update of the weights leaves as it is: requests that go on over keys and values of the old ones."""
+"""A whole set of weights takes the place of another, between two steps."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Series
 
+from torch import Tensor
+
+from tandem.engine import preemption
+from tandem.engine.draft_model import DraftModel
+from tandem.engine.lifecycle import Transition
+from tandem.engine.parts import Parts
+from tandem.engine.proposers import new_draft
 from tandem.engine.request import Sequence
 from tandem.engine.row_table import RowTable
-from tandem.engine.state import SchedulerState
+from tandem.engine.runner import Runner
+from tandem.engine.state import PauseMode, SchedulerState
+from tandem.model.huggingface import load_tensors
+from tandem.model.weight_digests import weight_digests
+from tandem.types import WeightVersion
 
 
-def keep(state: SchedulerState, table: RowTable, sequences: Series[Sequence]) -> None:
+def replace_weights(
+    parts: Parts, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, draft_tensors: Iterable[tuple[str, Tensor]] | None,
+    with_digests: bool,
+) -> dict[str, str]:
+    """As ``Engine.update_weights``, while no step is under way; returns the digests of the plain weights, where they are asked for."""
+    state, runner, overlap = parts
+    draft = None if draft_tensors is None else new_draft(runner.proposer, draft_tensors)
+    is_kept = state.pause is PauseMode.KEEP
+    held = list(state.decoding.values()) if is_kept else []
+    if is_kept:
+        state.read_back(held)
+    else:
+        preemption.preempt_all(state, Transition.UPDATE)
+    try:
+        digests = _load(runner, tensors, with_digests)
+    finally:
+        if is_kept:
+            _keep(state, runner.table, held)
+        if overlap is not None:
+            overlap.forget()
+    state.version = WeightVersion(*version)
+    if draft is not None and isinstance(runner.proposer, DraftModel):
+        runner.proposer.decoder = draft
+    # Keys of the old version cannot match any more. Their blocks are used first: their memory is warm.
+    state.allocator.forget_all()
+    return digests
+
+
+def _load(runner: Runner, tensors: Iterable[tuple[str, Tensor]], with_digests: bool) -> dict[str, str]:
+    if runner.ranks is not None:
+        runner.ranks.update_weights(tensors)
+        return {}
+    # Digests are those of plain weights, all of which must be there then.
+    load_tensors(runner.decoder, tensors, pack=not with_digests)
+    if not with_digests:
+        return {}
+    digests = weight_digests(runner.decoder)
+    runner.decoder.pack()
+    return digests
+
+
+def _keep(state: SchedulerState, table: RowTable, sequences: Series[Sequence]) -> None:
     """Let what is under way go on with the keys and values it has, which nobody else may find: the decoding ``sequences``, whose tokens
     were read back, the prefill under way, and what stands in host memory."""
     held = list(sequences)

@@ -9,7 +9,6 @@ float64 is the path of truth for values and gradients; it skips the tiles unless
 """
 
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from tandem.kernels.api import (
     TokenLogprobs,
     sum_in_order,
 )
-from tandem.kernels.kv_dtype import RoundKV, decode, encode
+from tandem.kernels.kv_dtype import RoundKV, encode
 from tandem.kernels.quantized import (
     PackedParts,
     PackedQuantized,
@@ -38,12 +37,12 @@ from tandem.kernels.quantized import (
     round_inputs,
     with_parts,
 )
+from tandem.kernels.reference_attention import attend, gather
+from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
+from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
 
-TILE_ROWS = 64
 FEWEST_COLUMNS = 16
 """Narrower products (2 to 11 columns were seen) give a row other bits by its place in the tile; they are padded."""
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits that ``token_logprobs`` holds at a time."""
 
 
 class ReferenceKernels:
@@ -95,7 +94,7 @@ class ReferenceKernels:
         return torch.cat(parts) if parts else self.linear(x, weight[0], None)
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
-        probabilities = logits.to(_compute_dtype(logits.dtype)).softmax(-1)
+        probabilities = logits.to(compute_dtype(logits.dtype)).softmax(-1)
         gates, experts = probabilities.sort(dim=-1, descending=True, stable=True)
         gates, experts = gates[:, :experts_per_token], experts[:, :experts_per_token]
         if normalised:
@@ -116,7 +115,7 @@ class ReferenceKernels:
             return self.grouped_linear(x, weight.data, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.contiguous().to(_compute_dtype(x.dtype))
+        wide = x.contiguous().to(compute_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight.to(wide.dtype) * normed).to(x.dtype)
 
@@ -132,7 +131,7 @@ class ReferenceKernels:
         q, k, v = qkv.view(len(qkv), query_heads + 2 * kv_heads, size).split([query_heads, kv_heads, kv_heads], dim=1)
         q = self.rms_norm(q, q_norm, eps) if q_norm is not None else q
         k = self.rms_norm(k, k_norm, eps) if k_norm is not None else k
-        cos, sin = cos_sin[positions.long()].to(_compute_dtype(qkv.dtype)).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = cos_sin[positions.long()].to(compute_dtype(qkv.dtype)).unsqueeze(1).chunk(2, dim=-1)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v.contiguous()
 
     def rope_to_cache(
@@ -158,7 +157,7 @@ class ReferenceKernels:
     ) -> Tensor:
         bounds = cu_seqlens.tolist()
         parts = [
-            _attend(q[start:end], k[start:end], v[start:end], 0, scale, window)
+            attend(q[start:end], k[start:end], v[start:end], 0, scale, window)
             for start, end in itertools.pairwise(bounds)
             if end > start
         ]
@@ -173,24 +172,24 @@ class ReferenceKernels:
                 if end > start:
                     first = length - (end - start)
                     behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
-                    k, v = _gather(cache, batch.block_tables[s], length, behind, q.dtype)
-                    out[start:end] = _attend(q[start:end], k, v, first, scale, window)
+                    k, v = gather(cache, batch.block_tables[s], length, behind, q.dtype)
+                    out[start:end] = attend(q[start:end], k, v, first, scale, window)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.to(_compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
+        gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
         # silu sees contiguous memory, so that an element never moves between a vector and a scalar remainder.
         return (gate / (1 + torch.exp(-gate.contiguous())) * up).to(gate_up.dtype)
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
         if not temperature > 0:
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
-        raw, scaled, entropy = _TokenLogprobs.apply(hidden, weight, targets.long(), temperature, self)
+        raw, scaled, entropy = TokenLogprobsFunction.apply(hidden, weight, targets.long(), temperature, self.linear)
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():
-            return _gather_columns(_log_softmax(logits), targets.long())
+            return gather_columns(log_softmax(logits), targets.long())
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
@@ -198,21 +197,17 @@ class ReferenceKernels:
         with torch.no_grad():
             greedy = temperature == 0
             divisor = torch.where(greedy, torch.ones_like(temperature), temperature)
-            scaled = _filter(logits.double() / divisor.double().unsqueeze(1), top_k, top_p, min_p)
+            scaled = filter_logits(logits.double() / divisor.double().unsqueeze(1), top_k, top_p, min_p)
             weights = torch.exp(scaled - scaled.amax(-1, keepdim=True))
             cumulative = weights.cumsum(-1)
             threshold = (uniform.double() * cumulative[:, -1]).unsqueeze(1)
             drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
             # The last token with weight: where rounding carries the threshold to the very end of the sum.
             last = logits.shape[1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(-1)
-            tokens = torch.where(greedy, _first_argmax(logits), torch.minimum(drawn, last))
-            sampling = _gather_columns(scaled.log_softmax(-1), tokens).to(_compute_dtype(logits.dtype))
+            tokens = torch.where(greedy, first_argmax(logits), torch.minimum(drawn, last))
+            sampling = gather_columns(scaled.log_softmax(-1), tokens).to(compute_dtype(logits.dtype))
             sampling = torch.where(greedy, torch.zeros_like(sampling), sampling)
             return SampledRows(tokens, self.logits_logprobs(logits, tokens), sampling)
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -255,138 +250,3 @@ class _TiledLinear(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def _gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first ``length`` keys and values, each [length, Hkv, D], that ``table[B]`` names; zeros for its first ``behind``
-    blocks, which no query sees and which may belong to others by now."""
-    blocks = table[behind : -(-length // BLOCK_TOKENS)].long()
-    skipped = behind * BLOCK_TOKENS
-    key_scales = None if cache.key_scales is None else cache.key_scales[blocks].unsqueeze(2)
-    value_scales = None if cache.value_scales is None else cache.value_scales[blocks].unsqueeze(3)
-    keys = decode(cache.keys[blocks], key_scales, dtype).permute(0, 3, 1, 2).flatten(0, 1)[: length - skipped]
-    values = decode(cache.values[blocks], value_scales, dtype).permute(0, 2, 1, 3).flatten(0, 1)[: length - skipped]
-    return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
-    """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
-
-    A row that sees a value that is not finite is NaN; to one that does not, it is 0. Tile t holds the positions
-    ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
-    """
-    count, query_heads, size = q.shape
-    kv_heads, group = k.shape[1], query_heads // k.shape[1]
-    last = first + count
-    end = -(-last // TILE_ROWS) * TILE_ROWS
-    keys = F.pad(k, (0, 0, 0, 0, 0, end - last)).permute(1, 2, 0)
-    values = F.pad(v, (0, 0, 0, 0, 0, end - last)).permute(1, 0, 2)
-    wrong = None if bool(values.isfinite().all()) else ~values.isfinite()
-    if wrong is not None:
-        values = values.masked_fill(wrong, 0.0)
-    tiles = []
-    for tile in range(first // TILE_ROWS, end // TILE_ROWS):
-        begin, width = tile * TILE_ROWS, (tile + 1) * TILE_ROWS
-        low, high = max(first, begin), min(last, width)
-        rows = F.pad(q[low - first : high - first], (0, 0, 0, 0, low - begin, width - high))
-        rows = rows.view(TILE_ROWS, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, -1, size)
-        scores = torch.bmm(rows, keys[:, :, :width].contiguous()) * scale
-        at = torch.arange(begin, width, device=q.device).unsqueeze(1)
-        seen = torch.arange(width, device=q.device).unsqueeze(0)
-        hidden = seen > at
-        if window is not None:
-            hidden = hidden | (seen <= at - window)
-        scores = scores.view(kv_heads, group, TILE_ROWS, width).masked_fill(hidden, -math.inf)
-        weights = scores.to(_compute_dtype(q.dtype)).softmax(-1).to(q.dtype).view(kv_heads, group * TILE_ROWS, width)
-        out = torch.bmm(weights, values[:, :width].contiguous())
-        if wrong is not None:
-            sees = (~hidden).to(q.dtype).repeat(group, 1).expand(kv_heads, -1, -1)
-            out = out.masked_fill(torch.bmm(sees, wrong[:, :width].to(q.dtype)) > 0, math.nan)
-        out = out.view(kv_heads, group, TILE_ROWS, size).permute(2, 0, 1, 3).reshape(TILE_ROWS, query_heads, size)
-        tiles.append(out[low - begin : high - begin])
-    return torch.cat(tiles)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.contiguous().log_softmax(-1, dtype=_compute_dtype(logits.dtype))
-
-
-def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    return x.gather(1, columns.unsqueeze(1)).squeeze(1)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Logits are computed chunk by chunk, and again in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, kernels: ReferenceKernels
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.kernels = temperature, kernels
-        raw = hidden.new_empty(len(hidden), dtype=_compute_dtype(hidden.dtype))
-        scaled, entropy = torch.empty_like(raw), torch.empty_like(raw)
-        for rows in _chunks(hidden, weight):
-            logits = kernels.linear(hidden[rows], weight, None)
-            logprobs = _log_softmax(logits)
-            raw[rows] = _gather_columns(logprobs, targets[rows])
-            if temperature != 1:
-                logprobs = _log_softmax(logits / temperature)
-                scaled[rows] = _gather_columns(logprobs, targets[rows])
-            # A token of probability 0 has entropy 0, and not 0 * -inf.
-            entropy[rows] = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
-        ctx.mark_non_differentiable(entropy)
-        return raw, scaled, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad_raw: Tensor, grad_scaled: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden, weight):
-            logits = ctx.kernels.linear(hidden[rows], weight, None)
-            grad = _logprob_grad(_log_softmax(logits), targets[rows], grad_raw[rows])
-            if ctx.temperature != 1:
-                scaled = _log_softmax(logits / ctx.temperature)
-                grad += _logprob_grad(scaled, targets[rows], grad_scaled[rows] / ctx.temperature)
-            grad = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None
-
-
-def _logprob_grad(logprobs: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
-    out = logprobs.exp_().mul_(-grad.unsqueeze(1))
-    return out.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // weight.shape[0] // TILE_ROWS) * TILE_ROWS
-    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
-
-
-def _first_argmax(x: Tensor) -> Tensor:
-    """The lowest index among equals: torch's argmax leaves that open."""
-    return (x == x.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
-
-
-def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """min-p, then top-k, then top-p on what is left, in vLLM's order. Filtered logits become -inf; among equal logits
-    the lowest ids stay."""
-    width = scaled.shape[1]
-    if bool((min_p > 0).any()):
-        floor = scaled.amax(-1, keepdim=True) + min_p.double().log().unsqueeze(1)
-        scaled = scaled.masked_fill(scaled < floor, -math.inf)
-    if bool((top_k > 0).any()) or bool((top_p < 1).any()):
-        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(width, device=scaled.device)
-        limit = torch.where(top_k > 0, top_k, torch.full_like(top_k, width)).unsqueeze(1)
-        ordered = ordered.masked_fill(rank >= limit, -math.inf)
-        weights = ordered.softmax(-1)
-        before = weights.cumsum(-1) - weights
-        dropped = (before >= top_p.double().unsqueeze(1)) & (top_p < 1).unsqueeze(1) & (rank > 0)
-        scaled = torch.full_like(scaled, -math.inf).scatter(1, order, ordered.masked_fill(dropped, -math.inf))
-    return scaled

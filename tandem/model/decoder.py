@@ -13,10 +13,11 @@ from tandem.kernels.kv_dtype import stored_dtype
 from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
-from tandem.model.attention import AttentionContext, AttentionLayer, PackedContext, PagedContext
+from tandem.model.attention import AttentionContext, PackedContext, PagedContext
 from tandem.model.context_parallel import SharedContext
 from tandem.model.layer import Layer, Linear, Norm
-from tandem.model.layer_pass import AroundLayer, LayerBatch, LayerWeights, run_layer
+from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
+from tandem.model.layer_weights import LayerWeights, layer_weights
 from tandem.model.lora import LoraBatch
 from tandem.model.moe import ExpertLayer
 from tandem.model.parallel import Collectives, ModelParallel, training_collectives
@@ -305,38 +306,11 @@ class Decoder(nn.Module):
         return cast("list[Layer]", list(self.layers))
 
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
-        shapes = self.local
-        # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
-        # the sum, so that all have its gradient at the same moment.
-        is_summed = not self.cut.deterministic and self.cut.size > 1
-        late = is_summed and self.parallel is not None
-        biased = not is_summed or (not late and self.cut.rank == 0)
-        heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
-        steps = []
-        for place, (index, layer) in enumerate(zip(self.layer_numbers, self._layers(), strict=True)):
-            q_norm = layer.q_norm.weight if layer.q_norm is not None else None
-            k_norm = layer.k_norm.weight if layer.k_norm is not None else None
-            attention = AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps)
-            qkv, output, gate_up, down = (*matrices[place], None, None)[:4]
-            steps.append(
-                LayerWeights(
-                    layer.input_layernorm.weight,
-                    attention,
-                    qkv,
-                    layer.qkv_proj.bias,
-                    output,
-                    layer.o_proj.bias if biased else None,
-                    layer.post_attention_layernorm.weight,
-                    gate_up,
-                    layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
-                    down,
-                    layer.down_proj.bias if layer.down_proj is not None and biased else None,
-                    experts[place],
-                    layer.o_proj.bias if late else None,
-                    layer.down_proj.bias if layer.down_proj is not None and late else None,
-                )
-            )
-        return steps
+        trains = self.parallel is not None
+        return [
+            layer_weights(layer, index, own, mixture, self.local, self.cut, trains)
+            for layer, index, own, mixture in zip(self._layers(), self.layer_numbers, matrices, experts, strict=True)
+        ]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         if self._packed is not None:

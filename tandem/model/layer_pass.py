@@ -8,33 +8,14 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight
-from tandem.model.attention import AttentionContext, AttentionLayer, attend
+from tandem.model.attention import AttentionContext, attend
 from tandem.model.context_parallel import SharedContext
+from tandem.model.layer_weights import LayerWeights
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
-from tandem.model.moe import ExpertLayer, mixture
+from tandem.model.moe import mixture
 from tandem.model.parallel import Collectives
 from tandem.model.router_balance import RouterBalance
 from tandem.runtime.communicator import Communicator
-
-
-class LayerWeights(NamedTuple):
-    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
-    ``summed_output_bias`` and ``summed_down_bias``: in place of the other two where they are added after ranks have summed."""
-
-    input_norm: Tensor
-    attention: AttentionLayer
-    qkv: Any
-    qkv_bias: Tensor | None
-    output: Any
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Any
-    gate_up_bias: Tensor | None
-    down: Any
-    down_bias: Tensor | None
-    experts: ExpertLayer | None
-    summed_output_bias: Tensor | None = None
-    summed_down_bias: Tensor | None = None
 
 
 class LayerBatch(NamedTuple):

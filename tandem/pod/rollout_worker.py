@@ -13,7 +13,7 @@ from tandem.rl.rollout.groups import samples_of, sampling_params
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import RunError, WeightVersion
-from tandem.types.wire import decode_prompts, encode_samples
+from tandem.types.wire_records import decode_prompts, encode_samples
 
 logger = logging.getLogger(__name__)
 

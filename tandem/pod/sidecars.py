@@ -11,7 +11,7 @@ from typing import Any
 from tandem.pod.channel import Channel
 from tandem.runtime.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
-from tandem.types.wire import decode_samples, encode_prompts, encode_samples, encode_scores
+from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.save import load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
-from tandem.types.wire import decode_samples, decode_scores
+from tandem.types.wire_records import decode_samples, decode_scores
 
 logger = logging.getLogger(__name__)
 

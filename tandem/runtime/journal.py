@@ -24,7 +24,7 @@ from tandem.runtime.sqlite_file import connect, errors, transaction
 from tandem.types.errors import RunError
 from tandem.types.sample import Sample
 from tandem.types.score import Score
-from tandem.types.wire import decode_samples, decode_scores, encode_samples, encode_scores
+from tandem.types.wire_records import decode_samples, decode_scores, encode_samples, encode_scores
 
 COMMITS = ("commit_samples", "commit_scores", "commit_evaluation", "commit_checkpoint", "record_event")
 """The journal's commits: names of fault points. A transition's fault point has the name of its state."""

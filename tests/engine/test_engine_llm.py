@@ -67,7 +67,7 @@ def test_the_tokenizer_is_the_engines_own(make_llm: Callable[..., LLM]) -> None:
 def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(make_llm: Callable[..., LLM]) -> None:
     with make_llm() as llm:
         llm.generate("abc", PARAMS)
-        weights, cache = weakref.ref(llm.engine._decoder), weakref.ref(llm.engine._runner)
+        weights, cache = weakref.ref(llm.engine.decoder), weakref.ref(llm.engine._runner)
     gc.collect()
     assert weights() is None and cache() is None
     with pytest.raises(RunError, match="this LLM is closed"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine.draft_model import DraftModel
 from tandem.engine.llm import LLM
 from tandem.engine.outputs import CompletionOutput
 from tandem.engine.sampling_params import SamplingParams
@@ -67,7 +68,7 @@ def before_and_after_an_update(llm: LLM, folders: dict[str, Path]) -> tuple[Comp
         engine.add_request(prompt, engine.tokenizer.encode(prompt), PARAMS, key=key)
     for _ in range(12):
         engine.step()
-    draft = dict(read_tensors(folders["draft"])) if engine._speculative is not None and engine._speculative.model is not None else None
+    draft = dict(read_tensors(folders["draft"])) if isinstance(engine._runner.proposer, DraftModel) else None
     llm.update_weights(dict(read_tensors(folders["new"])), WeightVersion(0, 1), draft)
     while engine.has_unfinished_requests:
         engine.step()

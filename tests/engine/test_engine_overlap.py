@@ -113,8 +113,8 @@ def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callab
     rows = overlap_of(llm).rows
     assert int(rows.length[rows.padding]) == 1
     # Five rows and three are no bucket: both were filled up.
-    assert {bucket.rows for bucket in graphs.buckets} <= {1, 2, 4, 6}
-    assert graphs.buckets
+    assert {bucket.rows for bucket in graphs._graphs} <= {1, 2, 4, 6}
+    assert graphs._graphs
 
 
 def test_graphs_are_made_anew_after_an_update_and_a_sleep(
@@ -123,7 +123,7 @@ def test_graphs_are_made_anew_after_an_update_and_a_sleep(
     llm = make_llm(weights=1, overlap="on")
     graphs = with_graphs(llm)
     generate(llm)
-    assert graphs.buckets
+    assert graphs._graphs
     llm.update_weights(read_tensors(make_folder("qwen3", 0)), WeightVersion(0, 7))
     made: list[int] = []
     graphs._capture = lambda step: (made.append(1), step)[1]
@@ -133,7 +133,7 @@ def test_graphs_are_made_anew_after_an_update_and_a_sleep(
     before = len(made)
     assert before > 0
     llm.engine.sleep()
-    assert graphs.buckets == []
+    assert not graphs._graphs
     llm.engine.wake_up()
     assert generate(llm) == updated
     assert len(made) > before
@@ -250,7 +250,7 @@ def test_no_plan_is_made_ahead_that_could_take_a_block_away(make_llm: Callable[.
     own = preemption._requeue
 
     def watched(*given: Any, **named: Any) -> Any:
-        assert engine._flight is None
+        assert engine._steps.flight is None
         return own(*given, **named)
 
     monkeypatch.setattr(preemption, "_requeue", watched)

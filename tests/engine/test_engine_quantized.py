@@ -97,7 +97,7 @@ def test_the_matrices_are_really_quantised_and_the_outputs_move_a_little(
     make_quantised: Make, make_llm: Make, kind: str
 ) -> None:
     llm = make_quantised(kind)
-    decoder = llm.engine._decoder
+    decoder = llm.engine.decoder
     assert decoder._packed is not None
     for step in decoder._packed:
         assert all(isinstance(matrix, PackedQuantized) for matrix in (step.qkv, step.output, step.gate_up, step.down))
@@ -123,7 +123,7 @@ def test_an_update_in_plain_tensors_is_rounded_on_arrival(
     llm.update_weights([(name, tensor.to(torch.float32)) for name, tensor in to_huggingface(new)], WeightVersion(0, 1))
     after = generate(llm)
     assert after != before
-    decoder = llm.engine._decoder
+    decoder = llm.engine.decoder
     assert decoder._packed is not None
     assert isinstance(decoder._packed[0].qkv, PackedQuantized)
     if kind != "awq":
@@ -158,10 +158,10 @@ def test_two_ranks_hold_half_of_the_quantised_rows_each_and_have_the_bits_of_one
     expected = generate(one)
     new = list(to_huggingface(load_model(make_folder("qwen3", 5), select("reference"))))
     with contextlib.closing(make_quantised(kind, tensor_parallel_size=2, kv_cache_tokens=128, max_num_batched_tokens=23)) as two:
-        assert two.engine._decoder._packed is not None
-        packed = two.engine._decoder._packed[0].output
+        assert two.engine.decoder._packed is not None
+        packed = two.engine.decoder._packed[0].output
         assert isinstance(packed, PackedQuantized)
-        assert packed.rows * 2 == one.engine._decoder.shapes.hidden_size
+        assert packed.rows * 2 == one.engine.decoder.shapes.hidden_size
         assert generate(two) == expected
         for llm in (one, two):
             llm.update_weights(new, WeightVersion(0, 1))

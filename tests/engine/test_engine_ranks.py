@@ -151,9 +151,14 @@ def test_random_weights_are_those_of_one_rank(make_folder, make_llm, ranks) -> N
     assert generate(ranks(make_folder(), load_format="dummy", seed=5)) == expected
 
 
+def pids_of(llm) -> list[int]:
+    """The processes of all ranks but the first."""
+    return [worker.pid for worker in llm.engine._ranks._workers]
+
+
 def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
     llm = start(make_folder())
-    victim = llm.engine._ranks.pids[0]
+    victim = pids_of(llm)[0]
     llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(3):
         llm.engine.step()
@@ -173,7 +178,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
 @pytest.mark.full
 def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
     llm = start(uneven(tmp_path / "model", num_heads=8, num_kv_heads=2), tensor_parallel_size=4)
-    os.kill(llm.engine._ranks.pids[1], signal.SIGKILL)
+    os.kill(pids_of(llm)[1], signal.SIGKILL)
     with pytest.raises(RunError, match=r"^tensor-parallel rank 2 died while 'step' ran: killed by SIGKILL"):
         generate(llm)
     llm.close()
@@ -185,7 +190,7 @@ def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
     ranks = llm.engine._ranks
     # The ranks have met under the longer deadline; from here on one second is enough.
     object.__setattr__(ranks._settings, "deadline_s", 1.0)
-    os.kill(ranks.pids[0], signal.SIGSTOP)
+    os.kill(pids_of(llm)[0], signal.SIGSTOP)
     with pytest.raises(RunError, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed") as raised:
         generate(llm)
     log = re.search(r"\(log: (.*)\)", str(raised.value))
@@ -196,7 +201,7 @@ def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
 
 def test_a_closed_engine_leaves_no_process_and_says_so(make_folder) -> None:
     llm = start(make_folder())
-    pids = llm.engine._ranks.pids
+    pids = pids_of(llm)
     llm.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

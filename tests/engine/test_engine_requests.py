@@ -176,7 +176,7 @@ def test_generate_that_is_interrupted_leaves_no_request_behind(make_llm: Callabl
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm.engine._runner, "_draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         llm.generate(["abc", "def"], SamplingParams(n=4))
-    assert not llm.engine._answers
+    assert not llm.engine.request_ids
     again = llm.generate(["abc"], SamplingParams(seed=1))
     assert [answer.outputs for answer in again] == [answer.outputs for answer in expected]
     llm.engine.check_integrity()
@@ -243,7 +243,7 @@ def test_one_sampling_params_for_each_prompt_or_one_for_all(make_llm: Callable[.
 def test_weights_that_are_no_numbers_stop_the_step_with_one_line(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     with torch.no_grad():
-        llm.engine._decoder.norm.weight.fill_(float("nan"))
+        llm.engine.decoder.norm.weight.fill_(float("nan"))
     with pytest.raises(RunError, match="not finite"):
         llm.generate("abc")
-    assert not llm.engine._answers
+    assert not llm.engine.request_ids

@@ -106,7 +106,7 @@ def test_graphs_are_replayed_and_made_anew_after_an_update(folders: list[Path]) 
     generate(llm)
     generate(llm)
     overlap = llm.engine._overlap
-    assert overlap is not None and overlap.graphs is not None and overlap.graphs.buckets
+    assert overlap is not None and overlap.graphs is not None and overlap.graphs._graphs
     llm.update_weights(read_tensors(folders[0]), WeightVersion(0, 1))
     updated, expected = generate(llm), generate(llm_of(folders[0], overlap="off"))
     assert [c[0].token_ids for c in updated] == [c[0].token_ids for c in expected]

@@ -18,7 +18,7 @@ def test_no_package_imports_from_one_above_it() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "tandem", "tandem.config.recipe", "tandem.types", "tandem.types.wire", "tandem.layout.shapes", "tandem.layout.sharding",
+        "tandem", "tandem.config.recipe", "tandem.types", "tandem.types.wire", "tandem.types.wire_records", "tandem.layout.shapes", "tandem.layout.sharding",
         "tandem.estimate.memory", "tandem.cli.main", "tandem.runtime.journal", "tandem.runtime.rpc", "tandem.pod.shim",
         "tandem.rl.rewards.worker", "tandem.jobs.start", "tandem.report.run_report",
     ],

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from tandem.types import Batch, FinishReason, Prompt, Sample, Score, ScoreState, TrainSequence, WeightVersion, wire
+from tandem.types import FinishReason, Prompt, Sample, Score, ScoreState, WeightVersion, wire, wire_records
 
 AWKWARD_FLOATS = (0.1, -0.0, 5e-324, 1.7976931348623157e308, math.pi, -math.inf, math.inf, 2**-149)
 
@@ -32,7 +32,7 @@ def sample(i: int, n: int, seed: int = 0) -> Sample:
 
 def test_samples_come_back_with_the_bits_they_had():
     samples = [sample(i, n) for i, n in enumerate((5, 0, 1, 33))]
-    back = wire.decode_samples(wire.encode_samples(samples))
+    back = wire_records.decode_samples(wire_records.encode_samples(samples))
     assert back == samples
     for old, new in zip(samples, back, strict=True):
         assert bits(old.logprobs) == bits(new.logprobs)
@@ -41,7 +41,7 @@ def test_samples_come_back_with_the_bits_they_had():
 
 
 def test_the_same_samples_have_the_same_bytes():
-    assert wire.encode_samples([sample(3, 9)]) == wire.encode_samples([sample(3, 9)])
+    assert wire_records.encode_samples([sample(3, 9)]) == wire_records.encode_samples([sample(3, 9)])
 
 
 def test_scores_of_every_state_come_back():
@@ -51,30 +51,20 @@ def test_scores_of_every_state_come_back():
         Score("c", ScoreState.INFRASTRUCTURE_FAULT, None, {"judge": math.inf}, None, "the judge hung"),
         Score("d", ScoreState.NUMBER, 5e-324),
     ]
-    back = wire.decode_scores(wire.encode_scores(scores))
+    back = wire_records.decode_scores(wire_records.encode_scores(scores))
     assert back == scores
     assert [list(score.components) for score in back] == [list(score.components) for score in scores]
     assert math.copysign(1, back[0].components["format"]) == -1
 
 
-def test_a_batch_comes_back_and_none_is_not_empty():
-    full = TrainSequence("a", (1, 2, 3), 1, (0.0, 1.0, 1.0), (0.0, 0.1, 0.2), (0.0, -1.5, -2.5), (0.0, -1.0, -2.0), (0.0, -3.0, -4.0), 5)
-    bare = TrainSequence("b", (4,), 1, (0.0,))
-    empty = TrainSequence("c", (), 0, (), reference_logprobs=())
-    batch = Batch(9, (full, bare, empty), 32)
-    back = wire.decode_batch(wire.encode_batch(batch))
-    assert back == batch
-    assert back.sequences[1].reference_logprobs is None and back.sequences[2].reference_logprobs == ()
-
-
 def test_prompts_come_back_with_their_json_values():
     prompts = [Prompt("p", "text", (1, 2), {"answer": [1, 2.5, None]}, "sort", {"n": 3}), Prompt("q", "", (), None)]
-    assert wire.decode_prompts(wire.encode_prompts(prompts)) == prompts
+    assert wire_records.decode_prompts(wire_records.encode_prompts(prompts)) == prompts
 
 
 def test_a_prompt_that_is_no_json_is_refused():
     with pytest.raises(ValueError, match="not JSON"):
-        wire.encode_prompts([Prompt("p", "text", (1,), object())])
+        wire_records.encode_prompts([Prompt("p", "text", (1,), object())])
 
 
 @pytest.mark.parametrize("field", ["logprobs", "sampling_logprobs", "weight_versions"])
@@ -83,25 +73,25 @@ def test_a_sample_with_a_missing_token_value_is_refused(field):
 
     broken = dataclasses.replace(sample(1, 4), **{field: getattr(sample(1, 4), field)[:-1]})
     with pytest.raises(ValueError, match=f"{field} has 3 entries for 4 tokens"):
-        wire.encode_samples([broken])
+        wire_records.encode_samples([broken])
 
 
 def test_every_truncation_is_refused():
-    data = wire.encode_samples([sample(i, 3) for i in range(3)])
+    data = wire_records.encode_samples([sample(i, 3) for i in range(3)])
     for length in range(len(data)):
         with pytest.raises(ValueError):
-            wire.decode_samples(data[:length])
+            wire_records.decode_samples(data[:length])
 
 
 def test_a_flipped_byte_never_raises_anything_but_value_error():
-    data = wire.encode_samples([sample(i, 3) for i in range(3)])
+    data = wire_records.encode_samples([sample(i, 3) for i in range(3)])
     draw = random.Random(1)
     for _ in range(2000):
         at, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
         broken = bytearray(data)
         broken[at] ^= bit
         with contextlib.suppress(ValueError):
-            wire.decode_samples(bytes(broken))
+            wire_records.decode_samples(bytes(broken))
 
 
 def test_sizes_that_lie_are_refused_before_anything_is_allocated():
@@ -113,7 +103,7 @@ def test_sizes_that_lie_are_refused_before_anything_is_allocated():
 
 def test_one_kind_of_frame_is_not_taken_for_another():
     with pytest.raises(ValueError, match="expected scores, found a frame of 'samples'"):
-        wire.decode_scores(wire.encode_samples([]))
+        wire_records.decode_scores(wire_records.encode_samples([]))
 
 
 def test_a_frame_carries_bytes_as_they_are():
@@ -124,4 +114,4 @@ def test_a_frame_carries_bytes_as_they_are():
 
 def test_a_token_beyond_int32_is_refused_not_wrapped():
     with pytest.raises(ValueError, match="does not fit"):
-        wire.encode_prompts([Prompt("p", "", (2**31,))])
+        wire_records.encode_prompts([Prompt("p", "", (2**31,))])

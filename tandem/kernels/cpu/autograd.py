@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import PackedWeight
+from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense
 
 _CHUNK_LOGITS = 1 << 22
@@ -143,7 +144,7 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int], q_norm: Tensor | None,
-        k_norm: Tensor | None, eps: float, calls: Calls,
+        k_norm: Tensor | None, eps: float, calls: AttentionCalls,
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv, cos_sin, positions = dense(qkv), dense(cos_sin), positions.long().contiguous()
         ctx.save_for_backward(qkv, positions, cos_sin, q_norm, k_norm)
@@ -164,7 +165,7 @@ class RoundKV(torch.autograd.Function):
     """The gradient goes straight through (Bengio et al., 2013)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, calls: Calls) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, calls: AttentionCalls) -> Tensor:
         return calls.round_kv(dense(x), dtype)
 
     @staticmethod
@@ -175,7 +176,7 @@ class RoundKV(torch.autograd.Function):
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: Calls
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: AttentionCalls
     ) -> Tensor:
         q, k, v = dense(q), dense(k), dense(v)
         log_sum = torch.empty(q.shape[:2], dtype=torch.float32)

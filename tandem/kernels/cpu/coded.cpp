@@ -258,8 +258,8 @@ void tandem_coded_pack(int kind, const uint8_t* codes, int64_t n, int64_t k, uin
 }
 
 // out[m, n] = x[m, k] (decoded weight)[n, k]^T + bias. scales and zeros are [panel][group][64], or null.
-void tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const float* scales, const float* zeros, int64_t group,
-                         const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
+int tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const float* scales, const float* zeros, int64_t group,
+                        const float* bias, int64_t m, int64_t n, int64_t k, float* out) {
   if (m <= FEW_ROWS && k > 0) {
     const int64_t panels = (n + PANEL - 1) / PANEL, groups = (k + group - 1) / group;
     const int threads = threads_for(m * n * k + n * k);
@@ -271,10 +271,10 @@ void tandem_coded_linear(const float* x, int kind, const uint8_t* packed, const 
       for (int64_t row = 0; row < m; row += TILE_ROWS, t.x += TILE_ROWS * k, t.out += TILE_ROWS * n)
         FEW.of[kind][zeros != nullptr][std::min<int64_t>(TILE_ROWS, m - row) - 1](t);
     }
-    return;
+    return 0;
   }
   const CodedWeight codes(kind, packed, scales, zeros, k, group);
-  multiply({m, n, k, {x, k, 1}, {nullptr, Layout::CODED, 0, &codes}, out, n, bias, false});
+  return or_out_of_memory([&] { multiply({m, n, k, {x, k, 1}, {nullptr, Layout::CODED, 0, &codes}, out, n, bias, false}); });
 }
 
 // Each run of `group` columns of a row rounded to e4m3 under a scale of its own, the largest magnitude over 448, and back: what a

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd
+from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
@@ -22,6 +23,7 @@ class CpuKernels:
 
     def __init__(self, library: Library) -> None:
         self._calls = Calls(library)
+        self._attention = AttentionCalls(library)
         self._quantized = QuantizedCalls(library)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,29 +82,29 @@ class CpuKernels:
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _wants_grad(qkv, q_norm, k_norm):
-            return autograd.Rope.apply(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, self._calls)  # type: ignore[no-any-return]
-        return self._calls.rope(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps)
+            return autograd.Rope.apply(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, self._attention)  # type: ignore[no-any-return]
+        return self._attention.rope(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps)
 
     def rope_to_cache(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
     ) -> Tensor:
-        return self._calls.rope_to_cache(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
+        return self._attention.rope_to_cache(dense(qkv), positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
 
     def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            return autograd.RoundKV.apply(x, dtype, self._calls)  # type: ignore[no-any-return]
-        return self._calls.round_kv(dense(x), dtype)
+            return autograd.RoundKV.apply(x, dtype, self._attention)  # type: ignore[no-any-return]
+        return self._attention.round_kv(dense(x), dtype)
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
     ) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._calls)  # type: ignore[no-any-return]
-        return self._calls.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None)
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention)  # type: ignore[no-any-return]
+        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None)
 
     def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
-        return self._calls.paged_attention(dense(q), cache, batch, scale, window)
+        return self._attention.paged_attention(dense(q), cache, batch, scale, window)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.requires_grad and torch.is_grad_enabled():

@@ -34,10 +34,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "logprobs_backward": (None, (_P, _P, _N, _N, _F, _P, _P, _P)),
     "int8_packed_bytes": (_N, (_N, _N)),
     "int8_pack": (None, (_P, _N, _N, _P)),
-    "int8_linear": (None, (_P, _P, _P, _P, _N, _N, _N, _P)),
+    "int8_linear": (_I, (_P, _P, _P, _P, _N, _N, _N, _P)),
     "coded_bytes": (_N, (_I, _N, _N)),
     "coded_pack": (None, (_I, _P, _N, _N, _P)),
-    "coded_linear": (None, (_P, _I, _P, _P, _P, _N, _P, _N, _N, _N, _P)),
+    "coded_linear": (_I, (_P, _I, _P, _P, _P, _N, _P, _N, _N, _N, _P)),
     "round_fp8": (None, (_P, _N, _N, _N, _P)),
     "sample": (_I, (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P)),
 }

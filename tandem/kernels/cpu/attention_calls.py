@@ -1,0 +1,176 @@
+"""The C functions of attention: rotation, the cache of keys and values, and what is read from it. As ``calls`` has it."""
+
+from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64
+
+from tandem.kernels.api import BLOCK_TOKENS, KVLayer, PagedBatch
+from tandem.kernels.cpu.calls import address, dense, indices, shape_error
+from tandem.kernels.cpu.library import Library
+
+_MAX_HEAD = 512
+_STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3}
+"""The kinds of ``for_stored`` in cache.h."""
+
+
+class AttentionCalls:
+    """One method a C function."""
+
+    def __init__(self, library: Library) -> None:
+        self._c = library
+
+    def rope(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query_heads, kv_heads, size = heads
+        tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
+        q = qkv.new_empty(tokens, query_heads, size)
+        k = qkv.new_empty(tokens, kv_heads, size)
+        v = qkv.new_empty(tokens, kv_heads, size)
+        code = self._c.rope(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, cos_sin.shape[0], query_heads, kv_heads, size,
+            address(q_norm), address(k_norm), eps, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        )  # fmt: skip
+        if code:
+            raise IndexError(f"rope: a position lies outside 0..{len(cos_sin) - 1}")
+        return q, k, v
+
+    def rope_to_cache(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
+    ) -> Tensor:
+        query_heads, kv_heads, size = heads
+        tokens, positions, cos_sin = self._rope_inputs(qkv, positions, cos_sin, heads)
+        blocks, slots = cache.keys.shape[0], indices(slots, int64)
+        addresses = _cache_addresses(cache, kv_heads, size)
+        if slots.shape[0] != tokens:
+            raise shape_error("slots", slots, f"[{tokens}]")
+        q = qkv.new_empty(tokens, query_heads, size)
+        code = self._c.rope_to_cache(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, cos_sin.shape[0], query_heads, kv_heads, size,
+            address(q_norm), address(k_norm), eps, q.data_ptr(), *addresses, blocks, slots.data_ptr(),
+        )  # fmt: skip
+        if code == 1:
+            raise IndexError(f"rope_to_cache: a position lies outside 0..{len(cos_sin) - 1}")
+        if code == 2:
+            raise IndexError(f"rope_to_cache: a slot lies outside the cache of {blocks} blocks")
+        return q
+
+    def round_kv(self, x: Tensor, stored: dtype) -> Tensor:
+        if stored not in _STORED:
+            raise TypeError(f"kernels cpu keep keys and values in {', '.join(map(str, _STORED))}, not in {stored}")
+        *_, size = x.shape
+        if size > _MAX_HEAD:
+            raise shape_error("round_kv x", x, f"a head size up to {_MAX_HEAD}")
+        out = empty_like(x)
+        self._c.round_kv(x.data_ptr(), _STORED[stored], x.numel() // size, size, out.data_ptr())
+        return out
+
+    def rope_backward(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
+        q_norm: Tensor | None, k_norm: Tensor | None, eps: float, grads: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient by qkv, and ``[2, D]`` of the two norms."""
+        query_heads, kv_heads, size = heads
+        grad_qkv, grad_norms = empty_like(qkv), qkv.new_empty(2, size)
+        self._c.rope_backward(
+            qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), len(qkv), query_heads, kv_heads, size,
+            address(q_norm), address(k_norm), eps, *(g.data_ptr() for g in grads), grad_qkv.data_ptr(),
+            grad_norms.data_ptr(),
+        )  # fmt: skip
+        return grad_qkv, grad_norms
+
+    def _rope_inputs(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int]
+    ) -> tuple[int, Tensor, Tensor]:
+        query_heads, kv_heads, size = heads
+        tokens, width = qkv.shape
+        if width != (query_heads + 2 * kv_heads) * size:
+            raise shape_error("qkv", qkv, f"[T, {(query_heads + 2 * kv_heads) * size}]")
+        if positions.shape[0] != tokens:
+            raise shape_error("positions", positions, f"[{tokens}]")
+        fits = cos_sin.shape[1] == size and size % 2 == 0 and size <= _MAX_HEAD
+        if not fits:
+            raise shape_error("cos_sin", cos_sin, f"[P, {size}], an even size up to {_MAX_HEAD}")
+        return tokens, indices(positions, int64), dense(cos_sin)
+
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
+        log_sum: Tensor | None,
+    ) -> Tensor:
+        tokens, heads, size = q.shape
+        kv_heads = k.shape[1]
+        fits = k.shape == (tokens, kv_heads, size) and heads % kv_heads == 0
+        if not fits:
+            raise shape_error("attention k", k, f"[{tokens}, a divisor of {heads}, {size}]")
+        if v.shape != k.shape:
+            raise shape_error("attention v", v, f"{list(k.shape)}")
+        bounds = indices(cu_seqlens, int32)
+        out = q.new_empty(tokens, heads, size)
+        code = self._c.packed_attention(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), len(bounds) - 1, tokens, heads, kv_heads, size,
+            scale, window or 0, out.data_ptr(), address(log_sum),
+        )  # fmt: skip
+        if code == 1:
+            raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
+        if code:
+            raise ValueError(f"attention: cu_seqlens must rise from 0 to {tokens}, the number of tokens")
+        return out
+
+    def packed_attention_backward(
+        self, grad: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``saved``: q, k, v, out, log_sum."""
+        q, k, v, out, log_sum = saved
+        (_, heads, size), kv_heads, bounds = q.shape, k.shape[1], indices(cu_seqlens, int32)
+        grads = tuple(empty_like(x) for x in (q, k, v))
+        self._c.packed_attention_backward(
+            grad.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), log_sum.data_ptr(),
+            bounds.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0,
+            *(g.data_ptr() for g in grads),
+        )  # fmt: skip
+        return grads[0], grads[1], grads[2]
+
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+        tokens, heads, size = q.shape
+        blocks, kv_heads = cache.keys.shape[:2]
+        addresses = _cache_addresses(cache, kv_heads, size)
+        starts, lengths = indices(batch.query_start, int32), indices(batch.context_lens, int32)
+        tables = indices(batch.block_tables, int32)
+        sequences, width = tables.shape
+        if lengths.shape[0] != sequences:
+            raise shape_error("context_lens", lengths, f"[{sequences}]")
+        if starts.shape[0] != sequences + 1:
+            raise shape_error("query_start", starts, f"[{sequences + 1}]")
+        out = q.new_empty(tokens, heads, size)
+        code = self._c.paged_attention(
+            q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
+            tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
+        )  # fmt: skip
+        if code == 1:
+            raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
+        if code == 2:
+            raise ValueError("attention: query_start and context_lens do not fit the tokens or the block tables")
+        if code == 3:
+            raise IndexError(f"attention: a block table names a block outside the cache of {blocks} blocks")
+        return out
+
+
+def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
+    """The kind of a cache and where its four tensors stand (0 for one that it does not have)."""
+    keys, values, key_scales, value_scales = cache
+    blocks, kind = keys.shape[0], _STORED.get(keys.dtype)
+    if kind is None or values.dtype is not keys.dtype:
+        raise TypeError(f"kernels cpu keep keys and values in one of {', '.join(map(str, _STORED))}, not in {keys.dtype} and {values.dtype}")
+    if not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
+        raise shape_error("cache keys", keys, f"dense [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
+    if not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):
+        raise shape_error("cache values", values, f"dense [{blocks}, {kv_heads}, {BLOCK_TOKENS}, {size}]")
+    if kind < 2:
+        return kind, keys.data_ptr(), values.data_ptr(), 0, 0
+    for scales in (key_scales, value_scales):
+        if scales is None:
+            raise TypeError(f"a cache of {keys.dtype} has no scales; make it with empty_cache")
+        if not scales.is_contiguous() or scales.dtype is not float32 or scales.shape != (blocks, kv_heads, BLOCK_TOKENS):
+            raise shape_error("cache scales", scales, f"dense fp32 [{blocks}, {kv_heads}, {BLOCK_TOKENS}]")
+    return kind, keys.data_ptr(), values.data_ptr(), address(key_scales), address(value_scales)

@@ -1,0 +1,63 @@
+"""A layer's weights as the forward pass runs it."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import Cut
+from tandem.model.attention import AttentionLayer
+from tandem.model.layer import Layer
+from tandem.model.moe import ExpertLayer
+
+
+class LayerWeights(NamedTuple):
+    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
+    ``summed_output_bias`` and ``summed_down_bias``: in place of the other two where they are added after ranks have summed."""
+
+    input_norm: Tensor
+    attention: AttentionLayer
+    qkv: Any
+    qkv_bias: Tensor | None
+    output: Any
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Any
+    gate_up_bias: Tensor | None
+    down: Any
+    down_bias: Tensor | None
+    experts: ExpertLayer | None
+    summed_output_bias: Tensor | None = None
+    summed_down_bias: Tensor | None = None
+
+
+def layer_weights(
+    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, cut: Cut, trains: bool
+) -> LayerWeights:
+    """Layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's part, which is
+    ``cut`` so; ``trains``: together with other ranks."""
+    # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
+    # the sum, so that all have its gradient at the same moment.
+    is_summed = not cut.deterministic and cut.size > 1
+    late = is_summed and trains
+    biased = not is_summed or (not late and cut.rank == 0)
+    q_norm = layer.q_norm.weight if layer.q_norm is not None else None
+    k_norm = layer.k_norm.weight if layer.k_norm is not None else None
+    heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
+    qkv, output, gate_up, down = (*matrices, None, None)[:4]
+    return LayerWeights(
+        layer.input_layernorm.weight,
+        AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps),
+        qkv,
+        layer.qkv_proj.bias,
+        output,
+        layer.o_proj.bias if biased else None,
+        layer.post_attention_layernorm.weight,
+        gate_up,
+        layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
+        down,
+        layer.down_proj.bias if layer.down_proj is not None and biased else None,
+        experts,
+        layer.o_proj.bias if late else None,
+        layer.down_proj.bias if layer.down_proj is not None and late else None,
+    )

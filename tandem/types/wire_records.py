@@ -1,0 +1,212 @@
+"""Prompts, samples and scores as frames (``tandem.types.wire``): the meta holds the strings, the blobs are flat arrays with their lengths
+beside them. Floats travel as float64, so that every value comes back with the bits it had. What does not decode raises ``ValueError``.
+"""
+
+import itertools
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tandem.types.prompt import Prompt
+from tandem.types.sample import FinishReason, Sample, WeightVersion
+from tandem.types.score import Score, ScoreState
+from tandem.types.wire import Frame, decode, encode
+
+_INT32, _INT64, _FLOAT64, _INT8 = "i", "q", "d", "b"
+_ITEM_BYTES = {_INT32: 4, _INT64: 8, _FLOAT64: 8, _INT8: 1}
+_STATES = tuple(ScoreState)
+_CORRECT: tuple[bool | None, ...] = (None, False, True)
+T = TypeVar("T")
+
+
+def _pack(code: str, values: Iterable[Any]) -> bytes:
+    try:
+        packed = array(code, values)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"a value does not fit its array: {error}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpack(frame: Frame, name: str, code: str, count: int | None = None) -> list[Any]:
+    blob = frame.blobs.get(name)
+    if blob is None:
+        raise ValueError(f"the array '{name}' is missing")
+    size = _ITEM_BYTES[code]
+    if len(blob) % size or (count is not None and len(blob) != count * size):
+        expected = f"a multiple of {size}" if count is None else f"{count * size}"
+        raise ValueError(f"the array '{name}' has {len(blob)} bytes, not {expected}")
+    values = array(code)
+    values.frombytes(blob)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def _pack_rows(blobs: dict[str, bytes], name: str, code: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Rows of different lengths as two blobs, ``name`` and ``name.lengths``."""
+    blobs[name + ".lengths"] = _pack(_INT64, map(len, rows))
+    blobs[name] = _pack(code, (value for row in rows for value in row))
+
+
+def _unpack_rows(frame: Frame, name: str, code: str, count: int) -> list[Any]:
+    lengths = _unpack(frame, name + ".lengths", _INT64, count)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"the array '{name}' has a negative length")
+    values = _unpack(frame, name, code, sum(lengths))
+    ends = list(itertools.accumulate(lengths))
+    return [tuple(values[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+
+
+def _open(data: bytes | memoryview, what: str) -> tuple[Frame, int]:
+    frame = decode(data)
+    if frame.kind != what:
+        raise ValueError(f"expected {what}, found a frame of '{frame.kind}'")
+    count = frame.meta.get("count")
+    if type(count) is not int or count < 0:
+        raise ValueError(f"{what} say they are {count!r} many")
+    return frame, count
+
+
+def _column(frame: Frame, name: str, kind: type[T], count: int) -> list[T]:
+    values = frame.meta.get(name)
+    if not isinstance(values, list) or len(values) != count or any(type(value) is not kind for value in values):
+        raise ValueError(f"the column '{name}' is not {count} values of type {kind.__name__}")
+    return values
+
+
+def _check_lengths(owner: str, expected: int, lengths: Mapping[str, int]) -> None:
+    for name, length in lengths.items():
+        if length != expected:
+            raise ValueError(f"{owner}: {name} has {length} entries for {expected} tokens")
+
+
+def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
+    meta = {
+        "count": len(prompts),
+        "id": [p.id for p in prompts],
+        "text": [p.text for p in prompts],
+        "task": [p.task for p in prompts],
+        "ground_truth": [p.ground_truth for p in prompts],
+        "columns": [dict(p.columns) for p in prompts],
+    }
+    blobs: dict[str, bytes] = {}
+    _pack_rows(blobs, "token_ids", _INT32, [p.token_ids for p in prompts])
+    return encode(meta, blobs, "prompts")
+
+
+def decode_prompts(data: bytes | memoryview) -> list[Prompt]:
+    frame, count = _open(data, "prompts")
+    truths = frame.meta.get("ground_truth")
+    if not isinstance(truths, list) or len(truths) != count:
+        raise ValueError(f"the column 'ground_truth' is not {count} values")
+    columns = zip(
+        _column(frame, "id", str, count),
+        _column(frame, "text", str, count),
+        _unpack_rows(frame, "token_ids", _INT32, count),
+        truths,
+        _column(frame, "task", str, count),
+        _column(frame, "columns", dict, count),
+        strict=True,
+    )
+    return [Prompt(*fields) for fields in columns]
+
+
+def encode_samples(samples: Sequence[Sample]) -> bytes:
+    """Raises ``ValueError`` where a per-token field has not one entry a token."""
+    for s in samples:
+        fields = {
+            "logprobs": s.logprobs,
+            "sampling_logprobs": s.sampling_logprobs,
+            "weight_versions": s.weight_versions,
+        }
+        _check_lengths(f"sample {s.id}", len(s.token_ids), {name: len(value) for name, value in fields.items()})
+    meta = {
+        "count": len(samples),
+        "id": [s.id for s in samples],
+        "prompt_id": [s.prompt_id for s in samples],
+        "text": [s.text for s in samples],
+        "finish_reason": [s.finish_reason.value for s in samples],
+    }
+    blobs = {"index": _pack(_INT64, (s.index for s in samples))}
+    _pack_rows(blobs, "prompt_token_ids", _INT32, [s.prompt_token_ids for s in samples])
+    _pack_rows(blobs, "token_ids", _INT32, [s.token_ids for s in samples])
+    blobs["logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.logprobs))
+    blobs["sampling_logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.sampling_logprobs))
+    blobs["incarnations"] = _pack(_INT64, (v.incarnation for s in samples for v in s.weight_versions))
+    blobs["steps"] = _pack(_INT64, (v.step for s in samples for v in s.weight_versions))
+    return encode(meta, blobs, "samples")
+
+
+def decode_samples(data: bytes | memoryview) -> list[Sample]:
+    frame, count = _open(data, "samples")
+    ids, prompt_ids = _column(frame, "id", str, count), _column(frame, "prompt_id", str, count)
+    texts, reasons = _column(frame, "text", str, count), _column(frame, "finish_reason", str, count)
+    indices = _unpack(frame, "index", _INT64, count)
+    prompt_tokens = _unpack_rows(frame, "prompt_token_ids", _INT32, count)
+    tokens = _unpack_rows(frame, "token_ids", _INT32, count)
+    total = sum(len(row) for row in tokens)
+    logprobs = _unpack(frame, "logprobs", _FLOAT64, total)
+    sampling = _unpack(frame, "sampling_logprobs", _FLOAT64, total)
+    pairs = zip(_unpack(frame, "incarnations", _INT64, total), _unpack(frame, "steps", _INT64, total), strict=True)
+    versions = [WeightVersion(*pair) for pair in pairs]
+    samples = []
+    end = 0
+    for i in range(count):
+        at, end = end, end + len(tokens[i])
+        samples.append(
+            Sample(
+                id=ids[i],
+                prompt_id=prompt_ids[i],
+                index=indices[i],
+                prompt_token_ids=prompt_tokens[i],
+                token_ids=tokens[i],
+                logprobs=tuple(logprobs[at:end]),
+                sampling_logprobs=tuple(sampling[at:end]),
+                weight_versions=tuple(versions[at:end]),
+                finish_reason=FinishReason(reasons[i]),
+                text=texts[i],
+            )
+        )
+    return samples
+
+
+def encode_scores(scores: Sequence[Score]) -> bytes:
+    meta = {
+        "count": len(scores),
+        "sample_id": [s.sample_id for s in scores],
+        "reason": [s.reason for s in scores],
+        "components": [list(s.components) for s in scores],
+    }
+    blobs = {
+        "state": _pack(_INT8, (_STATES.index(s.state) for s in scores)),
+        "value": _pack(_FLOAT64, (0.0 if s.value is None else s.value for s in scores)),
+        "correct": _pack(_INT8, (_CORRECT.index(s.correct) for s in scores)),
+    }
+    _pack_rows(blobs, "component_values", _FLOAT64, [list(s.components.values()) for s in scores])
+    return encode(meta, blobs, "scores")
+
+
+def decode_scores(data: bytes | memoryview) -> list[Score]:
+    frame, count = _open(data, "scores")
+    ids, reasons = _column(frame, "sample_id", str, count), _column(frame, "reason", str, count)
+    names = _column(frame, "components", list, count)
+    states, values = _unpack(frame, "state", _INT8, count), _unpack(frame, "value", _FLOAT64, count)
+    correct = _unpack(frame, "correct", _INT8, count)
+    components = _unpack_rows(frame, "component_values", _FLOAT64, count)
+    scores = []
+    for i in range(count):
+        if not 0 <= states[i] < len(_STATES) or not 0 <= correct[i] < len(_CORRECT):
+            raise ValueError(f"score {ids[i]} has the state {states[i]} and correct {correct[i]}")
+        if len(names[i]) != len(components[i]) or any(type(name) is not str for name in names[i]):
+            raise ValueError(f"score {ids[i]} has {len(components[i])} component values for the names {names[i]!r}")
+        state = _STATES[states[i]]
+        value = None if state is ScoreState.INFRASTRUCTURE_FAULT else values[i]
+        scores.append(
+            Score(
+                ids[i], state, value, dict(zip(names[i], components[i], strict=True)), _CORRECT[correct[i]], reasons[i]
+            )
+        )
+    return scores
