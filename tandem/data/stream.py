@@ -45,10 +45,6 @@ class TokenStream:
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         self._shard = lru_cache(maxsize=4)(self._shard_of)
 
-    @property
-    def sequences_per_epoch(self) -> float:
-        return self.dataset.tokens / self.length
-
     def sequence(self, index: int) -> Sequence:
         """Tokens ``index * length ..`` of the endless stream."""
         at, missing = index * self.length, self.length

@@ -183,9 +183,9 @@ class PretrainRun:
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
-        if self.ranks.groups["tensor"].size * self.ranks.groups["expert"].size > 1:
+        if math.prod(self.ranks.groups[name].size for name in ("tensor", "expert", "pipeline")) > 1:
             if self.ranks.is_first and not folder.exists():
-                # No rank holds a whole matrix; the last checkpoint does.
+                # No rank holds the whole model; the last checkpoint does.
                 model = Decoder(self.model.shapes, self.model.kernels, dtype=self.model.dtype)
                 load_tensors(model, self.checkpoints.whole_weights())
                 save_model(model, folder, self.start)
@@ -196,9 +196,8 @@ class PretrainRun:
                 save_model(self.model, folder, self.start, tensors=self.checkpoints.live_weights())
             return folder
         with self.replica.whole():
-            whole = self.replica.gathered_model()
-            if self.ranks.is_first and whole is not None and not folder.exists():
-                save_model(whole, folder, self.start)
+            if self.ranks.is_first and not folder.exists():
+                save_model(self.model, folder, self.start)
         return folder
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:

@@ -61,9 +61,6 @@ class Records:
         if self.journal is not None:
             self.journal.commit_evaluation(step, "held_out", dict(result))
 
-    def is_saved(self, step: int) -> bool:
-        return self.journal is not None and any(found.step == step for found in self.journal.checkpoints())
-
     def saved(self, step: int, digest: str) -> None:
         if self.journal is not None:
             self.journal.commit_checkpoint(step, digest)

@@ -17,7 +17,6 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.safetensors_file import read_file, write_file
 from tandem.trainer.commit import commit_folder, damage, discard, read_digest, sweep
 from tandem.trainer.optimizer import Optimizer, OptimizerState
-from tandem.trainer.parallel.shares import own_state
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -89,21 +88,14 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
     content = json.loads((folder / STATE).read_text(encoding="utf-8"))
     before = optimizer.state()
     try:
-        moments = dict(read_file(folder / MOMENTS, None, _is_held_by(model)))
-        optimizer.load_state(own_state(model, OptimizerState(moments, int(content["updates"]))))
+        moments = dict(read_file(folder / MOMENTS))
+        optimizer.load_state(OptimizerState(moments, int(content["updates"])))
         load_tensors(model, read_file(folder / MODEL))
     except (ValueError, UserError) as error:
         optimizer.load_state(before)
         raise UserError(f"checkpoint '{folder}' is of another model: {error}") from None
     state: dict[str, Any] = content["state"]
     return state
-
-
-def _is_held_by(model: Decoder) -> Callable[[str], bool]:
-    """Whether a moment is of a parameter that ``model`` has; a whole model's are all read, so that a strange one is found."""
-    names = {name for name, _ in model.named_parameters()}
-    is_whole = len(model.layer_numbers) == model.shapes.num_layers
-    return lambda name: is_whole or name.partition("/")[2] in names
 
 
 def committed_steps(checkpoints: Path) -> list[int]:

@@ -21,7 +21,7 @@ from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.balance import make_balance
 from tandem.trainer.micro_batch import MicroBatch, collate
-from tandem.trainer.parallel.placement import placement, sum_partial_gradients
+from tandem.trainer.parallel.placement import placement
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
@@ -141,6 +141,17 @@ def by_sequence(model: Decoder, micro_batch: MicroBatch, own: list[int], case: C
         rows = micro_batch.sequence_of_row
         stacked = torch.stack((found.raw, found.scaled, found.entropy))
         return dict(zip(own, logits, strict=True)), {i: stacked[:, rows == place] for place, i in enumerate(own)}
+
+
+def sum_partial_gradients(model: Decoder) -> None:
+    """Add up over the tensor-parallel ranks what each has of the gradients of parameters that all of them hold. Once a step, before
+    anything reads a gradient."""
+    if model.parallel is None or model.parallel.tensor.size == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and placement(model, name).tensor == "partial":
+            own = parameter.grad if parameter.grad is not None else parameter.new_zeros(parameter.shape)
+            parameter.grad = model.parallel.tensor.all_reduce(own, f"gradient of {name}")
 
 
 def reduce(model: Decoder, groups: Mapping[GroupName, Communicator]) -> None:

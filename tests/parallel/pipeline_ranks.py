@@ -1,6 +1,7 @@
 """One seeded model and batch through a pipeline's ranks, beside any others, and through a plain loop in one process."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from ranks import Here
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.layout.mesh import GroupName
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.sharding import Cut
@@ -17,12 +19,21 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.parallel import ModelParallel
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.runtime.communicator import Communicator
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.parallel.pipeline import Pipeline
-from tandem.trainer.parallel.placement import is_counted_here
+from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.step import predict
+
+
+def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Communicator]) -> bool:
+    """Whether this rank counts the gradient of ``name`` in the global norm, so that each number is counted once in the world."""
+    if is_tied_copy(model, name):
+        return False
+    where = placement(model, name)
+    return groups[where.replicas].rank == 0 and (where.tensor == "cut" or groups["tensor"].rank == 0)
 
 
 def micro_batches_of(case: Case, bins: Any, data: tuple[int, int] = (0, 1)) -> list[MicroBatch]:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from tandem.layout.mesh import GroupName
@@ -101,8 +100,3 @@ def layer_of(flat: Flat) -> int | None:
 
 def _aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory under ``tensors``, each piece of it once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device != torch.device("meta")}.values())

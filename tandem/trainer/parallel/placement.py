@@ -1,12 +1,10 @@
 """Where the gradient of each parameter is complete, and over which ranks it must be summed."""
 
 import re
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from tandem.layout.mesh import GroupName
 from tandem.model.decoder import Decoder
-from tandem.runtime.communicator import Communicator
 
 OverTensorRanks = Literal["cut", "partial", "whole"]
 
@@ -38,25 +36,6 @@ def placement(model: Decoder, name: str) -> Placement:
     return Placement(residual, "tokens")
 
 
-def sum_partial_gradients(model: Decoder) -> None:
-    """Add up over the tensor-parallel ranks what each has of the gradients of parameters that all of them hold. Once a step, before
-    anything reads a gradient."""
-    if model.parallel is None or model.parallel.tensor.size == 1:
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and placement(model, name).tensor == "partial":
-            own = parameter.grad if parameter.grad is not None else parameter.new_zeros(parameter.shape)
-            parameter.grad = model.parallel.tensor.all_reduce(own, f"gradient of {name}")
-
-
 def is_tied_copy(model: Decoder, name: str) -> bool:
     """Whether ``name`` is the copy that the last pipeline stage has of a tied embedding: no number of its own."""
     return name == "embed_tokens" and not model.spans[0].is_first
-
-
-def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Communicator]) -> bool:
-    """Whether this rank counts the gradient of ``name`` in the global norm, so that each number is counted once in the world."""
-    if is_tied_copy(model, name):
-        return False
-    where = placement(model, name)
-    return groups[where.replicas].rank == 0 and (where.tensor == "cut" or groups["tensor"].rank == 0)

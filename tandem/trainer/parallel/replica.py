@@ -11,25 +11,13 @@ from tandem.model.decoder import Decoder
 from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.optimizers import make_optimizer
-from tandem.trainer.parallel import shares
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.parallel.stages import gathered_model, gathered_state
 from tandem.trainer.step import ForwardBackward, Progress, in_turn
 from tandem.trainer.zero import ShardedOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """A state that was brought together before it is written."""
-
-    held: OptimizerState
-
-    def state(self) -> OptimizerState:
-        return self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +41,6 @@ class Replica:
         """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
         optimizer = self.optimizer
         return optimizer.whole(changes) if isinstance(optimizer, ShardedOptimizer) else nullcontext()
-
-    def gathered_state(self) -> Gathered:
-        """The optimizer's whole state, on the first rank; all ranks must ask for it."""
-        state = self.optimizer.state()
-        if self.pipeline is not None:
-            state = gathered_state(self.pipeline, state)
-            if not self.pipeline.is_first:
-                return Gathered(state)
-        return Gathered(shares.gathered_state(self.model, state))
-
-    def gathered_model(self) -> Decoder | None:
-        """The model with all of its stages and parts, on the first rank; all ranks must ask for it, inside ``whole``."""
-        model = self.model if self.pipeline is None else gathered_model(self.pipeline)
-        return None if model is None else shares.gathered_model(model)
 
     @property
     def forward_backward(self) -> ForwardBackward:
