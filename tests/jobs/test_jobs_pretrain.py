@@ -180,9 +180,13 @@ def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data:
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes()
 
 
-def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
-    target = tmp_path / "uploads"
-    sections = recipe(data, checkpoint={"every_steps": 100, "upload": str(target)}, registry={"path": str(tmp_path / "registry"), "name": "small"})
+def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the_same_bits(data: Path, tmp_path: Path) -> None:
+    # Enough steps that both signals arrive before the last one on a busy machine too.
+    steps, target, whole = 40, tmp_path / "uploads", tmp_path / "undisturbed"
+    whole.mkdir()
+    assert finish(begin(whole, recipe(data, checkpoint={"every_steps": 100}, run={"max_steps": steps})))[0] == 0
+    checkpoint, registry = {"every_steps": 100, "upload": str(target)}, {"path": str(tmp_path / "registry"), "name": "small"}
+    sections = recipe(data, checkpoint=checkpoint, registry=registry, run={"max_steps": steps})
     process = begin(tmp_path, sections)
     path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
 
@@ -198,19 +202,19 @@ def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "which is saved: 'tandem resume" in out
     stopped = len(rows(tmp_path))
-    assert stopped < 12 and (tmp_path / "run" / "checkpoints" / f"step-{stopped}" / "COMMIT").is_file()
+    assert stopped < steps and (tmp_path / "run" / "checkpoints" / f"step-{stopped}" / "COMMIT").is_file()
     assert any("timing_s/checkpoint_stall" in line for line in path.read_text().splitlines())
     shutil.rmtree(tmp_path / "run")
     status, _, error = finish(command(tmp_path, "resume", "run", "--from", str(target)))
     assert status == 0, error
-    assert rows(tmp_path) == rows(undisturbed)
-    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (undisturbed / "run/model/model.safetensors").read_bytes()
+    assert rows(tmp_path) == rows(whole)
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (whole / "run/model/model.safetensors").read_bytes()
     status, listed, error = finish(command(tmp_path, "models", "list", "--registry", "registry", "--json"))
     assert status == 0, error
     versions = [json.loads(line) for line in listed.splitlines()]
-    assert [v["version"] for v in versions] == list(range(1, len(versions) + 1)) and {stopped, 12} < {v["step"] for v in versions}
-    assert versions[-1]["path"] == str(tmp_path / "run" / "checkpoints" / "step-12") and len(versions[-1]["data"]) == 3
-    assert versions[-1]["metrics"]["train/loss"] == rows(undisturbed)[-1]["train/loss"] and "held_out/loss" in versions[-1]["metrics"]
+    assert [v["version"] for v in versions] == list(range(1, len(versions) + 1)) and {stopped, steps} < {v["step"] for v in versions}
+    assert versions[-1]["path"] == str(tmp_path / "run" / "checkpoints" / f"step-{steps}") and len(versions[-1]["data"]) == 3
+    assert versions[-1]["metrics"]["train/loss"] == rows(whole)[-1]["train/loss"] and "held_out/loss" in versions[-1]["metrics"]
     status, _, error = finish(command(tmp_path, "resume", "other", "--from", str(tmp_path / "run" / "checkpoints")))
     assert status == 2 and "holds no run" in error and len(error.splitlines()) == 1
     sections = recipe(data, checkpoint={"upload": str(target)})

@@ -153,6 +153,7 @@ def test_kept_batch_says_where_it_stops_being_finite(step: int, diverged: Path, 
     assert files_of(diverged) == before
 
 
+@pytest.mark.full
 def test_shares_of_two_ranks_are_run_in_one_process_and_their_recorded_step_on_two(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunError):
         begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=0", "parallel.data=2")
