@@ -1,4 +1,4 @@
-"""The collectives: gloo between CPUs, NCCL between GPUs, one ``Communicator`` a group of the mesh, and no global state.
+"""The collectives: gloo between CPUs, NCCL between GPUs, one ``Communicator`` a group of the mesh, and no global state but gloo's device.
 
 Sums are taken in rank order: a reduce-scatter is an all-to-all of the parts and an ordered sum of what came, an all-reduce is a
 reduce-scatter and an all-gather, so that a result depends neither on who arrives first nor on a ring's direction. The traffic is
@@ -7,6 +7,7 @@ that of a ring: (n - 1) / n of the bytes out of each rank, twice for an all-redu
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -195,8 +196,15 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device, deadl
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()]
+    options._devices = [_gloo_device(hostname)]
     return gloo(store, rank, size, options)
+
+
+@lru_cache
+def _gloo_device(hostname: str) -> Any:
+    """One for all groups of the process: each has a thread that wakes a hundred times a second and outlives its groups."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
 
 
 def _sum(parts: Tensor) -> Tensor:
