@@ -1,7 +1,6 @@
 """``tandem train`` on the stages of a pipeline: the run of one process, a traced step in the published order, and its picture."""
 
 import json
-import shutil
 import subprocess
 import sys
 from itertools import groupby
@@ -11,29 +10,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from package_data import make_datasets
 from safetensors.torch import load_file
 from sharded import tensors_of
 
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
 from tandem.runtime.tracing import Span, read_trace
-from tandem.storage.files import open_storage
 
 STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").mkdir()
-    for path in sorted(Path(json.__file__).parent.glob("*.py")):
-        shutil.copyfile(path, folder / "text" / path.name)
-    form = DocumentFormat(suffixes=(".py",))
-    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
-    for name in ("train", "held-out"):
-        tokenize(TokenizeSettings(str(folder / "text"), str(folder / name), str(folder / "tokenizer"), form, workers=1))
-    return folder
+    return make_datasets(tmp_path_factory.mktemp("data"), "train", "held-out")
 
 
 def run(folder: Path, data: Path, *arguments: str) -> tuple[int, str, str]:

@@ -4,7 +4,6 @@ die or hang."""
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from package_data import make_datasets
 from safetensors.torch import load_file
 from sharded import is_same, tensors_of
 
 from tandem.config.recipe import load_config
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
 from tandem.runtime.journal import Journal
 from tandem.runtime.metrics import VOLATILE
-from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.write import PHASES
 
 STEPS = 12
@@ -35,14 +31,7 @@ MESHES = ["--parallel.tensor=2 --parallel.data=2", "--parallel.tensor=2 --parall
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").mkdir()
-    for path in sorted(Path(json.__file__).parent.glob("*.py")):
-        shutil.copyfile(path, folder / "text" / path.name)
-    form = DocumentFormat(suffixes=(".py",))
-    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
-    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "json"), str(folder / "tokenizer"), form, workers=1))
-    return folder
+    return make_datasets(tmp_path_factory.mktemp("data"), "json")
 
 
 def write_recipe(folder: Path, data: Path) -> None:

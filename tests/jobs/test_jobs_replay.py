@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from package_data import make_datasets
 
 from tandem.cli.main import main
 from tandem.config.recipe import load_config
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import train
 from tandem.runtime.metrics import VOLATILE
-from tandem.storage.files import open_storage
 from tandem.types import RunError
 
 STEPS = 6
@@ -26,14 +23,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").mkdir()
-    for path in sorted(Path(json.__file__).parent.glob("*.py")):
-        shutil.copyfile(path, folder / "text" / path.name)
-    form = DocumentFormat(suffixes=(".py",))
-    train_tokenizer(open_storage(str(folder / "text")), form, 300, folder / "tokenizer")
-    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "train"), str(folder / "tokenizer"), form, workers=1))
-    return folder
+    return make_datasets(tmp_path_factory.mktemp("data"), "train")
 
 
 def begin(data: Path, directory: Path, *overrides: str) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,27 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
+from package_data import make_datasets
 from safetensors.torch import load_file
 from sharded import tensors_of
-
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
-from tandem.storage.files import open_storage
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").mkdir()
-    for path in sorted(Path(json.__file__).parent.glob("*.py")):
-        shutil.copyfile(path, folder / "text" / path.name)
-    form = DocumentFormat(suffixes=(".py",))
-    train_tokenizer(open_storage(str(folder / "text")), form, 301, folder / "tokenizer")
-    tokenize(TokenizeSettings(str(folder / "text"), str(folder / "json"), str(folder / "tokenizer"), form, workers=1))
-    return folder
+    return make_datasets(tmp_path_factory.mktemp("data"), "json", vocabulary=301)
 
 
 def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: Any) -> str:

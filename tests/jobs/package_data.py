@@ -1,0 +1,22 @@
+"""Datasets of one package of the standard library, with a tokenizer learned from it."""
+
+import json
+import shutil
+from pathlib import Path
+
+from tandem.data.documents import DocumentFormat
+from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.train_tokenizer import train_tokenizer
+from tandem.storage.files import open_storage
+
+
+def make_datasets(folder: Path, *names: str, vocabulary: int = 300) -> Path:
+    """``folder`` with the dataset ``names``, all of the same text, beside ``text`` and ``tokenizer``."""
+    (folder / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.glob("*.py")):
+        shutil.copyfile(path, folder / "text" / path.name)
+    form = DocumentFormat(suffixes=(".py",))
+    train_tokenizer(open_storage(str(folder / "text")), form, vocabulary, folder / "tokenizer")
+    for name in names:
+        tokenize(TokenizeSettings(str(folder / "text"), str(folder / name), str(folder / "tokenizer"), form, workers=1))
+    return folder
