@@ -20,7 +20,7 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.layout.training_bytes import saved_bytes
+from tandem.layout.training_bytes import saved_bytes, waiting_passes
 from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
@@ -139,9 +139,8 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
     if recipe.trainer.offload_activations == "nvme":
-        tokens = max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length)
-        tokens = min(tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
-        SavedPages(model, offload_folder(recipe.trainer, directory), saved_bytes(model.shapes, recipe.trainer, tokens))
+        expected = saved_bytes(model.shapes, recipe.trainer, recipe.most_tokens, parallel)
+        SavedPages(model, offload_folder(recipe.trainer, directory), expected, passes=waiting_passes(parallel, stages.rank))
     if is_paged:
         # Read straight into the file: the model need not fit in memory once.
         ReplicaState(replica).fill(read_tensors(start))
