@@ -7,15 +7,22 @@ from typing import Any
 import pytest
 import torch
 from data_ranks import trained
-from model_ranks import QWEN3, QWEN3_MOE, Case
+from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, build, ranks_of, sequences_of
 from pipeline_ranks import piped
 from ranks import Here, Ranks
 
+from tandem.config.trainer import TrainerConfig
 from tandem.layout.mesh import MeshShape
+from tandem.rl.algorithms.aggregate import counts_of
+from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.trainer import pager, saved_pages
+from tandem.trainer.micro_batch import collate
+from tandem.trainer.optimizer import OptimizerState
+from tandem.trainer.pages import MOMENTS
+from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.step import train_step
+from tandem.trainer.zero import ShardedOptimizer
 
-MOMENTS = ("offload",)
-ACTIVATIONS = ("offload_activations",)
 ALL = ("offload", "offload_parameters", "offload_activations")
 CASE = Case(QWEN3, "float32", "cpu")
 FOUR = MeshShape(data=2, tensor=2)
@@ -46,7 +53,7 @@ def check(ranks: Ranks, shape: MeshShape, case: Case, zero: Any, passes: int, fo
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_pages_the_moments_of_what_it_updates(zero: int, ranks: Ranks, tmp_path: Path) -> None:
-    check(ranks, MeshShape(data=2), CASE, zero, 1, tmp_path, MOMENTS)
+    check(ranks, MeshShape(data=2), CASE, zero, 1, tmp_path, ("offload",))
 
 
 def test_a_rank_pages_its_part_of_weights_and_of_gradients_of_several_passes(ranks: Ranks, tmp_path: Path) -> None:
@@ -57,7 +64,48 @@ def test_a_rank_pages_its_part_of_weights_and_of_gradients_of_several_passes(ran
 def test_files_stand_beside_tensor_expert_and_context_parallelism(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks, FOUR, Case(QWEN3, "float32", "cpu", sequence=True), 3, 2, tmp_path, ALL)
     check(ranks, MeshShape(data=2, expert=2), Case(QWEN3_MOE, "float32", "cpu"), 3, 1, tmp_path, ALL)
-    check(ranks, MeshShape(context=2, tensor=2), CASE, 0, 1, tmp_path, ("offload", *ACTIVATIONS))
+    check(ranks, MeshShape(context=2, tensor=2), CASE, 0, 1, tmp_path, ("offload", "offload_activations"))
+
+
+def goes_on(here: Here, case: Case, zero: Any, folder: Path, offloaded: tuple[str, ...]) -> list[list[float]]:
+    """The losses and norms of two steps in memory and in files, each going on from what the other came to, by parts and by whole
+    tensors."""
+    torch.set_num_threads(1)
+    every, dtype = sequences_of(case), getattr(torch, case.dtype)
+    micro_batches = [collate(every[here.mesh.rank :: here.mesh.shape.world], dtype)]
+    loss = make_cross_entropy_loss(counts_of(every))
+
+    def made(keys: tuple[str, ...]) -> Replica:
+        config = TrainerConfig(learning_rate=LEARNING_RATE, **dict.fromkeys(keys, "nvme"))
+        return make_replica(build(case, here), config, ranks_of(here, case), zero, directory=folder)
+
+    def step(replica: Replica) -> list[float]:
+        metrics = train_step(replica.model, replica.optimizer, micro_batches, loss, LEARNING_RATE, sums=replica.sums).metrics
+        return [metrics["sft/loss"], metrics["actor/grad_norm"]]
+
+    plain, paged = made(()), made(offloaded)
+    seen = [step(plain), step(paged)]
+    for one, other in ((plain, paged), (paged, plain)):
+        assert isinstance(one.optimizer, ShardedOptimizer) and isinstance(other.optimizer, ShardedOptimizer)
+        step(one)
+        other.optimizer.load_parts(one.optimizer.parts(), one.optimizer.updates)
+        seen += [step(one), step(other)]
+        state = one.optimizer.state()
+        names = [f"{kind}/{name}" for name in one.optimizer.parameters for kind in MOMENTS]
+        assert sorted(state.moments) == (sorted(names) if here.mesh.rank == 0 else [])
+        whole = {name: state.moments.get(name, torch.zeros(one.optimizer.parameters[name.split("/")[1]].shape)).contiguous() for name in names}
+        for name in names:
+            here.groups["world"].broadcast(whole[name], 0, name)
+        other.optimizer.load_state(OptimizerState(whole, state.updates))
+        seen += [step(one), step(other)]
+    return seen
+
+
+@pytest.mark.parametrize(("zero", "offloaded"), [(1, ("offload",)), (3, ("offload", "offload_parameters"))])
+def test_states_of_ranks_pass_between_memory_and_files(zero: int, offloaded: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
+    for seen in ranks.run(MeshShape(data=2), goes_on, CASE, zero, tmp_path, offloaded):
+        assert all(one == other for one, other in zip(seen[::2], seen[1::2], strict=True))
+        assert len({tuple(each) for each in seen}) == 5, "every step is another"
 
 
 BINS = ((0, 1), (2,), (3, 4), (5, 6))
