@@ -27,7 +27,7 @@ from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
-from tandem.runtime.heap import freed_memory_kept
+from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -84,7 +84,9 @@ def opened_run(
     """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before. The other
     arguments are those of ``train_on``."""
     with ExitStack() as stack:
-        stack.enter_context(freed_memory_kept())
+        # What sums over ranks take and free between layers would cut up memory that is kept: several times what is held.
+        is_small = ranks.world.size > 1 and recipe.trainer.offloads
+        stack.enter_context(large_memory_given_back() if is_small else freed_memory_kept())
         journal = metrics = None
         if ranks.is_first:
             journal = stack.enter_context(Journal(directory / "journal.sqlite"))

@@ -4,19 +4,23 @@ import torch
 from torch import Tensor
 
 from tandem.runtime.communicator import Pending
+from tandem.trainer.lasting_memory import LastingMemory
 from tandem.trainer.paged_part import PagedPart
 from tandem.trainer.parallel.flat import Flat
 
 
 class Shard:
     """The weights of one bucket: all of them in ``whole[length]``, and this rank's part in ``own[part]``. ``is_cut``: ``whole`` has memory
-    only between ``gather`` and ``free``, and ``own`` has its own. ``paged``: where this rank's part lies instead, if it does. ``is_filled``:
-    the parameters have values; else whoever fills them writes to this rank's part."""
+    only between ``gather`` and ``free``, and ``own`` has its own. ``paged``: where this rank's part lies instead, if it does; ``whole`` keeps its
+    addresses then. ``is_filled``: the parameters have values; else whoever fills them writes to this rank's part."""
 
     def __init__(self, bucket: Flat, is_cut: bool, paged: PagedPart | None = None, is_filled: bool = True) -> None:
         self.bucket, self.is_cut, self.paged, self.is_whole = bucket, is_cut, paged, True
+        self._lasting = LastingMemory(bucket.length, bucket.like.dtype) if paged is not None else None
+        self.whole = bucket.like.new_zeros(bucket.length) if self._lasting is None else self._lasting.tensor
         with torch.no_grad():
-            self.whole = bucket.filled(lambda name: bucket.parameters[name] if is_filled else None).view(-1)
+            for name, view in bucket.views(self.whole).items() if is_filled else ():
+                view.copy_(bucket.parameters[name])
         # The modules' parameters are views from now on; what reads a layer finds whatever the flat tensor holds.
         for name, view in bucket.views(self.whole).items():
             bucket.parameters[name].data = view
@@ -45,7 +49,7 @@ class Shard:
         if self.is_whole or self._pending is not None:
             return
         self._sent = self.own if self.paged is None else self.paged.take()
-        self.whole.untyped_storage().resize_(self._bytes)
+        self._come()
         self._pending = self.bucket.ranks.start_all_gather(self._sent, f"weights of {self.bucket.label}", out=self.whole)
 
     def gather(self) -> None:
@@ -58,15 +62,23 @@ class Shard:
     def free(self) -> None:
         """Hold this rank's part alone, where the weights are cut."""
         if self.is_cut and self.is_whole:
-            self.whole.untyped_storage().resize_(0)
+            if self._lasting is not None:
+                self._lasting.release()
+            else:
+                self.whole.untyped_storage().resize_(0)
             self.is_whole = False
 
     def reserve(self) -> None:
         """The parameters have addresses, and no numbers, up to ``free``."""
         if not self.is_whole:
             assert self._pending is None
-            self.whole.untyped_storage().resize_(self._bytes)
+            self._come()
             self.is_whole = True
+
+    def _come(self) -> None:
+        """Have memory."""
+        if self._lasting is None:
+            self.whole.untyped_storage().resize_(self._bytes)
 
     def take_own(self) -> None:
         """This rank's part is what ``whole`` has there now."""

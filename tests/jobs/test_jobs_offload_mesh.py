@@ -1,10 +1,12 @@
 """Offload together with a mesh, by the real command: the bits of the same ranks in memory though one of them is killed, nothing left in the
 folder, checkpoints that any other mesh goes on from; what is predicted, and what is refused."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from test_jobs_ranks import (  # noqa: F401 - fixtures too
     SYNCHRONOUS,
     TWO_HEADS,
@@ -18,8 +20,13 @@ from test_jobs_ranks import (  # noqa: F401 - fixtures too
     write_recipe,
 )
 
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
+from tandem.estimate.memory import PROCESS_BYTES
 from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.layout.training_bytes import training_bytes
+from tandem.model.huggingface_config import read_shapes
+from tandem.pod.create_model import create_model
 from tandem.types import UserError
 
 # Activations of at least 64 KiB are offloaded.
@@ -31,6 +38,7 @@ MESHES = {
     "data=2 zero=3": ALL,
     "tensor=2": ("offload", "offload_activations"),
     "pipeline=2": ("offload", "offload_activations"),
+    "pipeline=2 data=2 zero=3": ALL,
 }
 
 
@@ -68,6 +76,40 @@ def test_any_mesh_goes_on_from_checkpoints_of_offloaded_ranks_with_and_without_o
     command(third, "resume", "run", "--parallel.data=3", "--parallel.zero=3", *offload(ALL, away), "--fault=rank0:before:train:10", status=1)
     command(third, "resume", "run", "--parallel.data=1", "--parallel.zero=0")
     assert is_curve_of(third, one) and list(away.iterdir()) == []
+
+
+WIDTHS = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 1536}
+
+
+def resident(folder: Path, data: Path, start: Path, mesh: list[str], names: tuple[str, ...]) -> tuple[int, int]:  # noqa: F811
+    """(bytes that the first rank has after two steps, those that are predicted besides the process itself)."""
+    folder.mkdir()
+    write_recipe(folder, data)
+    content = yaml.safe_load((folder / "recipe.yaml").read_text())
+    # Made by nobody here: what is freed is kept.
+    recipe = content | {"model": {"path": str(start)}, "data": content["data"] | {"held_out": ""}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    overrides = [*mesh, "--machine.threads=1", "--run.max_steps=2", "--checkpoint.every_steps=100", *(f"--trainer.{name}=nvme" for name in names)]
+    command(folder, "train", "recipe.yaml", *overrides)
+    loaded = load_config(folder / "recipe.yaml", overrides)
+    assert isinstance(loaded, PretrainRecipe)
+    measured = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory/train/measured"]
+    return int(measured), training_bytes(read_shapes(start), loaded.trainer, loaded.most_tokens, loaded.parallel)
+
+
+@pytest.mark.full
+def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp_path: Path) -> None:  # noqa: F811
+    write_recipe(tmp_path, data)
+    recipe = load_config(tmp_path / "recipe.yaml", [f"--model.create.{name}={value}" for name, value in WIDTHS.items()])
+    assert isinstance(recipe, PretrainRecipe) and recipe.model.create is not None
+    create_model(recipe.model.create, 3, tmp_path / "start")
+    for zero, choices in ((0, [("offload",)]), (3, [("offload",), ("offload", "offload_parameters")])):
+        mesh = ["--parallel.data=2", f"--parallel.zero={zero}"]
+        plain, of_plain = resident(tmp_path / f"plain-{zero}", data, tmp_path / "start", mesh, ())
+        for names in choices:
+            paged, of_paged = resident(tmp_path / f"{len(names)}-{zero}", data, tmp_path / "start", mesh, names)
+            assert of_plain - of_paged > 100 << 20 and plain - paged > 0.9 * (of_plain - of_paged), (zero, names, plain, paged)
+            assert paged < PROCESS_BYTES + 1.3 * of_paged, (zero, names, paged, of_paged)
 
 
 def lines(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811

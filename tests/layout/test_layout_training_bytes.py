@@ -81,4 +81,5 @@ def test_activations_are_divided_by_who_shares_the_tokens_and_the_layers() -> No
     assert saved_bytes(shapes, config, 1000, stages) == whole // 4 and [waiting_passes(stages, stage) for stage in range(4)] == [4, 3, 2, 1]
     away = TrainerConfig(offload_activations="nvme")
     assert offloaded_bytes(shapes, away, 1000) == whole
-    assert offloaded_bytes(shapes, away, 1000, stages) == (4 + 3 + 2 + 1) * whole // 4 and offloaded_bytes(shapes, away, 1000, ParallelConfig(data=3)) == 3 * whole
+    assert offloaded_bytes(shapes, away, 1000, stages) == (4 + 3 + 2 + 1) * whole // 4
+    assert offloaded_bytes(shapes, away, 1000, ParallelConfig(data=3)) == 3 * whole
