@@ -28,7 +28,7 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         for name, value in _DEFAULTS.items():
             mallopt(name, value)
-        give_back_free_memory()
+        _give_back()
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return found
 
 
-def give_back_free_memory() -> None:
+def _give_back() -> None:
     """What is free goes back to the machine, where the C library can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -2,6 +2,7 @@
 section 5): read ahead of the all-gather that makes a layer whole, written behind the reduce-scatter of its gradients."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -14,15 +15,31 @@ WRITES = 2
 """Parts of gradients that may be on their way to the file at once."""
 
 
+class WritesBehind:
+    """The writes of all of a rank's parts that are under way: each has its gradients in memory."""
+
+    def __init__(self) -> None:
+        self._futures: deque[Future[None]] = deque()
+
+    def add(self, begin: Callable[[], "Future[None]"]) -> None:
+        """``begin`` a write when there are few others."""
+        self.wait(WRITES - 1)
+        self._futures.append(begin())
+
+    def wait(self, left: int = 0) -> None:
+        """Until at most ``left`` are under way. Raises what a write has failed with."""
+        while len(self._futures) > left:
+            self._futures.popleft().result()
+
+
 class PagedPart:
     """``size`` numbers of a bucket, padding included, of which ``pages`` has a place in the file for those of parameters. In memory are
-    weights from ``start`` to ``take``, and gradients on their way."""
+    weights from ``start`` to ``take``, and gradients on their way. ``writes``: shared by all parts."""
 
-    def __init__(self, pages: Pages, pager: Pager, size: int, dtype: torch.dtype) -> None:
-        self._pages, self._pager, self._size, self._dtype = pages, pager, size, dtype
+    def __init__(self, pages: Pages, pager: Pager, size: int, dtype: torch.dtype, writes: WritesBehind) -> None:
+        self._pages, self._pager, self._size, self._dtype, self._writes = pages, pager, size, dtype, writes
         self._reading: tuple[Tensor, Future[None]] | None = None
         self._fetching: tuple[Tensor, Future[None]] | None = None
-        self._writes: deque[Future[None]] = deque()
         self._has_sum = False
 
     def start(self) -> None:
@@ -51,19 +68,18 @@ class PagedPart:
 
     def clear(self) -> None:
         """No gradient of this step is there yet."""
-        self._wait(0)
+        self._writes.wait()
         self._has_sum, self._fetching = False, None
 
     def add(self, gradient: Tensor) -> None:
         """Begin to add ``gradient[size]``, which is this part's from now on, to what the step has."""
-        self._wait(WRITES - 1)
-        own = gradient[: self._pages.length]
-        self._writes.append(self._pager.begin_write(self._pages.tensor(GRADIENTS), own, adds=self._has_sum))
+        own, adds = gradient[: self._pages.length], self._has_sum
+        self._writes.add(lambda: self._pager.begin_write(self._pages.tensor(GRADIENTS), own, adds=adds))
         self._has_sum = True
 
     def start_sum(self) -> None:
         """Begin to read the gradients back."""
-        self._wait(0)
+        self._writes.wait()
         if self._fetching is None:
             self._fetching = self._begin_read(GRADIENTS)
 
@@ -79,7 +95,3 @@ class PagedPart:
         # Padding stays 0.
         found = torch.zeros(self._size, dtype=self._dtype)
         return found, self._pager.begin_read(self._pages.tensor(kind), found[: self._pages.length])
-
-    def _wait(self, left: int) -> None:
-        while len(self._writes) > left:
-            self._writes.popleft().result()

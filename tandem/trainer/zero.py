@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.optimizer import AdamW, OptimizerState, check_state
-from tandem.trainer.paged_part import PagedPart
+from tandem.trainer.paged_part import PagedPart, WritesBehind
 from tandem.trainer.pages import MOMENTS, WEIGHTS
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.flat import Flat, layer_of
@@ -65,8 +65,9 @@ class ShardedOptimizer:
             assert folder is not None and (stage == 3 or not paged)
             names = [[segment.name for segment in bucket.segments()] for bucket in paged]
             self._inner = PagedAdamW(pieces.items(), config, folder, paged=names, decayed=decayed)
+            writes = WritesBehind()
             for bucket, pages in zip(paged, self._inner.groups, strict=True):
-                part = PagedPart(pages, self._inner.pager, bucket.part, bucket.like.dtype)
+                part = PagedPart(pages, self._inner.pager, bucket.part, bucket.like.dtype, writes)
                 held[id(bucket)] = Shard(bucket, True, part, is_filled)
                 sums.kept[sums.buckets.index(bucket)] = part
         else:

@@ -65,6 +65,7 @@ def test_any_mesh_goes_on_from_checkpoints_of_offloaded_ranks_with_and_without_o
     first.mkdir()
     stop = ("--run.restart_budget=0", SYNCHRONOUS)
     run(first, data, "--parallel.data=2", "--parallel.zero=3", *offload(ALL, away), *stop, "--fault=rank0:before:train:5", status=1)
+    assert "cannot change when a run is resumed" in command(first, "resume", "run", "--trainer.learning_rate=1", status=2)
     shutil.copytree(first, second)
     none = [f"--trainer.{name}=none" for name in ALL]
     command(first, "resume", "run", "--parallel.data=2", "--parallel.zero=1", *none, "--trainer.offload_folder=")
