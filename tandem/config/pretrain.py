@@ -126,19 +126,8 @@ class PretrainRecipe:
         for name in ("offload", "offload_parameters", "offload_activations"):
             if getattr(self.trainer, name) == "nvme" and self.parallel.world > 1:
                 raise UserError(f"'trainer.{name}' is 'nvme', which one process does; this run has {self.parallel.world} ranks: set it to none")
-        if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
-            axis = "tensor" if self.parallel.tensor > 1 else "expert"
-            raise UserError(
-                f"'parallel.{axis}' is {getattr(self.parallel, axis)}, which cuts matrices; trainer.optimizer '{self.trainer.optimizer}' needs "
-                "them whole: set it to adamw"
-            )
         if self.parallel.zero and self.trainer.offload == "nvme":
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero} with trainer.offload nvme; a state that is cut stays in memory: set parallel.zero to 0, or "
                 "trainer.offload to none"
-            )
-        if self.parallel.zero and self.trainer.optimizer != "adamw":
-            raise UserError(
-                f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
-                "set it to adamw, or parallel.zero to 0"
             )

@@ -28,11 +28,11 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
     """Resident bytes of one process of the mesh besides what any process takes: weights and gradients, the optimizer's state and what its
     step works with, and what a forward of ``tokens`` saves for its backward."""
     weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
-    moments = resident_state_bytes(shapes, trainer) // parallel.tensor
     if trainer.offload_parameters == "nvme":
         held = _paged_bytes(shapes, trainer)
     else:
-        held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
+        held = cut_by_zero(weights, state_bytes(shapes, trainer) // parallel.tensor, parallel.data * parallel.context, parallel.zero)
+        held += working_bytes(shapes, trainer, parallel)
     # Emulated precision holds every rounded matrix until the backward has passed it.
     copies = weights if trainer.precision != "fp32" else 0
     saved = saved_bytes(shapes, trainer, tokens)
@@ -59,13 +59,21 @@ def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     return numbers * DTYPE_BYTES[trainer.dtype] + 2 * STAGING_BYTES
 
 
-def resident_state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """What the optimizer holds in memory, and at most needs besides in its step: one matrix at a time."""
+def state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """What the optimizer of one process holds in memory from one step to the next."""
+    return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer)
+
+
+def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """What the optimizer at most needs besides in its step: one matrix at a time, which Muon has whole on every rank; where ZeRO cuts its
+    momentum, the directions of a layer too."""
     if trainer.offload == "nvme":
-        return STAGING_BYTES
+        return 0
     largest = 4 * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
-    working = {"adamw": 0, "muon": 4 * largest, "adamw8bit": 3 * largest}[trainer.optimizer]
-    return optimizer_bytes(shapes, trainer.optimizer) + working
+    if trainer.optimizer == "muon":
+        layer = 4 * max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_layers))
+        return 4 * largest + (layer // parallel.tensor if parallel.zero else 0)
+    return 3 * largest // parallel.tensor if trainer.optimizer == "adamw8bit" else 0
 
 
 def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizer import OptimizerState, check_state, global_norm
+from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, global_norm
 from tandem.trainer.paged_layers import PagedLayers
 from tandem.trainer.pager import Pager
-from tandem.trainer.pages import GRADIENTS, MOMENTS, WEIGHTS, Pages
+from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
 from tandem.trainer.parallel.flat import layer_number
 
 

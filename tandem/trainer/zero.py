@@ -1,30 +1,30 @@
 """ZeRO (Rajbhandari et al., 2020): what data-parallel ranks cut between them instead of each holding all of it.
 
-Every layer's parameters lie end to end in one flat tensor of n equal parts, one a rank (``parallel.flat``). Stage 1 cuts AdamW's
-moments: a rank updates its part of the weights, and an all-gather brings the others'. Stage 2 cuts the gradients too: each backward
+Every layer's parameters lie end to end in one flat tensor of n equal parts, one a rank (``parallel.flat``). Stage 1 cuts the
+optimizer's moments: a rank updates its part of the weights, and an all-gather brings the others'. Stage 2 cuts the gradients too: each backward
 pass ends in a reduce-scatter of every layer, after which the whole gradients are dropped. Stage 3 cuts the weights too: a layer
 is gathered before its forward and again before its backward, and dropped after each; embedding and head are held whole from the
 start of a forward pass to the end of its backward. With P numbers of b bytes, what stays from one backward pass to the next is
 
     0: b (P + P + 2 P)    1: b (P + P + 2 P / n)    2: b (P + P / n + 2 P / n)    3: b (P / n + P / n + 2 P / n)
 
-for weights, gradients and moments. The mechanism is the reduce-scatter and all-gather of torch's process groups, with sums in rank
-order; updates are elementwise, so all stages have the bits of stage 0 where a step has one backward pass.
+for weights, gradients and moments (of AdamW; other optimizers' states are cut alike). The mechanism is the reduce-scatter and all-gather of
+torch's process groups, with sums in rank order; updates are elementwise, or of matrices that are put together first (``matrices``), so all
+stages have the bits of stage 0 where a step has one backward pass.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tandem.config.trainer import TrainerConfig
 from tandem.model.layer_pass import LayerFunction
 from tandem.runtime.communicator import Pending
 from tandem.trainer.before_backward import BeforeBackward
-from tandem.trainer.optimizer import AdamW, OptimizerState, check_state
-from tandem.trainer.pages import MOMENTS
+from tandem.trainer.blockwise import numbers_each
+from tandem.trainer.optimizer import OptimizerState, PieceOptimizer
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.flat import Flat, layer_of
 
@@ -32,7 +32,7 @@ Stage = Literal[1, 2, 3]
 
 
 class Part(NamedTuple):
-    """``values``: the numbers of parameter ``name`` (flat) from ``first`` on; ``kind``: its ``weights`` or one of its moments."""
+    """``values``: the numbers of parameter ``name`` (flat) from ``first`` on; ``kind``: its ``weights`` or what the state has of it."""
 
     kind: str
     name: str
@@ -94,13 +94,13 @@ class Shard:
 
 
 class ShardedOptimizer:
-    """AdamW of which every rank holds a part, and updates that part of the weights. ``parameters`` are the model's.
+    """An optimizer of which every rank holds a part, and updates that part of the weights. ``parameters`` are the model's; ``make_inner``
+    makes the optimizer of this rank's pieces of them, flat and by name.
 
-    ``state`` is of whole parameters, on the first of the ranks that hold the same numbers, and empty on the others; all of them must
-    ask for it. ``load_state`` takes whole ones on every rank."""
+    ``state`` and ``load_state`` are of this rank's pieces; ``parts`` says which these are."""
 
-    def __init__(self, sums: GradientSums, config: TrainerConfig, stage: Stage) -> None:
-        self.sums, self.stage, self._config = sums, stage, config
+    def __init__(self, sums: GradientSums, max_norm: float, stage: Stage, make_inner: Callable[[Mapping[str, nn.Parameter]], PieceOptimizer]) -> None:
+        self.sums, self.stage, self._max_norm = sums, stage, max_norm
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
         self.shards = [Shard(bucket, stage == 3) for bucket in sums.buckets]
         pieces: dict[str, nn.Parameter] = {}
@@ -108,7 +108,8 @@ class ShardedOptimizer:
             for segment in shard.bucket.segments():
                 piece = shard.own[segment.at : segment.at + segment.last - segment.first]
                 pieces[segment.name] = nn.Parameter(piece, requires_grad=True)
-        self._inner = AdamW(pieces.items(), config, [name for name in pieces if self.parameters[name].ndim >= 2])
+        self._inner = make_inner(pieces)
+        self.kinds = self._inner.kinds
         if stage == 3:
             _Gathering(self)
 
@@ -122,7 +123,7 @@ class ShardedOptimizer:
         self._inner.zero_grad()
 
     def clip(self, scale: float = 1.0) -> float:
-        return self.sums.clip(self._config.max_grad_norm, scale)
+        return self.sums.clip(self._max_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -138,16 +139,18 @@ class ShardedOptimizer:
             if pending is not None:
                 pending.wait()
 
-    def parts(self) -> Iterator[Part]:
-        """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its
-        moments."""
-        moments = self._inner.state().moments
+    def parts(self, form: bool = False) -> Iterator[Part]:
+        """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its state.
+        ``form``: of the state as it is after an update, without its numbers."""
+        state: dict[str, list[tuple[str, Tensor]]] = {}
+        for label, tensor in (self._inner.form() if form else self._inner.state().moments).items():
+            kind, _, name = label.partition("/")
+            state.setdefault(name, []).append((kind, tensor))
         for shard in self.shards:
             for segment in shard.bucket.segments():
                 yield Part("weights", segment.name, segment.first, shard.own[segment.at : segment.at + segment.last - segment.first])
-                for kind in MOMENTS:
-                    if f"{kind}/{segment.name}" in moments:
-                        yield Part(kind, segment.name, segment.first, moments[f"{kind}/{segment.name}"])
+                for kind, tensor in state.get(segment.name, ()):
+                    yield Part(kind, segment.name, segment.first // numbers_each(kind), tensor)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Part], updates: int) -> None:
@@ -166,36 +169,11 @@ class ShardedOptimizer:
             if pending is not None:
                 pending.wait()
 
-    @torch.no_grad()
     def state(self) -> OptimizerState:
-        held, whole = self._inner.state(), {}
-        if self.updates:
-            for shard in self.shards:
-                for kind in MOMENTS:
-                    own = torch.zeros_like(shard.own)
-                    for segment in shard.bucket.segments():
-                        own[segment.at : segment.at + segment.last - segment.first] = held.moments[f"{kind}/{segment.name}"]
-                    gathered = shard.bucket.ranks.all_gather(own, f"{kind} of {shard.bucket.label}")
-                    if shard.bucket.ranks.rank == 0:
-                        whole.update({f"{kind}/{name}": view.clone() for name, view in shard.bucket.views(gathered.view(-1)).items()})
-        return OptimizerState(whole, self.updates)
+        return self._inner.state()
 
     def load_state(self, state: OptimizerState) -> None:
-        expected = {
-            f"{kind}/{name}": torch.empty(bucket.shapes[name], dtype=parameter.dtype, device="meta")
-            for bucket in self.sums.buckets
-            for name, parameter in bucket.parameters.items()
-            for kind in MOMENTS
-        }
-        check_state(state, expected)
-        pieces = {}
-        if state.moments:
-            for shard in self.shards:
-                for segment in shard.bucket.segments():
-                    for kind in MOMENTS:
-                        flat = state.moments[f"{kind}/{segment.name}"].reshape(-1)
-                        pieces[f"{kind}/{segment.name}"] = flat[segment.first : segment.last]
-        self._inner.load_state(OptimizerState(pieces, state.updates))
+        self._inner.load_state(state)
 
     def rest(self) -> None:
         """Give back the weights that a pass without a backward left whole, where weights are cut."""

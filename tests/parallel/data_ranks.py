@@ -6,7 +6,6 @@ import torch
 from model_ranks import LEARNING_RATE, Case, Trained, build, by_sequence, ranks_of, sequences_of, whole
 from ranks import Here
 
-from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import blank, collate
@@ -19,7 +18,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1) -> Trained:
     """``case`` through ``train_step`` on this rank: its sequences in ``passes`` micro-batches."""
     torch.set_num_threads(1)
     model = build(case, here)
-    replica = make_replica(model, TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01), ranks_of(here, case), zero)
+    replica = make_replica(model, case.trainer, ranks_of(here, case), zero)
     every, dtype = sequences_of(case), getattr(torch, case.dtype)
     own = list(range(len(every)))[here.groups["data"].rank :: here.groups["data"].size]
     micro_batches = [collate([every[i] for i in own[nth::passes]], dtype) if own[nth::passes] else blank(dtype) for nth in range(passes)]

@@ -8,10 +8,11 @@ from torch import Tensor
 from tandem.layout.shapes import parameters
 from tandem.model.huggingface import checked_tensors
 from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.checkpoint.model_state import WEIGHTS, Part, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
+from tandem.trainer.blockwise import CODES, SCALES, is_coded
+from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
+from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
-from tandem.trainer.pages import MOMENTS
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.zero import Part as Run
 from tandem.trainer.zero import ShardedOptimizer
@@ -45,19 +46,21 @@ class ReplicaState:
         if not isinstance(optimizer, ShardedOptimizer):
             load_state(contents, self._replica.model, optimizer, updates)
             return
-        self._check(contents)
-        kinds = (WEIGHTS, *MOMENTS) if updates else (WEIGHTS,)
-        runs = [
-            Run(kind, run.name, run.first, torch.empty_like(run.values))
-            for run in list(optimizer.parts())
-            if run.kind == WEIGHTS
-            for kind in kinds
-        ]
+        self._check(contents, optimizer)
+        model, plain, coded = self._replica.model, list[Run](), list[Run]()
+        stored, device = StoredCodes(contents, model, self._parts), next(model.parameters()).device
         try:
-            contents.read([shard for run in runs for shard in self._of_run(run)])
+            for run in optimizer.parts(form=True):
+                if run.kind == WEIGHTS or (updates and not is_coded(run.kind)):
+                    plain.append(run._replace(values=torch.empty_like(run.values, device=device)))
+                elif updates and run.kind.endswith(CODES):
+                    moment = run.kind.removesuffix(CODES)
+                    codes, scales = stored.read(moment, run.name, run.first, run.values.numel())
+                    coded += [run._replace(values=codes), run._replace(kind=moment + SCALES, values=scales)]
+            contents.read([shard for run in plain for shard in self._of_run(run)])
         except UserError as error:
-            raise UserError(f"checkpoint '{contents.folder}' is of another model: {error}") from None
-        optimizer.load_parts(runs, updates)
+            raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: {error}") from None
+        optimizer.load_parts(plain + coded, updates)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Where weights are paged: every tensor by its Hugging Face name, in their order, as live views."""
@@ -75,11 +78,13 @@ class ReplicaState:
             self._replica.paged.put(WEIGHTS, part.parameter, given[part.name], part.first)
 
     def _of_run(self, run: Run) -> list[Shard]:
+        if is_coded(run.kind):
+            return [coded_shard(self._replica.model, run.kind, run.name, run.first, run.values)]
         return run_shards(self._parts, run.kind, run.name, run.first, run.values)
 
-    def _check(self, contents: Contents) -> None:
+    def _check(self, contents: Contents, optimizer: ShardedOptimizer) -> None:
         names = {name for name, _ in parameters(self._replica.model.shapes)}
         found: Mapping[Key, Sequence[object]] = contents.stored
         for key in found:
-            if key.name not in names or key.state not in (WEIGHTS, *MOMENTS):
-                raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{key}', which ZeRO does not read")
+            if key.state not in (WEIGHTS, *optimizer.kinds) or (not is_coded(key.state) and key.name not in names):
+                raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{key}'")
