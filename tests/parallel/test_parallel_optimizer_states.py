@@ -117,7 +117,7 @@ def files_are_equal(folder: Path, other: Path) -> bool:
     return ours.held == theirs.held and all(torch.equal(ours.tensor(key), theirs.tensor(key)) for key in theirs.held)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=FULL), 3])
 def test_codes_that_zero_cuts_are_those_of_stage_0(zero: Any, ranks: Ranks, tmp_path: Path) -> None:
     """Three ranks: parts end within matrices."""
     shape = MeshShape(data=3)
@@ -134,7 +134,7 @@ def test_codes_that_zero_cuts_are_those_of_stage_0(zero: Any, ranks: Ranks, tmp_
 @pytest.mark.parametrize(
     ("shape", "case"),
     [
-        (BOTH, replace(MUON, zero=3)),
+        pytest.param(BOTH, replace(MUON, zero=3), marks=FULL),
         (BOTH, replace(DENSE, zero=2)),
         (EXPERT, replace(MIXTURE, zero=1)),
         pytest.param(EXPERT, replace(MIXTURE, zero=3, optimizer="muon"), marks=FULL),
@@ -152,7 +152,7 @@ def test_a_run_goes_on_bit_for_bit_on_its_own_mesh(shape: MeshShape, case: Case,
     ("shape", "case"),
     [
         (ALONE, MUON),
-        (MeshShape(data=3), replace(MUON, zero=1)),
+        pytest.param(MeshShape(data=3), replace(MUON, zero=1), marks=FULL),
         pytest.param(TENSOR, replace(MUON, deterministic=True), marks=FULL),
     ],
     ids=["one process", "other ranks", "another cut"],
@@ -169,7 +169,7 @@ def test_muon_goes_on_on_another_mesh(shape: MeshShape, case: Case, ranks: Ranks
         (TENSOR, DENSE, ALONE, DENSE),
         (ALONE, DENSE, TENSOR, replace(DENSE, deterministic=True)),
         pytest.param(TENSOR, DENSE, TENSOR, replace(DENSE, deterministic=True), marks=FULL),
-        (EXPERT, MIXTURE, TENSOR, MIXTURE),
+        pytest.param(EXPERT, MIXTURE, TENSOR, MIXTURE, marks=FULL),
         pytest.param(TENSOR, MIXTURE, EXPERT, MIXTURE, marks=FULL),
         pytest.param(MeshShape(data=2, tensor=2, expert=2), MIXTURE, MeshShape(data=3, expert=3), MIXTURE, marks=FULL),
     ],
@@ -187,7 +187,7 @@ def test_codes_of_cut_matrices_are_read_under_another_cut_within_a_blocks_roundi
             assert any(scale.any() for scale in scales[kind].values())
 
 
-@pytest.mark.parametrize(("shape", "case"), [(TENSOR, DENSE), (EXPERT, MIXTURE)], ids=["tensor", "expert"])
+@pytest.mark.parametrize(("shape", "case"), [(TENSOR, DENSE), pytest.param(EXPERT, MIXTURE, marks=FULL)], ids=["tensor", "expert"])
 def test_ranks_in_8_bits_are_as_near_to_one_process_as_8_bits_are_to_adamw(shape: MeshShape, case: Case, ranks: Ranks) -> None:
     """Blocks of a cut matrix are others: its moments are rounded otherwise."""
     wanted, plain = train(None, case).parameters, train(None, replace(case, optimizer="adamw")).parameters
@@ -198,7 +198,7 @@ def test_ranks_in_8_bits_are_as_near_to_one_process_as_8_bits_are_to_adamw(shape
         assert distance(rank.parameters, train(None, once).parameters) < 1e-5, "before the first step nothing is rounded"
 
 
-@pytest.mark.parametrize("other", ["adamw", "muon"])
+@pytest.mark.parametrize("other", ["adamw", pytest.param("muon", marks=FULL)])
 def test_state_of_another_optimizer_is_refused_in_one_line(other: Any, ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, ALONE, save, replace(DENSE, optimizer=other), tmp_path)
     for said in ranks.run(MeshShape(data=2), refused, replace(DENSE, zero=1), tmp_path):
