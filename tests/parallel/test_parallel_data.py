@@ -170,9 +170,10 @@ def test_bytes_that_a_rank_holds_between_backward_passes_are_those_of_the_formul
         assert abs(held - wanted) < 0.05 * wanted, (held, wanted)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "zero"), [(o, z) if (o, z) == ("adamw8bit", 1) else pytest.param(o, z, marks=pytest.mark.full) for o in ("muon", "adamw8bit") for z in (1, 2, 3)]
-)
+OTHERS = [pytest.param(name, zero, marks=pytest.mark.full) for name in ("muon", "adamw8bit") for zero in (1, 2, 3) if (name, zero) != ("muon", 3)]
+
+
+@pytest.mark.parametrize(("optimizer", "zero"), [("muon", 3), *OTHERS])
 def test_bytes_of_other_optimizers_are_cut_alike(optimizer: Any, zero: int, ranks: Ranks) -> None:
     case = Case(LARGER, "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7), optimizer=optimizer)
     for held, numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
