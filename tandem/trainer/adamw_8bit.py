@@ -25,8 +25,8 @@ class AdamW8bit:
         kept = set(whole)
         self._coded = {name for name, p in self.parameters.items() if p.ndim >= 2 and p.numel() >= FEWEST_CODED and name not in kept}
         self._config = config
-        device = next(iter(self.parameters.values())).device
-        self._books = {"exp_avg": Codebook(True, device), "exp_avg_sq": Codebook(False, device)}
+        self._device = next(iter(self.parameters.values())).device
+        self._books = {"exp_avg": Codebook(True, self._device), "exp_avg_sq": Codebook(False, self._device)}
         self._moments: dict[str, Tensor] = {}
         self.updates = 0
 
@@ -40,7 +40,7 @@ class AdamW8bit:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter that has a gradient."""
-        config, done = self._config, torch.tensor(float(self.updates + 1))
+        config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
         if not self._moments:
             self._moments = self._blank()
         for name, parameter in self.parameters.items():
@@ -62,7 +62,7 @@ class AdamW8bit:
     def load_state(self, state: OptimizerState) -> None:
         check_state(state, self._blank())
         self.updates = state.updates
-        self._moments = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in state.moments.items()}
+        self._moments = {name: torch.empty_like(tensor, device=self._device).copy_(tensor) for name, tensor in state.moments.items()}
 
     def _blank(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

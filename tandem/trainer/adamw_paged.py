@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizer import OptimizerState, check_state, global_norm
+from tandem.trainer.optimizer import OptimizerState, check_state, global_norm, norms_of
 from tandem.trainer.paged_layers import PagedLayers
 from tandem.trainer.pager import Pager
 from tandem.trainer.pages import GRADIENTS, MOMENTS, WEIGHTS, Pages
@@ -18,9 +18,9 @@ from tandem.trainer.parallel.flat import layer_number
 
 
 class PagedAdamW:
-    """``AdamW`` with its bits, for dense parameters of one dtype on a CPU. Elementwise: moments come from ``folder`` piece by piece, the next
-    while the present one is updated, and go back behind it. With ``layers_of`` the weights and gradients of that decoder's layers do too,
-    and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights."""
+    """``AdamW`` with its bits, for dense parameters of one dtype. Elementwise: moments come from ``folder`` piece by piece, the next
+    while the present one is updated, and go back behind it; where the parameters are on a GPU, each piece passes through that.
+    With ``layers_of``, on a CPU, the weights and gradients of that decoder's layers do too, and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, folder: Path, layers_of: Decoder | None = None,
@@ -41,9 +41,10 @@ class PagedAdamW:
         paged = {layer: Pages(held, kinds, first + len(kinds) * place) for place, (layer, held) in enumerate(sorted(by_layer.items()))}
         self._pages += paged.values()
         self._place_of = {name: pages for pages in self._pages for name in pages.parameters}
-        self._dtype = next(iter(self.parameters.values())).dtype
+        like = next(iter(self.parameters.values()))
+        self._dtype, self._device = like.dtype, like.device
         sizes = [pages.length for pages in self._pages for _ in pages.kinds]
-        self._pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if paged else MOMENTS))
+        self._pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if paged else MOMENTS), pinned=like.is_cuda)
         self.layers = None if layers_of is None else PagedLayers(layers_of, paged, self._pager, is_filled)
         self._factors: list[float] = []
         self.updates = 0
@@ -61,7 +62,7 @@ class PagedAdamW:
         self._factors = [] if scale == 1.0 else [1.0 / scale]
         for gradient in gradients if self._factors else ():
             gradient.mul_(self._factors[0])
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
+        norms = norms_of(gradients)
         if self.layers is not None:
             norms += self.layers.norms(1.0 / scale)
         total, most = global_norm(norms), self._config.max_grad_norm
@@ -74,14 +75,14 @@ class PagedAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter that has a gradient."""
-        config, done = self._config, torch.tensor(float(self.updates + 1))
+        config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
         if self.layers is not None:
             self.layers.rest()
         chosen = [pages for pages in self._pages if any(self._has_gradient(name) for name in pages.parameters)]
 
         def update(place: int, where: slice, pieces: list[Tensor]) -> None:
             pages = chosen[place]
-            exp_avg, exp_avg_sq = pieces[-2:]
+            exp_avg, exp_avg_sq = there = [piece.to(self._device, non_blocking=True) for piece in pieces[-2:]]
             for name, staged, own in pages.overlaps(where):
                 if not self._has_gradient(name):
                     continue
@@ -98,6 +99,10 @@ class PagedAdamW:
                     [weight], [gradient], [exp_avg[staged]], [exp_avg_sq[staged]], [], [done], lr=learning_rate, beta1=config.beta1,
                     beta2=config.beta2, weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
                 )  # fmt: skip
+
+            if self._device.type == "cuda":
+                for piece, updated in zip(pieces[-2:], there, strict=True):
+                    piece.copy_(updated)
 
         kept = {pages.tensor(GRADIENTS) for pages in chosen if GRADIENTS in pages.kinds}
         self._pager.visit([pages.tensors for pages in chosen], update, kept)

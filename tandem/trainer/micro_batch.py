@@ -89,16 +89,16 @@ def collate(
             _take(columns["old"], old_logprobs[sequence.id], counted)
 
     def whole(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return on_device(torch.tensor(values, dtype=torch.int64), device)
 
     def real(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return on_device(torch.tensor(values, dtype=dtype), device)
 
     return MicroBatch(
         ids=tuple(s.id for s in sequences),
         tokens=whole(tokens),
         positions=whole(positions),
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        cu_seqlens=on_device(torch.tensor(bounds, dtype=torch.int32), device),
         max_seqlen=max(after - before for before, after in itertools.pairwise(bounds)),
         rows=whole(rows),
         targets=whole(row_tokens),
@@ -111,6 +111,11 @@ def collate(
         sequence_of_row=whole(sequence_of_row),
         sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
     )
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """``x``, which is in the host's memory, on ``device``; a GPU fetches it from pinned memory, and nobody waits."""
+    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x
 
 
 def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> MicroBatch:

@@ -1,11 +1,15 @@
 """The optimizer that a recipe names, over a decoder's parameters."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.trainer.adamw_8bit import AdamW8bit
+from tandem.trainer.adamw_host import HostAdamW
 from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.muon import Muon, Stacked
 from tandem.trainer.optimizer import AdamW, Optimizer
@@ -23,7 +27,13 @@ def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None
         return Muon(parameters, config, names, stacked_parts(names, model.local))
     if config.optimizer == "adamw8bit":
         return AdamW8bit(parameters, config, whole=[name for name, _ in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))])
-    return AdamW(parameters, config)
+    return plain_adamw(parameters, config)
+
+
+def plain_adamw(parameters: Sequence[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None) -> AdamW | HostAdamW:
+    """``AdamW``, with its moments in the host's memory where that is asked for and the parameters are on a GPU."""
+    is_on_gpu = any(parameter.is_cuda for _, parameter in parameters)
+    return (HostAdamW if config.offload == "cpu" and is_on_gpu else AdamW)(parameters, config, decayed)
 
 
 def offload_folder(config: TrainerConfig, directory: Path | None) -> Path:

@@ -23,7 +23,8 @@ from tandem.config.trainer import TrainerConfig
 from tandem.model.layer_pass import LayerFunction
 from tandem.runtime.communicator import Pending
 from tandem.trainer.before_backward import BeforeBackward
-from tandem.trainer.optimizer import AdamW, OptimizerState, check_state
+from tandem.trainer.optimizer import OptimizerState, check_state
+from tandem.trainer.optimizers import plain_adamw
 from tandem.trainer.pages import MOMENTS
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.flat import Flat, layer_of
@@ -108,7 +109,7 @@ class ShardedOptimizer:
             for segment in shard.bucket.segments():
                 piece = shard.own[segment.at : segment.at + segment.last - segment.first]
                 pieces[segment.name] = nn.Parameter(piece, requires_grad=True)
-        self._inner = AdamW(pieces.items(), config, [name for name in pieces if self.parameters[name].ndim >= 2])
+        self._inner = plain_adamw(list(pieces.items()), config, [name for name in pieces if self.parameters[name].ndim >= 2])
         if stage == 3:
             _Gathering(self)
 
