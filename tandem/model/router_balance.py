@@ -97,11 +97,11 @@ def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> R
     if normalised:
         gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
     flat = experts.reshape(-1)
-    order = flat.argsort(stable=True)
+    ordered, order = flat.sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    bounds = flat.new_zeros(logits.shape[1] + 1)
-    torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
+    # By search and not by counting, for which torch would ask a GPU how many there are.
+    bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
     return Routing(gates, experts, bounds, order, inverse)
 
 

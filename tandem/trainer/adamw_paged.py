@@ -20,7 +20,8 @@ from tandem.trainer.parallel.flat import layer_number
 class PagedAdamW:
     """``AdamW`` with its bits, for dense parameters of one dtype. Elementwise: moments come from ``folder`` piece by piece, the next
     while the present one is updated, and go back behind it; where the parameters are on a GPU, each piece passes through that.
-    With ``layers_of``, on a CPU, the weights and gradients of that decoder's layers do too, and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights."""
+    With ``layers_of``, on a CPU, the weights and gradients of that decoder's layers do too, and stand in memory
+    only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, folder: Path, layers_of: Decoder | None = None,
