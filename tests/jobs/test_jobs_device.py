@@ -1,0 +1,65 @@
+"""What a run on data says of its device before it begins, and what its rows say of its speed."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tandem.config.recipe import load_config
+from tandem.jobs import device_speed
+from tandem.jobs.device_speed import DeviceSpeed
+from tandem.jobs.start import train
+from tandem.runtime import gpus
+from tandem.types import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(tmp_path: Path, recipe: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        train(load_config(ROOT / "recipes" / recipe, [f"--run.directory={tmp_path / 'runs'}", "--machine.device=cuda", *overrides]))
+    assert not (tmp_path / "runs").exists(), "work had begun"
+    return str(raised.value)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(gpus, "probe", lambda: gpus.Probe((gpus.Gpu("NVIDIA H200", 1 << 37, 1 << 37),) * count, "torch is built without CUDA"))
+
+
+@pytest.mark.parametrize("recipe", ["pretrain.yaml", "sft.yaml"])
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str) -> None:
+    pretend(monkeypatch, 0)
+    said = refused(tmp_path, recipe)
+    assert said.startswith("'machine.device' is 'cuda' and no GPU is found: torch is built without CUDA") and "\n" not in said
+
+
+def test_fewer_gpus_than_ranks_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, 1)
+    assert "this run has 2 ranks; torch finds 1 GPUs" in refused(tmp_path, "pretrain.yaml", "--parallel.data=2")
+
+
+@pytest.mark.parametrize("name", ["offload_parameters", "offload_activations"])
+def test_what_cannot_leave_a_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    pretend(monkeypatch, 1)
+    said = refused(tmp_path, "pretrain.yaml", "--trainer.offload=nvme", f"--trainer.{name}=nvme")
+    assert said.startswith(f"'trainer.{name}' is 'nvme'") and "machine.device to cpu" in said
+
+
+def test_a_pod_is_refused_a_gpu_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'machine.device' is 'cuda'; a pod trains and rolls out on the CPU"):
+        load_config(ROOT / "recipes" / "sort.yaml", ["--machine.device=cuda"])
+
+
+def test_mfu_is_model_flops_over_the_published_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(get_device_name=lambda device: "NVIDIA H200", max_memory_allocated=lambda device: 7, reset_peak_memory_stats=lambda device: None)
+    monkeypatch.setattr(device_speed.torch, "cuda", cuda)
+    gpu = torch.device("cuda", 0)
+    found = DeviceSpeed(gpu, "bf16").rates(989.5e12, 2.0)
+    assert found == {"perf/model_tflops": pytest.approx(494.75), "perf/mfu": pytest.approx(0.5)}
+    assert "perf/mfu" not in DeviceSpeed(gpu, "fp32").rates(1e12, 1.0) and "rows have none" in DeviceSpeed(gpu, "fp8").describe()
+    assert DeviceSpeed(gpu, "bf16").memory() == {"memory/gpu/peak": 7.0} and "989.5 TFLOP/s" in DeviceSpeed(gpu, "bf16").describe()
+    cuda.get_device_name = lambda device: "some other GPU"
+    assert "perf/mfu" not in DeviceSpeed(gpu, "bf16").rates(1e12, 1.0) and "not in the table" in DeviceSpeed(gpu, "bf16").describe()
+    on_cpu = DeviceSpeed(torch.device("cpu"), "fp32")
+    assert on_cpu.rates(4e12, 2.0) == {"perf/model_tflops": 2.0} and on_cpu.memory() == {}
