@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tandem.kernels.mixed as mixed
 import tandem.model.vocabulary_parallel as vocabulary_parallel
 import tandem.trainer.adamw_host as adamw_host
 import tandem.trainer.parallel.pipeline as pipeline_room
@@ -155,7 +156,7 @@ def stand_in() -> None:
     adamw_host.host_zeros = lambda numbers, dtype, pinned: torch.zeros(numbers, dtype=dtype)
     adamw_host.lanes_of = lambda device: OneAfterTheOther()
     pipeline_room.broadcast_value = lambda ranks, value, source, name, device: value
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    mixed.is_emulated = lambda precision, device: False
 
 
 def sequences() -> list[TrainSequence]:
