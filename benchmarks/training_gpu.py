@@ -15,7 +15,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,7 +176,8 @@ def report(options: argparse.Namespace, device: torch.device, is_trial: bool, fo
         f"{parameter_count(shapes) / 1e9:.2f}B parameters, {options.sequences} sequences of {length} tokens a step, {options.micro_batch} at once, best "
         f"(median) of {options.steps} steps. Torch's product: {rate / 1e12:.1f} TFLOP/s; published peak: "
         + (f"{peak.bf16_tflops} TFLOP/s ({peak.source})." if peak else "not in the table (layout.flops), so there is no MFU."), "",
-        "| side | step | tokens/s | MFU | of torch's product | memory | peer's step / this | losses apart | aimed at |", "|---|---|---|---|---|---|---|---|---|",
+        "| side | step | tokens/s | MFU | of torch's product | memory | peer's step / this | losses apart | aimed at |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     tokens = options.sequences * (length - 1)
     theirs: list[tuple[float, float]] = []

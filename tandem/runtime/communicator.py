@@ -173,8 +173,8 @@ def join(
     mesh: Mesh, store: Any, device: torch.device, deadline_s: float, traffic: Traffic | None = None, hostname: str = ""
 ) -> Mapping[GroupName, Communicator]:
     """Meet the other ranks of ``mesh`` over ``store`` (a ``torch.distributed`` store that all of them reach); one communicator a
-    group, those of one rank without a process group. ``device``: where the tensors of all but ``HOST_GROUPS`` are. ``hostname``: the address that gloo listens on (empty: that of this host's
-    name)."""
+    group, those of one rank without a process group. ``device``: where the tensors of all but ``HOST_GROUPS`` are. ``hostname``: the address
+    that gloo listens on (empty: that of this host's name)."""
     found: dict[GroupName, Communicator] = {}
     for name in GROUPS:
         ranks = mesh.group(name)

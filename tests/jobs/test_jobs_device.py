@@ -47,7 +47,7 @@ def test_what_cannot_leave_a_gpu_is_refused_in_one_line(monkeypatch: pytest.Monk
 
 
 def test_a_pod_is_refused_a_gpu_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'machine.device' is 'cuda'; a pod trains and rolls out on the CPU"):
+    with pytest.raises(UserError, match=r"'machine.device' is 'cuda'; a pod trains and rolls out on the CPU"):
         load_config(ROOT / "recipes" / "sort.yaml", ["--machine.device=cuda"])
 
 

@@ -51,7 +51,7 @@ def test_too_few_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_kernels_of_the_cpu_are_refused_on_a_gpu() -> None:
-    with pytest.raises(UserError, match="'machine.kernels' is 'cpu' and machine.device is 'cuda'; set machine.kernels to auto"):
+    with pytest.raises(UserError, match=r"'machine.kernels' is 'cpu' and machine.device is 'cuda'; set machine.kernels to auto"):
         MachineConfig(device="cuda", kernels="cpu").check()
 
 

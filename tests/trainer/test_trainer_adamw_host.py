@@ -98,7 +98,7 @@ def test_without_the_marks_bits_do_change() -> None:
 
 
 def test_a_state_goes_from_one_kind_to_the_other() -> None:
-    whole, held = trained(lambda held: AdamW(held.items(), CONFIG))
+    whole, _ = trained(lambda held: AdamW(held.items(), CONFIG))
     other = parameters()
     taken = HostAdamW(other.items(), CONFIG, piece=512)
     taken.load_state(whole.state())
