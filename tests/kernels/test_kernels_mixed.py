@@ -103,7 +103,7 @@ def test_fp8_units_find_the_numbers_of_the_emulation():
 
 
 def test_matrices_that_fp8_units_do_not_take_have_the_same_rounding():
-    x, weight, grad = operands()
+    x, weight, _ = operands()
     native, emulated = MixedKernels(select("reference"), "fp8", emulated=False), in_precision(select("reference"), "fp8", CPU)
     found = native.linear(x, weight, None)
     assert weight.shape[0] % 16 and found.dtype == torch.bfloat16
