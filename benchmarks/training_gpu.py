@@ -26,6 +26,7 @@ from options import parser
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
+from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.flops import peak_of, step_flops
 from tandem.layout.shapes import ModelShapes, parameter_count
@@ -52,7 +53,8 @@ class Ours:
 
     def __init__(self, shapes: ModelShapes, device: torch.device, precision: Any, offload: Any, micro_batch: int, folder: Path) -> None:
         self.micro_batch, self.device = micro_batch, device
-        kernels = select("auto", device=device, deterministic=device.type != "cuda")
+        attention = fast_attention(shapes.head_dim) if device.type == "cuda" and precision != "fp32" else None
+        kernels = select("auto", device=device, deterministic=device.type != "cuda", attention=attention)
         self.model = Decoder(shapes, in_precision(kernels, precision, device), device=device)
         fill(self.model)
         config = TrainerConfig(learning_rate=RATE, precision=precision, offload=offload, offload_folder=str(folder) if offload == "nvme" else "")

@@ -18,6 +18,7 @@ from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.try_command import try_command
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
+from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
@@ -136,8 +137,7 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     if ranks.device.type == "cuda":
         listener.message(DeviceSpeed(ranks.device, recipe.trainer.precision).describe())
     parallel, stages, on_gpu = recipe.parallel, ranks.groups["pipeline"], ranks.device.type == "cuda"
-    # No engine has to find the same bits: on a GPU products are those of its own library.
-    kernels = select(recipe.machine.kernels, device=ranks.device, deterministic=not on_gpu)
+    kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
     spans = spans_of(parallel, read_shapes(start))
     is_paged = recipe.trainer.offload_parameters == "nvme"
     make = unfilled_model if is_paged else load_model
@@ -162,6 +162,14 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
         # Read straight into the file: the model need not fit in memory once.
         ReplicaState(replica).fill(read_tensors(start))
     return replica, kernels
+
+
+def _kernels(recipe: PretrainRecipe, device: torch.device, head_dim: int) -> Kernels:
+    if device.type != "cuda":
+        return select(recipe.machine.kernels)
+    # No engine has to find the same bits: products and attention of 16 bits are those of torch's libraries.
+    is_free = recipe.machine.kernels == "auto" and recipe.trainer.precision != "fp32"
+    return select(recipe.machine.kernels, device=device, deterministic=False, attention=fast_attention(head_dim) if is_free else None)
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

@@ -34,7 +34,7 @@ def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) ->
     hidden, layers = shapes.hidden_size, []
     for layer in range(shapes.num_layers):
         is_whole = trainer.recompute != "selective"
-        halves = 4 * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size
+        halves = 2 * hidden + (2 if is_whole and shapes.qk_norm else 1) * shapes.qkv_size + shapes.query_size
         experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
         if experts is None:
             halves += kept * shapes.intermediate_size
@@ -42,7 +42,7 @@ def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) ->
             halves += experts.experts_per_token * (2 * hidden + kept * experts.intermediate_size)
         router = 0 if experts is None else 8 * experts.num_experts
         layers.append(2 * halves + 8 * hidden + 4 * shapes.num_heads + router)
-    ends = 10 * hidden
+    ends = 6 * hidden
     return tokens * (ends + (6 * hidden * len(layers) + max(layers) if trainer.recompute == "full" else sum(layers)))
 
 

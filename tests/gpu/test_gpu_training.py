@@ -20,6 +20,7 @@ from tandem.config.recipe import load_config
 from tandem.config.trainer import TrainerConfig
 from tandem.jobs.start import resume, train
 from tandem.kernels import select
+from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
@@ -129,7 +130,9 @@ def test_a_checkpoint_goes_on_on_the_other_device(tmp_path: Path, data: Path, be
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_waits_for_the_device_twice(precision: Any) -> None:
     device = torch.device("cuda", 0)
-    model = Decoder(SHAPES, in_precision(select("auto", device=device, deterministic=False), precision, device), device=device)
+    attention = fast_attention(SHAPES.head_dim) if precision != "fp32" else None
+    kernels = select("auto", device=device, deterministic=False, attention=attention)
+    model = Decoder(SHAPES, in_precision(kernels, precision, device), device=device)
     initialise(model, seed=0)
     optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=1e-3))
     batch = [TrainSequence(str(n), tuple(i * n % 500 for i in range(n)), 1, (0.0,) + (1.0,) * (n - 1)) for n in (400, 90, 300)]
@@ -147,3 +150,19 @@ def test_a_step_waits_for_the_device_twice(precision: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) == 2
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_torchs_attention_has_the_outputs_and_gradients_of_ours(window: int | None) -> None:
+    device, lengths = torch.device("cuda", 0), [70, 1, 300]
+    bounds = torch.tensor([0, 70, 71, 371], dtype=torch.int32, device=device)
+    own, fast = select("triton"), select("triton", deterministic=False, attention="torch")
+    given = [torch.randn(sum(lengths), heads, 64, device=device) for heads in (8, 2, 2)]
+    found = []
+    for kernels, dtype in ((own, torch.float32), (fast, torch.bfloat16)):
+        q, k, v = (x.to(dtype).requires_grad_() for x in given)
+        out = kernels.packed_attention(q, k, v, bounds, max(lengths), 0.125, window)
+        out.float().square().sum().backward()
+        found.append([x.float() for x in (out, q.grad, k.grad, v.grad) if x is not None])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() < 2e-2 * ours.norm()

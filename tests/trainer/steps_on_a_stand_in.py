@@ -24,6 +24,7 @@ import tandem.trainer.adamw_host as adamw_host
 import tandem.trainer.parallel.pipeline as pipeline_room
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.kernels.attention_backends import with_attention
 from tandem.kernels.mixed import in_precision
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton.kernels import TritonKernels
@@ -54,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "biases": {"shapes": LLAMA},
     "bf16": {"precision": "bf16"},
+    "flash": {"precision": "bf16", "attention": "torch"},
     "fp16": {"precision": "fp16"},
     "fp8": {"precision": "fp8"},
     "recompute": {"recompute": "full", "precision": "bf16"},
@@ -168,6 +170,10 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     given = dict(given)
     shapes, rank = given.pop("shapes", QWEN3), given.pop("rank", 0)
     trainer = TrainerConfig(**{name: given.pop(name) for name in list(given) if name in TrainerConfig.__dataclass_fields__})
+    attention = given.pop("attention", None)
+    kernels: Any = Shapes()
+    if attention is not None:
+        kernels = with_attention(kernels, attention, torch.bfloat16, GPU, deterministic=False)
     parallel = ParallelConfig(**given)
     mesh = Mesh(mesh_of(parallel), rank)
     groups = {}
@@ -179,7 +185,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     spans = spans_of(parallel, shapes)
     stages = groups["pipeline"]
     own = own_spans(parallel, spans, stages.rank) if stages.size > 1 else ()
-    model = Decoder(shapes, in_precision(Shapes(), trainer.precision, GPU), device=GPU, parallel=ranks.model_parallel(), spans=own)
+    model = Decoder(shapes, in_precision(kernels, trainer.precision, GPU), device=GPU, parallel=ranks.model_parallel(), spans=own)
     model.router_balance, model.recompute = make_balance(model, trainer, ranks), trainer.recompute
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
     replica = make_replica(model, trainer, ranks, parallel.zero, pipeline)

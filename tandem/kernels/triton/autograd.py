@@ -182,7 +182,8 @@ class TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.rows_at_once)
             logits = ctx.multiply(hidden[rows], weight, None).float()
             grad = _logprob_grad(logits, targets[rows], grad_raw[rows])
-            grad += _logprob_grad(logits / ctx.temperature, targets[rows], grad_scaled[rows] / ctx.temperature)
+            if ctx.temperature != 1:
+                grad += _logprob_grad(logits / ctx.temperature, targets[rows], grad_scaled[rows] / ctx.temperature)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
