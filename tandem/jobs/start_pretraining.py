@@ -120,7 +120,7 @@ def opened_run(
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load(at_most)
         if journal is not None and metrics is not None:
-            _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks, step)
+            _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks, step, listener)
             journal.cut_after(step)
             checkpoints.journal_loaded()
             metrics.cut_after(step)
@@ -182,13 +182,15 @@ def _make_start_model(recipe: PretrainRecipe, directory: Path, listener: Listene
         create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
 
 
-def _check_numerics(journal: Journal, now: dict[str, str | int], ranks: Ranks, step: int) -> None:
+def _check_numerics(journal: Journal, now: dict[str, str | int], ranks: Ranks, step: int, listener: Listener) -> None:
     """Refuse to go on where the bits would be others, unless the ranks or the device were changed, which changes them by intent."""
     saved, mesh, device = journal.get("numerics"), asdict(ranks.mesh.shape), ranks.device.type
     before, on = journal.get("mesh", asdict(MeshShape())), journal.get("device", "cpu")
     if saved is not None and before == mesh and on == device:
         check_numerics(saved, now)
         return
+    if saved is not None and on != device:
+        listener.message(f"the run was on {on} and goes on on {device} from step {step}: the last bits of its numbers are others")
     if saved is not None:
         journal.record_event("mesh", {"step": step, "before": before, "now": mesh, **({"device": device} if on != device else {})})
     journal.set("numerics", now)

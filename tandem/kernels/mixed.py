@@ -49,7 +49,8 @@ class MixedKernels:
 
     ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is
     the fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
-    result's gradient in e5m2, each with one scale a tensor that brings its largest magnitude to the format's largest number; results in bf16; the head stays in bf16."""
+    result's gradient in e5m2, each with one scale a tensor that brings its largest magnitude to the format's largest number; results in bf16; the
+    head stays in bf16."""
 
     def __init__(self, inner: Kernels, precision: Precision, emulated: bool) -> None:
         self.inner, self.precision, self.emulated = inner, precision, emulated
