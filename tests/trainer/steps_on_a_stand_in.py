@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import tandem.kernels.mixed as mixed
 import tandem.model.vocabulary_parallel as vocabulary_parallel
 import tandem.trainer.adamw_host as adamw_host
+import tandem.trainer.micro_batch as micro_batch
 import tandem.trainer.parallel.pipeline as pipeline_room
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -72,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "context 2": {"context": 2},
     "pipeline 2, first": {"pipeline": 2},
     "pipeline 2, last": {"pipeline": 2, "rank": 1},
+    "experts on stages": {"shapes": QWEN3_MOE, "pipeline": 2, "router_balance_loss": 0.01, "router_bias_rate": 0.001},
     "pipeline 2 x tensor 2 x data 2": {"pipeline": 2, "tensor": 2, "data": 2, "rank": 5, "precision": "bf16"},
 }
 waits: list[str] = []
@@ -155,6 +157,7 @@ def stand_in() -> None:
 
     vocabulary_parallel.torch = SimpleNamespace(**{**vars(torch), "searchsorted": places})
     Tensor.pin_memory = FakeTensor.pin_memory = lambda x, *_: x  # type: ignore[method-assign,assignment]
+    micro_batch._tensor = lambda values, dtype: torch.tensor(list(values), dtype=dtype)
     adamw_host.host_zeros = lambda numbers, dtype, pinned: torch.zeros(numbers, dtype=dtype)
     adamw_host.lanes_of = lambda device: OneAfterTheOther()
     pipeline_room.broadcast_value = lambda ranks, value, source, name, device: value

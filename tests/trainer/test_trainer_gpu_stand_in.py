@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 QUICK = ("bf16", "offload", "pipeline 2 x tensor 2 x data 2")
 REST = (
     "fp32", "flash", "biases", "experts", "fp16", "fp8", "recompute", "muon", "adamw8bit", "data 2", "zero 1", "zero 2", "zero 3", "tensor 2",
-    "tensor 2, deterministic", "context 2", "pipeline 2, first", "pipeline 2, last",
+    "tensor 2, deterministic", "context 2", "experts on stages", "pipeline 2, first", "pipeline 2, last",
 )  # fmt: skip
 
 
