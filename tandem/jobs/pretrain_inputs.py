@@ -51,17 +51,14 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
-        # A sequence is not cut for a micro-batch.
-        tokens = min(max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length), recipe.data.sequence_length * recipe.data.sequences_per_step)
-        needed = 0
+        tokens = recipe.most_tokens
         if device == "cuda":
             # Supervised from here, all ranks stand on this machine.
             check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
             lines = [*lines, *_describe_gpus(parallel.world, on_gpu)]
             needed = host_bytes_beside_gpu(shapes, recipe.trainer)
         else:
-            on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-            needed = on_this_machine * training_bytes(shapes, recipe.trainer, tokens, parallel)
+            needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
@@ -69,9 +66,9 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
                 "trainer.offload_activations nvme too"
             )
-        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens)
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens, parallel)
         check_disk(Path(recipe.run.directory), disk)
-        offloaded = offloaded_bytes(shapes, recipe.trainer, tokens)
+        offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         if recipe.trainer.offload_folder:
             check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
         if recipe.checkpoint.upload:

@@ -74,7 +74,17 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, scale: f
 
 def norms_of(tensors: Sequence[Tensor]) -> list[float]:
     """The norm of each tensor, in float64; a device is waited for once."""
-    return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]).tolist() if tensors else []
+    return values_of([norm_of(tensor) for tensor in tensors])
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return found
+
+
+def values_of(numbers: Sequence[Tensor]) -> list[float]:
+    """``numbers``, each of no axis; a device is waited for once."""
+    return torch.stack(list(numbers)).tolist() if numbers else []
 
 
 def global_norm(norms: Sequence[float]) -> float:
