@@ -48,10 +48,12 @@ class PagedAdamW:
         ]
         self._pages += self.groups
         self._place_of = {name: pages for pages in self._pages for name in pages.parameters}
-        like = next(iter(self.parameters.values()), torch.empty(0))
-        self._dtype, self._device = like.dtype, like.device
+        self._dtype = next((parameter.dtype for parameter in self.parameters.values()), torch.float32)
+        # What lies in the file has no device of its own.
+        is_on_gpu = any(parameter.is_cuda for parameter in self.parameters.values())
+        self._device = next(p.device for p in self.parameters.values() if p.is_cuda) if is_on_gpu else torch.device("cpu")
         sizes = [pages.length for pages in self._pages for _ in pages.kinds]
-        self.pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if groups else MOMENTS), pinned=like.is_cuda)
+        self.pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if groups else MOMENTS), pinned=is_on_gpu)
         self.layers = None
         if layers_of is not None:
             self.layers = PagedLayers(layers_of, dict(zip(by_layer, self.groups, strict=True)), self.pager, is_filled)
