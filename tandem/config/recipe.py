@@ -77,6 +77,8 @@ class Recipe:
         for name in ("router_balance_loss", "router_bias_rate"):
             if getattr(self.trainer, name):
                 raise UserError(f"'trainer.{name}' is {getattr(self.trainer, name)}; experts are balanced in pretraining only: leave it at 0")
+        if self.machine.device == "cuda":
+            raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
         if self.trainer.dtype != "float32":
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; a pod on CPU trains in float32")
         if self.trainer.precision != "fp32":

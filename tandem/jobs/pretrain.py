@@ -5,15 +5,18 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
+from tandem.jobs.device_speed import DeviceSpeed
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_data import TrainData
 from tandem.jobs.pretrain_records import Records
+from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, save_model
 from tandem.rl.algorithms.aggregate import GlobalCounts, counts_of
@@ -55,7 +58,7 @@ def pretrain(run: "PretrainRun") -> int:
 @dataclass
 class PretrainRun:
     """A model on its ranks, its data and its files. ``start`` is the folder that the model came from. ``trained``: metrics of the last
-    step; ``step_tokens``: of all ranks in it."""
+    step; ``step_tokens``: of all ranks in it; ``step_flops``: this rank's part of the model's operations in it."""
 
     recipe: PretrainRecipe
     directory: Path
@@ -68,6 +71,7 @@ class PretrainRun:
     first_step: int = 0
     trained: dict[str, float] = field(default_factory=dict)
     step_tokens: int = 0
+    step_flops: float = 0.0
     waited_s: float = 0.0
     tracer: Tracer = NO_TRACE
 
@@ -78,6 +82,10 @@ class PretrainRun:
     @property
     def model(self) -> Decoder:
         return self.replica.model
+
+    @cached_property
+    def device_speed(self) -> DeviceSpeed:
+        return DeviceSpeed(self.model.device, self.recipe.trainer.precision)
 
     def batches(self) -> Loader[Pieces]:
         """This rank's share of the batches from ``first_step`` on, read ahead."""
@@ -99,6 +107,8 @@ class PretrainRun:
             with self.tracer.span("shard the batch"):
                 sequences = train_sequences(batch)
                 counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
+                sharing = self.ranks.world.size // self.ranks.data.size
+                self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences)) / sharing
             result = self.update(step, counts, micro_batches)
         self.trained = result.metrics
         if self.recipe.learns_from_examples:
@@ -212,7 +222,7 @@ class PretrainRun:
         if self.recipe.learns_from_examples:
             row["train/step_tokens"] = tokens
         row["memory/train/measured"] = float(memory_of(os.getpid()).rss_bytes)
-        self.records.row(row, tokens, waited)
+        self.records.row(row | self.device_speed.memory(), tokens, waited, lambda seconds: self.device_speed.rates(self.step_flops, seconds))
 
 
 def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:

@@ -12,6 +12,7 @@ from tandem.jobs.inputs import check_disk
 from tandem.jobs.pretrain_data import dataset_paths
 from tandem.jobs.sft_inputs import check_examples
 from tandem.layout.expert_balance import check_balance
+from tandem.layout.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.mesh import describe
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
@@ -22,6 +23,7 @@ from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
+from tandem.runtime.gpus import Device, check_gpu_memory, chosen_device, probe
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
@@ -29,6 +31,8 @@ from tandem.types import RunError, UserError
 def check_pretraining(recipe: PretrainRecipe) -> list[str]:
     """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
     check_placement(recipe.parallel)
+    device = chosen_device(recipe.machine, recipe.parallel.world)
+    _check_offload(recipe, device)
     with ExitStack() as stack:
         if recipe.model.create is not None:
             folder = stack.enter_context(folder_without_weights(recipe.model.create))
@@ -48,7 +52,13 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
         tokens = recipe.most_tokens
-        needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel)
+        if device == "cuda":
+            # Supervised from here, all ranks stand on this machine.
+            check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
+            lines = [*lines, *_describe_gpus(parallel.world, on_gpu)]
+            needed = host_bytes_beside_gpu(shapes, recipe.trainer)
+        else:
+            needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             raise RunError(
@@ -74,6 +84,22 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]
+
+
+def _check_offload(recipe: PretrainRecipe, device: Device) -> None:
+    """On a GPU moments can be offloaded; weights and activations cannot yet."""
+    for name in ("offload_parameters", "offload_activations"):
+        if device == "cuda" and getattr(recipe.trainer, name) != "none":
+            instead = "cut the weights with parallel.zero 3" if name == "offload_parameters" else "set trainer.recompute to full"
+            raise UserError(
+                f"'trainer.{name}' is '{getattr(recipe.trainer, name)}', which a run on the CPU does and this one computes on a GPU; set it to none "
+                f"and {instead}, or set machine.device to cpu"
+            )
+
+
+def _describe_gpus(ranks: int, needed: int) -> list[str]:
+    names = sorted({gpu.name for gpu in probe().gpus[:ranks]})
+    return [f"device: {ranks} x {', '.join(names)}, predicted {needed / 2**20:,.0f} MiB of each"]
 
 
 def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:

@@ -13,6 +13,7 @@ from tandem.config.recipe import load_config
 from tandem.jobs.rank_events import EventPipe
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.faults import FaultPlan, no_fault
+from tandem.runtime.gpus import Device
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import log_uncaught, setup
 from tandem.runtime.rank_board import RankBoard
@@ -28,7 +29,7 @@ SAVING_DEADLINE_S = 3600.0
 class RankSettings:
     """``directory``: of the run. ``shape``: of the mesh, which may be smaller than the recipe's. ``rendezvous``: a file in which the
     ranks meet, new for every start. ``events``: the descriptor of the pipe to the supervisor. ``threads``: of this process. ``again``: the
-    recorded step that is run again, after those before it, instead of a run."""
+    recorded step that is run again, after those before it, instead of a run. ``device``: ``cpu``, or ``cuda``, of which rank r takes GPU r."""
 
     directory: str
     rank: int
@@ -41,6 +42,7 @@ class RankSettings:
     resumed: bool
     faults: str
     again: int | None = None
+    device: Device = "cpu"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -77,7 +79,7 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     import torch.distributed as dist
 
     from tandem.jobs.pretrain_again import run_again
-    from tandem.jobs.start_pretraining import opened_run, train_on
+    from tandem.jobs.start_pretraining import opened_run, rank_device, train_on
     from tandem.runtime.communicator import connect, join
     from tandem.trainer.parallel.ranks import Ranks
 
@@ -85,14 +87,15 @@ def _train(settings: RankSettings, mesh: Mesh, board: Any, pipe: EventPipe) -> d
     recipe = load_config(directory / "config.yaml")
     assert isinstance(recipe, PretrainRecipe)
     torch.set_num_threads(settings.threads)
+    device = rank_device(settings.device, mesh.rank)
     store = dist.FileStore(settings.rendezvous, mesh.shape.world)
-    groups = join(mesh, store, torch.device("cpu"), recipe.parallel.collective_timeout_s, board, LOOPBACK)
+    groups = join(mesh, store, device, recipe.parallel.collective_timeout_s, board, LOOPBACK)
     faults = FaultPlan.parse(settings.faults).point(f"rank{mesh.rank}", directory) if settings.faults else no_fault
     listener = pipe if mesh.rank == 0 else Listener()
     # A slow disk is no hang, and a rank that dies is noticed at once.
     apart = dist.PrefixStore("checkpoints/", store)
     saving = connect("checkpoints", mesh.rank, mesh.shape.world, apart, torch.device("cpu"), SAVING_DEADLINE_S)
-    ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel)
+    ranks = Ranks(mesh, groups, recipe.parallel.deterministic, recipe.parallel.sequence_parallel, device)
     if settings.again is not None:
         with opened_run(ranks, recipe, directory, listener, board=board, saving=saving, at_most=settings.again) as run:
             run_again(run, settings.again)

@@ -70,14 +70,17 @@ class Records:
         if self.metrics is not None:
             self.metrics.sync()
 
-    def row(self, row: Mapping[str, float | int], tokens: int, data_wait_s: float) -> None:
-        """The row of a step on ``tokens``, with the seconds of its phases and what it sent."""
+    def row(
+        self, row: Mapping[str, float | int], tokens: int, data_wait_s: float, rates: Callable[[float], Mapping[str, float]] = lambda seconds: {}
+    ) -> None:
+        """The row of a step on ``tokens``, with the seconds of its phases, what it sent and its ``rates`` in so many seconds."""
         now = perf_counter()
         seconds, self.row_began = now - self.row_began, now
         timings, self.timings = self.timings, {}
         whole = {**row, **{f"timing_s/{name}": value for name, value in sorted({**timings, "data_wait": data_wait_s}.items())}, **self._traffic()}
         whole["timing_s/step"] = whole["perf/time_per_step"] = seconds
         whole["perf/tokens_per_s"] = tokens / seconds
+        whole |= rates(seconds)
         if self.metrics is not None:
             self.metrics.append(whole)
             self.listener.row(whole)

@@ -14,11 +14,13 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from tandem.config.load import to_mapping
+from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.registry import RegistryConfig
 from tandem.jobs.supervise import Loss, RankProcesses
 from tandem.layout.mesh import MeshShape
+from tandem.runtime.gpus import Device, chosen_device
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import VOLATILE, read_rows
@@ -51,9 +53,10 @@ def replay_pretraining(recipe: PretrainRecipe, directory: Path, step: int, *, in
             raise UserError(f"step {step} of '{directory}' was never taken; its metrics have {there}")
         _check_checkpoints(directory, step)
         with Journal(directory / "journal.sqlite", read_only=True) as journal:
-            facts = {key: journal.get(key) for key in ("data", "numerics", "mesh")}
+            facts = {key: journal.get(key) for key in ("data", "numerics", "mesh", "device")}
             begins = [event.detail["step"] for event in journal.events() if event.kind == "mesh"]
         shape = MeshShape(**(facts["mesh"] or {}))
+        recipe = replace(recipe, machine=_same_device(recipe.machine, directory, facts["device"] or "cpu", shape.world))
         if kept:
             return _kept_step(recipe, directory, step, kept, facts, shape, say)
         if begins and step < begins[-1]:
@@ -68,6 +71,14 @@ def replay_pretraining(recipe: PretrainRecipe, directory: Path, step: int, *, in
                 say(f"step {between}, which comes before, is not as it was recorded")
         wanted = _numbers(rows[step])
         return Replayed(len(wanted), tuple(_differences(wanted, found[step])))
+
+
+def _same_device(machine: MachineConfig, directory: Path, recorded: Device, ranks: int) -> MachineConfig:
+    """``machine`` with the device that the run was on. Raises ``UserError`` where it is not here."""
+    if machine.device not in ("auto", recorded):
+        raise UserError(f"'{directory}' was run on '{recorded}' and machine.device is '{machine.device}', whose bits are others; take it out")
+    chosen_device(machine := replace(machine, device=recorded), ranks)
+    return machine
 
 
 def _kept_files(directory: Path, step: int) -> list[Path]:
@@ -141,13 +152,14 @@ def _in_this_process(recipe: PretrainRecipe, scratch: Path, at_most: int, say: S
     import torch
 
     from tandem.config.recipe import load_config
-    from tandem.jobs.start_pretraining import opened_run
+    from tandem.jobs.start_pretraining import opened_run, rank_device
     from tandem.trainer.parallel.ranks import alone
 
     quiet = load_config(scratch / "config.yaml")
     assert isinstance(quiet, PretrainRecipe)
     torch.set_num_threads(recipe.machine.threads or available_cores())
-    with opened_run(alone(), quiet, scratch, _Telling(say), at_most=at_most) as run:
+    device = rank_device(chosen_device(quiet.machine, 1), 0)
+    with opened_run(alone(device), quiet, scratch, _Telling(say), at_most=at_most) as run:
         yield run
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.jobs.device_speed import DeviceSpeed
 from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_data import open_data
@@ -17,6 +18,7 @@ from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.try_command import try_command
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
+from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
@@ -27,6 +29,7 @@ from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.runtime.gpus import Device, chosen_device
 from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
@@ -53,9 +56,19 @@ def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Liste
         setup("trainer", directory / "logs")
         listener.started(str(directory), recipe.run.max_steps, None)
         torch.set_num_threads(recipe.machine.threads or available_cores())
-        found = train_on(alone(), recipe, directory, listener, resumed=resumed)
+        device = rank_device(chosen_device(recipe.machine, 1), 0)
+        found = train_on(alone(device), recipe, directory, listener, resumed=resumed)
         assert found is not None
         return found
+
+
+def rank_device(kind: Device, rank: int) -> torch.device:
+    """What ``rank`` computes on: all ranks of a run stand on one machine, and rank r takes GPU r."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def train_on(
@@ -109,7 +122,7 @@ def opened_run(
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load(at_most)
         if journal is not None and metrics is not None:
-            _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, step)
+            _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks, step, listener)
             journal.cut_after(step)
             checkpoints.journal_loaded()
             metrics.cut_after(step)
@@ -123,11 +136,14 @@ def opened_run(
 def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
     """The model to start from and its optimizer, on this rank."""
     start = _start_folder(recipe, directory)
-    kernels, parallel, stages = select(recipe.machine.kernels), recipe.parallel, ranks.groups["pipeline"]
+    if ranks.device.type == "cuda":
+        listener.message(DeviceSpeed(ranks.device, recipe.trainer.precision).describe())
+    parallel, stages, on_gpu = recipe.parallel, ranks.groups["pipeline"], ranks.device.type == "cuda"
+    kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
     spans = spans_of(parallel, read_shapes(start))
     is_paged = recipe.trainer.offload_parameters == "nvme"
     make = unfilled_model if is_paged else load_model
-    model = make(start, kernels, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
+    model = make(start, kernels, device=ranks.device, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
     model.router_balance = make_balance(model, recipe.trainer, ranks)
     model.recompute = recipe.trainer.recompute
     model.kernels = in_precision(kernels, recipe.trainer.precision, model.device)
@@ -137,7 +153,7 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
             "which shows its numbers and not its speed"
         )
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
-    if recipe.trainer.offload == "cpu":
+    if recipe.trainer.offload == "cpu" and not on_gpu:
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
     if recipe.trainer.offload_activations == "nvme":
@@ -147,6 +163,14 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
         # Read straight into the file: the model need not fit in memory once.
         ReplicaState(replica).fill(read_tensors(start))
     return replica, kernels
+
+
+def _kernels(recipe: PretrainRecipe, device: torch.device, head_dim: int) -> Kernels:
+    if device.type != "cuda":
+        return select(recipe.machine.kernels)
+    # No engine has to find the same bits: products and attention of 16 bits are those of torch's libraries.
+    is_free = recipe.machine.kernels == "auto" and recipe.trainer.precision != "fp32"
+    return select(recipe.machine.kernels, device=device, deterministic=False, attention=fast_attention(head_dim) if is_free else None)
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:
@@ -159,17 +183,20 @@ def _make_start_model(recipe: PretrainRecipe, directory: Path, listener: Listene
         create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
 
 
-def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, step: int) -> None:
-    """Refuse to go on where the bits would be others, unless the ranks were changed, which changes them by intent."""
-    saved, mesh = journal.get("numerics"), asdict(shape)
-    before = journal.get("mesh", asdict(MeshShape()))
-    if saved is not None and before == mesh:
+def _check_numerics(journal: Journal, now: dict[str, str | int], ranks: Ranks, step: int, listener: Listener) -> None:
+    """Refuse to go on where the bits would be others, unless the ranks or the device were changed, which changes them by intent."""
+    saved, mesh, device = journal.get("numerics"), asdict(ranks.mesh.shape), ranks.device.type
+    before, on = journal.get("mesh", asdict(MeshShape())), journal.get("device", "cpu")
+    if saved is not None and before == mesh and on == device:
         check_numerics(saved, now)
         return
+    if saved is not None and on != device:
+        listener.message(f"the run was on {on} and goes on on {device} from step {step}: the last bits of its numbers are others")
     if saved is not None:
-        journal.record_event("mesh", {"step": step, "before": before, "now": mesh})
+        journal.record_event("mesh", {"step": step, "before": before, "now": mesh, **({"device": device} if on != device else {})})
     journal.set("numerics", now)
     journal.set("mesh", mesh)
+    journal.set("device", device)
 
 
 def _finish(directory: Path, journal: Journal, model: Path, steps: int, command: str) -> PretrainResult:

@@ -20,6 +20,7 @@ from tandem.jobs.rank_events import EventReader, tell
 from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
 from tandem.runtime.faults import FaultPlan
+from tandem.runtime.gpus import chosen_device
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -108,7 +109,7 @@ class RankProcesses:
             read, write = os.pipe()
             settings = RankSettings(
                 str(directory), rank, asdict(shape), str(folder / f"meeting-{start}"), str(folder / "board"), str(self._stacks(rank)), write,
-                threads, resumed, str(faults or ""), again,
+                threads, resumed, str(faults or ""), again, chosen_device(recipe.machine, shape.world),
             )  # fmt: skip
             output = directory / "logs" / f"rank-{rank}.log"
             process = spawn(

@@ -3,7 +3,8 @@ of weights stay in fp32.
 
 A product of 16-bit operands with an fp32 sum is what a tensor core computes. Where the device has such units the operands are cast
 and torch multiplies them; elsewhere (``emulated``) operands and results are rounded to what 16 bits can hold and the product is an
-fp32 one of the kernels beneath, which gives the numbers of such a unit, in another order of summation, at fp32's speed and memory.
+fp32 one of the kernels beneath, which gives the numbers of such a unit, in another order of summation, at fp32's speed and memory. fp8 has such
+units on GPUs of compute capability 8.9 and more (``fp8``).
 """
 
 from typing import Any, Literal
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.kernels.fp8 import FP8_CAPABILITY, Fp8Linear, fits_fp8_units, power_of_two_scale
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What activations and gradients between linear layers are held to; fp8 is of the operands alone."""
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def in_precision(kernels: Kernels, precision: Precision, device: torch.device) -> Kernels:
@@ -31,7 +32,9 @@ def is_emulated(precision: Precision, device: torch.device) -> bool:
     """Whether ``device`` has no units for ``precision``, or this module has no way to them."""
     if precision == "fp32":
         return False
-    return device.type != "cuda" or precision == "fp8"
+    if device.type != "cuda":
+        return True
+    return precision == "fp8" and not (torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY)
 
 
 def whole_precision(kernels: Kernels) -> Kernels:
@@ -45,8 +48,9 @@ class MixedKernels:
     """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands; the rest is ``inner``'s.
 
     ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is
-    the fp32 product. ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the result's gradient in e5m2, each with one scale a
-    tensor that brings its largest magnitude to the format's largest number; results in bf16; the head stays in bf16."""
+    the fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
+    result's gradient in e5m2, each with one scale a tensor that brings its largest magnitude to the format's largest number; results in bf16; the
+    head stays in bf16."""
 
     def __init__(self, inner: Kernels, precision: Precision, emulated: bool) -> None:
         self.inner, self.precision, self.emulated = inner, precision, emulated
@@ -58,6 +62,11 @@ class MixedKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``inner.linear`` with rounded operands. Emulated: fp32 that 16 bits can hold; else in the compute dtype."""
+        if not self.emulated and self.precision == "fp8":
+            if fits_fp8_units(weight):
+                return Fp8Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+            # What fp8 holds, bf16 holds too.
+            x, weight = self._input(x), self._weight(weight)
         if not self.emulated:
             return torch.nn.functional.linear(x.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         out = self.inner.linear(self._input(x), self._weight(weight), bias)
@@ -120,7 +129,5 @@ class _Scaled(torch.autograd.Function):
 def round_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` to the nearest numbers that ``dtype`` holds under one scale, a power of two: scaling alone rounds nothing. A tensor
     that is not finite becomes NaN, so that an overflow is seen and not hidden."""
-    largest = x.abs().amax() if x.numel() else x.new_zeros(())
-    exponent = torch.floor(torch.log2(LARGEST[dtype] / largest.double().clamp_min(1e-300)))
-    scale = torch.exp2(exponent.clamp(-126, 126)).to(x.dtype)
+    largest, scale = power_of_two_scale(x, dtype)
     return torch.where(largest.isfinite(), (x * scale).to(dtype).to(x.dtype) / scale, torch.full_like(x, torch.nan))

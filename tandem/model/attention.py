@@ -60,7 +60,8 @@ def attend(
         mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps)
-        if kv_dtype is not None and kv_dtype != qkv.dtype:
+        # fp32 holds what mixed precision computes with as it is.
+        if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
         if isinstance(context, SharedContext):
             mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window)

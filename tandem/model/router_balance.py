@@ -23,22 +23,24 @@ ALONE = Communicator("alone", 0, 1, None, 0.0)
 class RouterBalance:
     """Of one decoder. ``loss``: the coefficient of the loss, ``bias_rate``: what a bias moves by; 0 turns either off. ``ranks``: those that
     hold the same router and see different tokens; ``copies``: ranks that compute the same tokens, and whose gradients of the
-    router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches; ``stages``: those that hold the model's other layers."""
+    router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches; ``stages``: those that hold the model's other
+    layers. ``device``: the model's."""
 
     def __init__(
         self, num_experts: int, layers: Sequence[int], loss: float = 0.0, bias_rate: float = 0.0, ranks: Communicator = ALONE, copies: int = 1,
-        readers: int = 1, stages: Communicator = ALONE,
-    ) -> None:
+        readers: int = 1, stages: Communicator = ALONE, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self.loss, self.bias_rate, self.ranks, self._stages = loss, bias_rate, ranks, stages
         self._copies, self._readers = copies, readers
-        self.counts = {layer: torch.zeros(num_experts, dtype=torch.int64) for layer in layers}
-        self.biases = {layer: torch.zeros(num_experts, dtype=torch.float64) for layer in layers}
+        self._device = torch.device(device)
+        self.counts = {layer: torch.zeros(num_experts, dtype=torch.int64, device=device) for layer in layers}
+        self.biases = {layer: torch.zeros(num_experts, dtype=torch.float64, device=device) for layer in layers}
         self._weight = 0.0
 
     def begin(self, tokens: int, scale: float = 1.0) -> None:
         """A step begins, in which this rank is given micro-batches of ``tokens`` in all. ``scale``: that of the loss."""
         if self.loss:
-            every = int(self.ranks.all_reduce(torch.tensor([tokens]), "tokens of the step")) // self._readers
+            every = int(self.ranks.all_reduce(torch.tensor([tokens], device=self._device), "tokens of the step")) // self._readers
             self._weight = self.loss * scale / max(every, 1) / self._copies
         for counts in self.counts.values():
             counts.zero_()
@@ -54,7 +56,7 @@ class RouterBalance:
                 worst = max(worst, int(counts.max()) / even - 1.0)
             if updated and self.bias_rate:
                 self.biases[layer] += self.bias_rate * torch.sign(even - counts.double())
-        every = self._stages.all_gather(torch.tensor([worst], dtype=torch.float64), "the largest overload of an expert")
+        every = self._stages.all_gather(torch.tensor([worst], dtype=torch.float64, device=self._device), "the largest overload of an expert")
         return {"router/max_overload": every.max().item()}
 
     def route(self, kernels: Kernels, layer: int, logits: Tensor, each: int, normalised: bool) -> Routing:
@@ -64,7 +66,7 @@ class RouterBalance:
         if torch.is_grad_enabled():
             found = routing.bounds.diff()
             if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-                self.counts[layer] += found.cpu()
+                self.counts[layer] += found
             if self.loss and logits.requires_grad:
                 routing = routing._replace(gates=_Attach.apply(routing.gates, self._balance(logits, found)))
         return routing
@@ -85,7 +87,7 @@ class RouterBalance:
         """Take over the biases of the layers that this decoder has."""
         for layer, bias in state.items():
             if int(layer) in self.biases:
-                self.biases[int(layer)] = torch.tensor(bias, dtype=torch.float64)
+                self.biases[int(layer)] = torch.tensor(bias, dtype=torch.float64, device=self._device)
 
 
 def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> Routing:
@@ -97,11 +99,11 @@ def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> R
     if normalised:
         gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
     flat = experts.reshape(-1)
-    order = flat.argsort(stable=True)
+    ordered, order = flat.sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    bounds = flat.new_zeros(logits.shape[1] + 1)
-    torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
+    # By search and not by counting, for which torch would ask a GPU how many there are.
+    bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
     return Routing(gates, experts, bounds, order, inverse)
 
 

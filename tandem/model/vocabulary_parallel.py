@@ -33,7 +33,8 @@ def shared_logprobs(
     rank takes the rows of its own run."""
     bounds, rank = parallel.bounds(tokens), parallel.context.rank
     first, last = bounds[rank], bounds[rank + 1]
-    edges = torch.searchsorted(rows, torch.tensor(bounds, device=rows.device)).tolist()
+    # Where one context rank has all rows, a GPU is not waited for to learn how many.
+    edges = [0, len(rows)] if parallel.context.size == 1 else torch.searchsorted(rows, torch.tensor(bounds, device=rows.device)).tolist()
     mine = slice(edges[rank], edges[rank + 1])
     states = gathered_hidden(parallel, hidden, last - first).index_select(0, rows[mine] - first)
     if parallel.tensor.size == 1:

@@ -21,6 +21,9 @@ from tandem.types import RunError
 FEW_BYTES = 1 << 16
 """An all-reduce of at most so many gathers every rank's whole tensor: one exchange in place of two, for the same sum."""
 GROUPS: tuple[GroupName, ...] = (*AXES, "tokens", "expert", "expert_data", "world")
+HOST_GROUPS: tuple[GroupName, ...] = ("data", "world")
+"""Those that exchange small values from the host's memory, over gloo on every device: nothing waits for a GPU to tell a loss. Gradients of
+data-parallel ranks travel over ``tokens``."""
 
 
 class CollectiveError(RunError):
@@ -170,14 +173,15 @@ def join(
     mesh: Mesh, store: Any, device: torch.device, deadline_s: float, traffic: Traffic | None = None, hostname: str = ""
 ) -> Mapping[GroupName, Communicator]:
     """Meet the other ranks of ``mesh`` over ``store`` (a ``torch.distributed`` store that all of them reach); one communicator a
-    group, those of one rank without a process group. ``hostname``: the address that gloo listens on (empty: that of this host's
-    name)."""
+    group, those of one rank without a process group. ``device``: where the tensors of all but ``HOST_GROUPS`` are. ``hostname``: the address
+    that gloo listens on (empty: that of this host's name)."""
     found: dict[GroupName, Communicator] = {}
     for name in GROUPS:
         ranks = mesh.group(name)
         rank, group = ranks.index(mesh.rank), None
         if len(ranks) > 1:
-            group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), device, deadline_s, hostname)
+            where = torch.device("cpu") if name in HOST_GROUPS else device
+            group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), where, deadline_s, hostname)
         found[name] = Communicator(name, rank, len(ranks), group, deadline_s, traffic)
     return found
 

@@ -34,8 +34,8 @@ class AdamW8bit:
         large = coded if coded is not None else {name for name in self._decayed if self.parameters[name].numel() >= FEWEST_CODED}
         self._coded = set(large) - set(whole)
         self._config = config
-        device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
-        self._books = {moment: codebook(moment, device) for moment in MOMENTS}
+        self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self._books = {moment: codebook(moment, self._device) for moment in MOMENTS}
         self._moments: dict[str, Tensor] = {}
         self.updates = 0
 
@@ -49,7 +49,7 @@ class AdamW8bit:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter that has a gradient."""
-        config, done = self._config, torch.tensor(float(self.updates + 1))
+        config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
         if not self._moments:
             self._moments = self._blank()
         for name, parameter in self.parameters.items():
@@ -71,7 +71,7 @@ class AdamW8bit:
     def load_state(self, state: OptimizerState) -> None:
         check_state(state, self.form())
         self.updates = state.updates
-        self._moments = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in state.moments.items()}
+        self._moments = {name: torch.empty_like(tensor, device=self._device).copy_(tensor) for name, tensor in state.moments.items()}
 
     def form(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, global_norm
+from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, global_norm, norms_of
 from tandem.trainer.paged_layers import PagedLayers
 from tandem.trainer.pager import Pager
 from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
@@ -18,9 +18,10 @@ from tandem.trainer.parallel.flat import layer_number
 
 
 class PagedAdamW:
-    """``AdamW`` with its bits, for dense parameters of one dtype on a CPU. Elementwise: moments come from ``folder`` piece by piece, the next
-    while the present one is updated, and go back behind it. With ``layers_of`` the weights and gradients of that decoder's layers do too,
-    and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights.
+    """``AdamW`` with its bits, for dense parameters of one dtype. Elementwise: moments come from ``folder`` piece by piece, the next
+    while the present one is updated, and go back behind it; where the parameters are on a GPU, each piece passes through that.
+    With ``layers_of``, on a CPU, the weights and gradients of that decoder's layers do too, and stand in memory only while the layer
+    computes (``PagedLayers``); ``is_filled``: it has its weights.
 
     ``paged``: groups of names whose weights and gradients lie in the file too, and stand in memory when the caller reads them there; it has
     put a gradient of each there before a step, and says in ``factors`` what they are to be multiplied by on their way to the update.
@@ -50,8 +51,11 @@ class PagedAdamW:
         self._pages += self.groups
         self._place_of = {name: pages for pages in self._pages for name in pages.parameters}
         self._dtype = next((parameter.dtype for parameter in self.parameters.values()), torch.float32)
+        # What lies in the file has no device of its own.
+        is_on_gpu = any(parameter.is_cuda for parameter in self.parameters.values())
+        self._device = next(p.device for p in self.parameters.values() if p.is_cuda) if is_on_gpu else torch.device("cpu")
         sizes = [pages.length for pages in self._pages for _ in pages.kinds]
-        self.pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if groups else MOMENTS))
+        self.pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if groups else MOMENTS), pinned=is_on_gpu)
         self.layers = None
         if layers_of is not None:
             self.layers = PagedLayers(layers_of, dict(zip(by_layer, self.groups, strict=True)), self.pager, is_filled)
@@ -79,7 +83,7 @@ class PagedAdamW:
         self.factors = [] if scale == 1.0 else [1.0 / scale]
         for gradient in gradients if self.factors else ():
             gradient.mul_(self.factors[0])
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
+        norms = norms_of(gradients)
         if self.layers is not None:
             norms += self.layers.norms(1.0 / scale)
         total, most = global_norm(norms), self._config.max_grad_norm
@@ -92,14 +96,14 @@ class PagedAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter that has a gradient."""
-        config, done = self._config, torch.tensor(float(self.updates + 1))
+        config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
         if self.layers is not None:
             self.layers.rest()
         chosen = [pages for pages in self._pages if any(self._has_gradient(name) for name in pages.parameters)]
 
         def update(place: int, where: slice, pieces: list[Tensor]) -> None:
             pages = chosen[place]
-            exp_avg, exp_avg_sq = pieces[-2:]
+            exp_avg, exp_avg_sq = there = [piece.to(self._device, non_blocking=True) for piece in pieces[-2:]]
             for name, staged, own in pages.overlaps(where):
                 if not self._has_gradient(name):
                     continue
@@ -116,6 +120,10 @@ class PagedAdamW:
                     [weight], [gradient], [exp_avg[staged]], [exp_avg_sq[staged]], [], [done], lr=learning_rate, beta1=config.beta1,
                     beta2=config.beta2, weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
                 )  # fmt: skip
+
+            if self._device.type == "cuda":
+                for piece, updated in zip(pieces[-2:], there, strict=True):
+                    piece.copy_(updated)
 
         kept = {pages.tensor(GRADIENTS) for pages in chosen if GRADIENTS in pages.kinds}
         self.pager.visit([pages.tensors for pages in chosen], update, kept)

@@ -4,13 +4,17 @@ What cannot change the loss is not computed: a sequence without a counted token 
 that predicts a counted token are cut, and only rows that count go through the head."""
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tandem.types import TrainSequence
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def collate(
     ``ValueError`` for a sequence that contradicts itself."""
     tokens: list[int] = []
     positions: list[int] = []
-    bounds, rows, row_tokens, sequence_of_row = [0], [], [], []
+    bounds, rows, row_tokens, sequence_of_row = [0], list[int](), list[int](), list[int]()
     columns: dict[str, list[float]] = {
         name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old")
     }
@@ -72,12 +76,14 @@ def collate(
     for number, sequence in enumerate(sequences):
         length, start = forward_tokens(sequence), bounds[-1]
         _check(sequence, length)
-        counted = [i for i in range(1, length + 1) if sequence.loss_mask[i] != 0]
+        # Where all count, as in pretraining, whole slices are taken: a GPU would wait for a loop over tokens.
+        every = range(1, length + 1)
+        counted: Sequence[int] = every if 0 not in sequence.loss_mask[1 : length + 1] else [i for i in every if sequence.loss_mask[i] != 0]
         tokens += sequence.token_ids[:length]
         positions += range(length)
         bounds.append(start + length)
-        rows += [start + i - 1 for i in counted]
-        row_tokens += [sequence.token_ids[i] for i in counted]
+        rows += range(start, start + length) if counted is every else [start + i - 1 for i in counted]
+        _take(row_tokens, sequence.token_ids, counted)
         sequence_of_row += [number] * len(counted)
         _take(columns["mask"], sequence.loss_mask, counted)
         _take(columns["advantages"], sequence.advantages, counted)
@@ -89,16 +95,16 @@ def collate(
             _take(columns["old"], old_logprobs[sequence.id], counted)
 
     def whole(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return on_device(_tensor(array("q", values), torch.int64), device)
 
     def real(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return on_device(_tensor(array("d", values), dtype), device)
 
     return MicroBatch(
         ids=tuple(s.id for s in sequences),
         tokens=whole(tokens),
         positions=whole(positions),
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        cu_seqlens=on_device(torch.tensor(bounds, dtype=torch.int32), device),
         max_seqlen=max(after - before for before, after in itertools.pairwise(bounds)),
         rows=whole(rows),
         targets=whole(row_tokens),
@@ -113,6 +119,17 @@ def collate(
     )
 
 
+def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:
+    """``torch.tensor(values, dtype=dtype)`` of a list, three times as fast: that looks at each number by itself."""
+    given = {"q": torch.int64, "d": torch.float64}[values.typecode]
+    return torch.frombuffer(values, dtype=given).to(dtype, copy=True) if values else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """``x``, which is in the host's memory, on ``device``; a GPU fetches it from pinned memory, and nobody waits."""
+    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x
+
+
 def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> MicroBatch:
     """One token of which nothing counts: for a rank that has nothing to do in a pass that all ranks must go through."""
     none, real = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=dtype, device=device)
@@ -122,8 +139,14 @@ def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, None, None, none, sums)
 
 
-def _take(column: list[float], values: Sequence[float], indices: list[int]) -> None:
-    column += [values[i] for i in indices] if values else [0.0] * len(indices)
+def _take(column: list[Number], values: Sequence[Number], indices: Sequence[int]) -> None:
+    """``values`` at ``indices`` behind ``column``; 0 where there are no values."""
+    if not values:
+        column.extend([0] * len(indices))
+    elif isinstance(indices, range):
+        column += values[indices.start : indices.stop]
+    else:
+        column += [values[i] for i in indices]
 
 
 def _check(sequence: TrainSequence, counted: int) -> None:

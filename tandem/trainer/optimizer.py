@@ -77,11 +77,26 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, scale: f
     if scale != 1.0:
         for gradient in gradients:
             gradient.mul_(1.0 / scale)
-    total = global_norm([torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients])
+    total = global_norm(norms_of(gradients))
     if 0 < max_norm < total < math.inf:
         for gradient in gradients:
             gradient.mul_(max_norm / total)
     return total
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[float]:
+    """The norm of each tensor, in float64; a device is waited for once."""
+    return values_of([norm_of(tensor) for tensor in tensors])
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return found
+
+
+def values_of(numbers: Sequence[Tensor]) -> list[float]:
+    """``numbers``, each of no axis; a device is waited for once."""
+    return torch.stack(list(numbers)).tolist() if numbers else []
 
 
 def global_norm(norms: Sequence[float]) -> float:
@@ -168,7 +183,8 @@ class AdamW:
         if not state.moments:
             return
         for name, parameter in self.parameters.items():
-            held: dict[str, Tensor] = {"step": torch.tensor(float(state.updates))}
+            # Where the parameter is: torch's fused update reads it there.
+            held: dict[str, Tensor] = {"step": torch.tensor(float(state.updates), device=parameter.device)}
             for kind in MOMENTS:
                 held[kind] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(
                     state.moments[f"{kind}/{name}"]

@@ -9,6 +9,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.trainer.adamw_8bit import FEWEST_CODED, AdamW8bit
+from tandem.trainer.adamw_host import HostAdamW
 from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.matrices import ALONE, COLUMNS, ROWS, Matrices, Stack
 from tandem.trainer.muon import Muon
@@ -45,7 +46,9 @@ def make_piece_optimizer(
         cut = model.cut
         coded = {n for n in matrices if parameters[n].numel() * cut.size * (cut.expert_size if ".experts." in n else 1) >= FEWEST_CODED}
         return AdamW8bit(pieces.items(), config, whole, matrices, coded)
-    return AdamW(pieces.items(), config, matrices)
+    # Moments in the host's memory where that is asked for; beside a CPU they are there anyway.
+    is_beside_gpu = config.offload == "cpu" and any(piece.is_cuda for piece in pieces.values())
+    return (HostAdamW if is_beside_gpu else AdamW)(pieces.items(), config, matrices)
 
 
 def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[Flat] = ()) -> Matrices:

@@ -17,17 +17,17 @@ PIECE = 1 << 20
 
 class Pager:
     """Flat tensors of ``sizes`` numbers and one ``dtype``, zeros at first, in one file of ``folder`` that no name leads to: it goes
-    with its process. Two staging buffers hold a piece of each of ``at_once`` tensors.
+    with its process. Two staging buffers hold a piece of each of ``at_once`` tensors; ``pinned``: for copies to and from a GPU.
 
     Raises ``RunError`` where the folder has no room; it is taken at once, so that no step finds it missing."""
 
-    def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype, at_once: int) -> None:
+    def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype, at_once: int, pinned: bool = False) -> None:
         self._sizes, self._dtype, self._folder = list(sizes), dtype, folder
         self._starts = [sum(self._sizes[:i]) * dtype.itemsize for i in range(len(self._sizes))]
         self._bytes = sum(self._sizes) * dtype.itemsize
         self._file = TensorFile(folder, self._failed, self._bytes)
         longest = min(PIECE, max(self._sizes, default=0))
-        self._buffers = [[torch.empty(longest, dtype=dtype) for _ in range(at_once)] for _ in range(2)]
+        self._buffers = [[torch.empty(longest, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(at_once)] for _ in range(2)]
         # One thread: what is written from a buffer is on its way before that buffer is read into again.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="pager")
 

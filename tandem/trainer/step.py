@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
@@ -77,12 +78,16 @@ def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> Toke
 def sum_shares(shares: Iterable[LossShare]) -> Passed:
     """The shares of micro-batches together, in their order."""
     total, sums, maxima = 0.0, dict[str, float](), dict[str, float]()
-    for share in shares:
-        total += share.loss.item()
-        for name, value in share.sums.items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-        for name, value in share.maxima.items():
-            maxima[name] = max(maxima.get(name, 0.0), value.item())
+    held = [share._replace(loss=share.loss.detach()) for share in shares]
+    every = [value.double() for share in held for value in (share.loss, *share.sums.values(), *share.maxima.values())]
+    # A device is waited for once, when it has all passes to work on.
+    values = iter(torch.stack(every).tolist() if every else ())
+    for share in held:
+        total += next(values)
+        for name in share.sums:
+            sums[name] = sums.get(name, 0.0) + next(values)
+        for name in share.maxima:
+            maxima[name] = max(maxima.get(name, 0.0), next(values))
     return Passed(sums, maxima, total)
 
 

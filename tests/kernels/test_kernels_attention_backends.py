@@ -11,7 +11,7 @@ from paged_sequences import bounds_of, exact, make
 from torch import Tensor
 
 from tandem.kernels import Kernels, select
-from tandem.kernels.attention_backends import BACKENDS, broken_law, load_backend, with_attention
+from tandem.kernels.attention_backends import BACKENDS, broken_law, fast_attention, load_backend, with_attention
 from tandem.types import UserError
 
 CPU = torch.device("cpu")
@@ -47,6 +47,25 @@ def test_a_backend_that_is_asked_for_computes_packed_attention(kernels: Kernels,
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(changed.linear(x, weight, None), kernels.linear(x, weight, None))
     assert not torch.equal(out, kernels.packed_attention(q, k, v, bounds_of([5, 40]), 40, 0.25, window))
+
+
+def test_torchs_own_is_given_packed_sequences_and_the_keys_beside_a_querys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int, *, scale: float, window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        assert torch.equal(starts, key_starts) and most == most_keys == 40 and window_size[1] == 0 and enable_gqa
+        return torch_attention(q, k, v, starts, window_size, scale)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    q, k, v = make([5, 40], 16, 4, 2)
+    for window in (None, 7):
+        out = load_backend("torch")(q, k, v, bounds_of([5, 40]), 40, 0.25, window)
+        expected = exact(q, k, v, bounds_of([5, 40]), 0.25, window)
+        assert (out - expected).norm() / expected.norm() < 1e-6
+    assert fast_attention(64) == "torch" and fast_attention(60) is None and fast_attention(512) is None
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, k, v: q)
+    assert fast_attention(64) is None, "an older torch"
 
 
 def test_a_backend_with_other_bits_is_refused_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

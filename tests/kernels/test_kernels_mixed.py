@@ -87,6 +87,36 @@ def test_fp32_changes_nothing_and_emulation_is_said():
     assert torch.equal(mixed.rms_norm(x, torch.ones(8), 1e-6), kernels.rms_norm(x, torch.ones(8), 1e-6))
 
 
+def test_fp8_units_find_the_numbers_of_the_emulation():
+    # Torch multiplies fp8 on a CPU as well, slowly; 37 rows are padded to 48.
+    x, weight, grad = operands(columns=32, width=304)
+    bias = torch.randn(32).requires_grad_()
+    out = MixedKernels(select("reference"), "fp8", emulated=False).linear(x, weight, bias)
+    out.backward(grad.bfloat16())
+    a, b = (round_fp8(t.detach(), torch.float8_e4m3fn).double() for t in (x, weight))
+    g = round_fp8(grad.bfloat16().float(), torch.float8_e5m2).double()
+    assert out.dtype == torch.bfloat16 and (x.grad.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    assert (out.double() - a @ b.T - bias.double()).abs().max() <= 2**-7 * out.abs().max()
+    assert (x.grad.double() - g @ b).abs().max() <= 2**-8 * x.grad.abs().max()
+    assert (weight.grad.double() - g.T @ a).norm() < 1e-6 * weight.grad.norm()
+    assert (bias.grad.double() - grad.bfloat16().double().sum(0)).norm() < 1e-6 * bias.grad.norm()
+
+
+def test_matrices_that_fp8_units_do_not_take_have_the_same_rounding():
+    x, weight, _ = operands()
+    native, emulated = MixedKernels(select("reference"), "fp8", emulated=False), in_precision(select("reference"), "fp8", CPU)
+    found = native.linear(x, weight, None)
+    assert weight.shape[0] % 16 and found.dtype == torch.bfloat16
+    assert (found.float() - emulated.linear(x, weight, None)).abs().max() <= 2**-7 * found.abs().max()
+
+
+def test_fp8_units_show_an_overflow():
+    x, weight, _ = operands(columns=32, width=304)
+    wrong = x.detach().clone()
+    wrong[3, 5] = float("inf")
+    assert bool(MixedKernels(select("reference"), "fp8", emulated=False).linear(wrong, weight, None).isnan().all())
+
+
 def test_native_products_are_those_of_torch_in_that_dtype():
     x, weight, grad = operands()
     native = MixedKernels(select("reference"), "bf16", emulated=False)

@@ -134,6 +134,33 @@ def test_gradients_are_those_of_the_reference_in_float64() -> None:
         assert error(ours, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a_wider_residual_stream(narrow: torch.dtype) -> None:
+    rows, width, heads = 9, 24, (3, 1, 16)
+    x, residual, weight, qkv = torch.randn(rows, width), torch.randn(rows, width), torch.rand(width), torch.randn(rows, 5 * 16)
+    table, positions = torch.randn(40, 16), torch.arange(rows) * 3 % 7
+    shares = [torch.randn(shape) for shape in ((rows, width), (rows, width), (rows, width // 2), (rows, 3, 16), (rows, 1, 16), (rows, 1, 16))]
+    found = []
+    for kernels, dtypes in ((KERNELS, (narrow, torch.float32)), (TRUTH, (torch.float64, torch.float64))):
+        # In 16 bits truth begins from the same rounded numbers.
+        a, b, c, d = (
+            value.to(narrow if kind == 0 else torch.float32).to(dtypes[kind], copy=True).requires_grad_()
+            for value, kind in ((x, 0), (residual, 1), (weight, 1), (qkv, 0))
+        )  # fmt: skip
+        normed, total = kernels.add_rms_norm(a, b, c, 1e-6)
+        alone = kernels.rms_norm(b, c, 1e-6)
+        gated = kernels.silu_mul(a)
+        turned = kernels.rope(d, positions, table, heads, None, None, 1e-6)
+        assert normed.dtype == total.dtype == dtypes[1] and gated.dtype == turned[0].dtype == dtypes[0]
+        outputs = (normed + alone, total, gated, *turned)
+        sum((out * share.to(out.dtype)).sum(dtype=torch.float64) for out, share in zip(outputs, shares, strict=True)).backward()
+        found.append([value.grad for value in (a, b, c, d)])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None
+        assert error(ours, theirs) < (1e-5 if narrow == torch.float32 else 1e-2)
+    assert narrow == torch.float32 or error(found[0][1], found[1][1]) < 2e-3, "the residual stream's gradient stays fp32"
+
+
 def _numbers() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 

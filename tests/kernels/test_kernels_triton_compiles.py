@@ -19,7 +19,7 @@ def test_every_program_compiles_for_hopper_and_all_tiles_of_16_bits_use_one_kind
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     names = {"linear", "grouped_linear", "rms_norm", "silu_mul", "sample", "chunk_sums", "logprobs", "rope", "attention", "merge_splits",
-             "attention_queries", "attention_keys"}  # fmt: skip
+             "attention_queries", "attention_keys", "rms_norm_backward", "silu_mul_backward", "rope_backward"}  # fmt: skip
     assert {program["program"] for program in found} == names
     assert all(program["cubin"] > 0 for program in found)
     # What one multiprocessor has.

@@ -1,5 +1,5 @@
-"""Gradients. The forward pass is this room's, and so is the backward pass of attention; the others' is torch's, of the same formula in the reference
-kernels, computed again from the inputs, since only the forward pass has bits to keep."""
+"""Gradients. The forward pass is this room's, and so is the backward pass of attention, norms, the gate and the rotation; the others' is torch's, where
+norms of heads stand before the rotation that of the same formula in the reference kernels, since only the forward pass has bits to keep."""
 
 import itertools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.triton import attention, attention_backward
+from tandem.kernels.triton import attention, attention_backward, rope, rows, rows_backward
 from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.tiles import Tiles
 
@@ -45,6 +45,57 @@ class _ThroughReference(torch.autograd.Function):
         reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
         got = iter(torch.autograd.grad([out for out, _ in reached], wanted, [grad for _, grad in reached], allow_unused=True))
         return None, None, *(next(got) if x is not None and x.requires_grad else None for x in inputs)
+
+
+class RmsNorm(torch.autograd.Function):
+    """(the norm of ``x`` or of ``x + residual``, that sum); of all that is saved only the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, total = rows.rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.x_dtype, ctx.residual_dtype = eps, x.dtype, None if residual is None else residual.dtype
+        # What is given back as it came in is no output of its own.
+        return out, total.view_as(total) if residual is None else total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        total, weight = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(total)
+        by_y, by_x, by_weight = rows_backward.rms_norm(grad, grad_total, total, weight, ctx.eps, ctx.x_dtype)
+        by_residual = None if ctx.residual_dtype is None else by_y.to(ctx.residual_dtype)
+        return by_x, by_residual, by_weight, None
+
+
+class SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return rows.silu_mul(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        return rows_backward.silu_mul(grad, gate_up)
+
+
+class Rope(torch.autograd.Function):
+    """Without norms of heads: nothing of the projection is saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int], eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(positions, cos_sin)
+        ctx.heads, ctx.dtype = heads, qkv.dtype
+        return rope.rope(qkv, positions, cos_sin, heads, None, None, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        positions, cos_sin = ctx.saved_tensors
+        return rows_backward.rope((grads[0], grads[1], grads[2]), positions, cos_sin, ctx.heads, ctx.dtype), None, None, None, None
 
 
 class Linear(torch.autograd.Function):
@@ -131,7 +182,8 @@ class TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.rows_at_once)
             logits = ctx.multiply(hidden[rows], weight, None).float()
             grad = _logprob_grad(logits, targets[rows], grad_raw[rows])
-            grad += _logprob_grad(logits / ctx.temperature, targets[rows], grad_scaled[rows] / ctx.temperature)
+            if ctx.temperature != 1:
+                grad += _logprob_grad(logits / ctx.temperature, targets[rows], grad_scaled[rows] / ctx.temperature)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])

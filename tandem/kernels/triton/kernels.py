@@ -73,19 +73,16 @@ class TritonKernels(PlainPacking):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in DTYPES:
             return self._reference.rms_norm(x, weight, eps)
-        out: Tensor = through_reference(
-            lambda x, weight: rows.rms_norm(x, None, weight, eps)[0], lambda x, weight: self._reference.rms_norm(x, weight, eps), x, weight
-        )
-        return out
+        if wants_grad(x, weight):
+            return autograd.RmsNorm.apply(x, None, weight, eps)[0]  # type: ignore[no-any-return]
+        return rows.rms_norm(x, None, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.dtype not in DTYPES:
             return self._reference.add_rms_norm(x, residual, weight, eps)
-        out, total = through_reference(
-            lambda x, residual, weight: rows.rms_norm(x, residual, weight, eps),
-            lambda x, residual, weight: self._reference.add_rms_norm(x, residual, weight, eps), x, residual, weight,
-        )  # fmt: skip
-        return out, total
+        if wants_grad(x, residual, weight):
+            return autograd.RmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-any-return]
+        return rows.rms_norm(x, residual, weight, eps)
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
@@ -93,6 +90,8 @@ class TritonKernels(PlainPacking):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if qkv.dtype not in DTYPES:
             return self._reference.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps)
+        if q_norm is None and k_norm is None and wants_grad(qkv):
+            return autograd.Rope.apply(qkv, positions, cos_sin, heads, eps)  # type: ignore[no-any-return]
         q, k, v = through_reference(
             lambda qkv, q_norm, k_norm: rope.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps),
             lambda qkv, q_norm, k_norm: self._reference.rope(qkv, positions, cos_sin, heads, q_norm, k_norm, eps), qkv, q_norm, k_norm,
@@ -127,8 +126,7 @@ class TritonKernels(PlainPacking):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:
             return self._reference.silu_mul(gate_up)
-        out: Tensor = through_reference(rows.silu_mul, self._reference.silu_mul, gate_up)
-        return out
+        return autograd.SiluMul.apply(gate_up) if wants_grad(gate_up) else rows.silu_mul(gate_up)  # type: ignore[no-any-return]
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
         if not temperature > 0:

@@ -8,13 +8,15 @@ from tandem.kernels.triton.programs import rows as programs
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of ``x`` or of ``x + residual``, that sum). The last axis is normed."""
+    """(the norm of ``x`` or of ``x + residual``, that sum). The last axis is normed. A residual stream that is wider than what layers return
+    stays so."""
     width = x.shape[-1]
     check("norm weight", weight, width)
     check("norm x", x, *x.shape)
     x, weight = dense(x), dense(weight)
     other = x if residual is None else dense(residual)
-    out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, other.dtype))
+    total = x if residual is None else torch.empty_like(out)
     rows = x.numel() // width
     if rows:
         block = power_of_two(width)

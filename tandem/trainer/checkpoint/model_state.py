@@ -105,14 +105,15 @@ def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updat
     for key in contents.held:
         if key.state == WEIGHTS and key.name not in names:
             raise UserError(f"'{contents.folder}' is of another model: it has '{key}'")
-    weights = {name: torch.empty_like(p) for name, p in decoder.named_parameters()}
+    # In the host's memory: a GPU need not hold the state twice.
+    weights = {name: torch.empty_like(p, device="cpu") for name, p in decoder.named_parameters()}
     shards = list(named_shards(parts, WEIGHTS, weights, decoder))
     moments: dict[str, Tensor] = {}
     for kind in sorted({key.state for key in contents.held if not is_coded(key.state)} - {WEIGHTS}):
         tensors = {}
         for name, parameter in decoder.named_parameters():
             if any(Key(kind, part.name) in contents.stored for part in parts if part.parameter == name):
-                tensors[name] = torch.empty_like(parameter)
+                tensors[name] = torch.empty_like(parameter, device="cpu")
         shards += named_shards(parts, kind, tensors, decoder)
         moments |= {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
     before = optimizer.state()

@@ -23,7 +23,7 @@ class Staging:
         self.layout: Layout = lay_out(pieces)
         self._file: TensorFile | None = None
         size = self.layout.size
-        if pinned:
+        if pinned and folder is None:
             self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self._view = memoryview((ctypes.c_char * size).from_address(self._bytes.data_ptr())).cast("B")
         else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Pending
-from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.trainer.optimizer import Optimizer, OptimizerState, norm_of, values_of
 from tandem.trainer.parallel.flat import ALIGNED, Flat, flats
 from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.parallel.ranks import Ranks
@@ -108,13 +108,13 @@ class GradientSums:
     def norm(self, scale: float = 1.0) -> float:
         """The norm of the global gradient divided by ``scale``: NaN or infinity where a number is not finite. The same on every rank:
         each number is counted once, squares are summed exactly."""
-        squares = []
+        norms = []
         for bucket, own in zip(self.buckets, self.parts(), strict=True):
             for segment in bucket.segments():
                 if segment.name in self._counted:
-                    part = own[segment.at : segment.at + segment.last - segment.first]
-                    value = torch.linalg.vector_norm(part, dtype=torch.float64).item() / scale
-                    squares.append(value * value)
+                    norms.append(norm_of(own[segment.at : segment.at + segment.last - segment.first]))
+        scaled = [norm / scale for norm in values_of(norms)]
+        squares = [norm * norm for norm in scaled]
         total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
         found = [row[0] for row in self.ranks.all_values([total], "the gradient norm")]
         return math.sqrt(math.fsum(found)) if all(map(math.isfinite, found)) else math.nan if any(map(math.isnan, found)) else math.inf

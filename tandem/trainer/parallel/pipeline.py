@@ -83,8 +83,11 @@ class Pipeline:
         a step, on both ranks; before or after a sum over replicas."""
         peer = self.ranks.size - 1 if self.is_first else 0
         name = "gradient of the tied embedding"
-        arriving = self.ranks.receive(torch.empty_like(own), peer, name)
-        sent = self.ranks.send(own, peer, name)
+        # In opposite order: between two GPUs NCCL begins a transfer when the one before it has ended.
+        if self.is_first:
+            sent, arriving = self.ranks.send(own, peer, name), self.ranks.receive(torch.empty_like(own), peer, name)
+        else:
+            arriving, sent = self.ranks.receive(torch.empty_like(own), peer, name), self.ranks.send(own, peer, name)
         other = arriving.wait()
         sent.wait()
         # The same order on both, so that the copies stay equal bit for bit.

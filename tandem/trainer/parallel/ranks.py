@@ -11,20 +11,24 @@ from tandem.layout.sharding import Cut
 from tandem.model.parallel import ModelParallel
 from tandem.runtime.communicator import GROUPS, Communicator
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """``mesh``: who stands where. ``groups``: a communicator for each of this rank's groups. ``deterministic`` and ``sequence``: how
-    tensor-parallel ranks cut a model (``Cut``, ``ModelParallel``).
+    tensor-parallel ranks cut a model (``Cut``, ``ModelParallel``). ``device``: what this rank computes on.
 
     Who talks over which group: the model's layers over ``tensor``, ``context`` and ``expert`` (by ``model_parallel``); a pipeline's
     stages over ``pipeline``; gradients and ZeRO over ``tokens`` and, those of experts, ``expert_data``; the loss over ``data``;
-    the gradient norm, and what all must agree on, over ``world``."""
+    the gradient norm, and what all must agree on, over ``world``. ``data`` and ``world`` exchange small values from the host's memory, the others
+    tensors of ``device`` (``communicator.HOST_GROUPS``)."""
 
     mesh: Mesh
     groups: Mapping[GroupName, Communicator]
     deterministic: bool = False
     sequence: bool = False
+    device: torch.device = CPU
 
     @property
     def is_first(self) -> bool:
@@ -65,7 +69,7 @@ class Ranks:
         return int(found)
 
 
-def alone() -> Ranks:
+def alone(device: torch.device | str = "cpu") -> Ranks:
     """One process, which is all ranks."""
     mesh = Mesh(MeshShape(), 0)
-    return Ranks(mesh, {name: Communicator(name, 0, 1, None, 0.0) for name in GROUPS})
+    return Ranks(mesh, {name: Communicator(name, 0, 1, None, 0.0) for name in GROUPS}, device=torch.device(device))

@@ -1,0 +1,85 @@
+"""Gradients of norms, of the gate and of the rotation. Each output is summed by one program in order: no atomic addition."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_backward(
+    grad, grad_total, total, weight, grad_y, grad_x, partial, rows, width, eps, programs,
+    ADDS: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient by y = ``total[T, H]`` of ``weight * y / sqrt(mean(y^2) + eps)``, whose own is ``grad[T, H]``; with ``ADDS`` plus ``grad_total``. To
+    ``grad_y``, and with ``NARROW`` in its dtype to ``grad_x``. ``partial[programs, H]`` fp32 takes each program's sum over its rows of the gradient by
+    ``weight``. Grid: (programs,), of which each has every ``programs``-th row."""
+    first = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    scale = tl.load(weight + at, mask=mask, other=0).to(tl.float32)
+    by_weight = tl.zeros((BLOCK,), tl.float32)
+    row = first.to(tl.int64)
+    for _ in range(first, rows, programs):
+        place = row * width + at
+        y = tl.load(total + place, mask=mask, other=0).to(tl.float32)
+        g = tl.load(grad + place, mask=mask, other=0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(y * y, 0) / width + eps)
+        normed = y * rstd
+        by_weight += g * normed
+        scaled = g * scale
+        found = rstd * (scaled - normed * (tl.sum(scaled * normed, 0) / width))
+        if ADDS:
+            found += tl.load(grad_total + place, mask=mask, other=0).to(tl.float32)
+        tl.store(grad_y + place, found.to(grad_y.dtype.element_ty), mask=mask)
+        if NARROW:
+            tl.store(grad_x + place, found.to(grad_x.dtype.element_ty), mask=mask)
+        row += programs
+    tl.store(partial + first * width + at, by_weight, mask=mask)
+
+
+@triton.jit
+def silu_mul_backward(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):
+    """The gradient by ``gate_up[T, 2 F]`` of ``silu(gate) * up``, whose own is ``grad[T, F]``. Grid: (T, tiles of F)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0).to(tl.float32)
+    g = tl.load(grad + row * width + at, mask=mask, other=0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    by_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(grad_gate_up + row * 2 * width + at, by_gate.to(grad_gate_up.dtype.element_ty), mask=mask)
+    tl.store(grad_gate_up + row * 2 * width + width + at, (g * gate * sigmoid).to(grad_gate_up.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_backward(
+    grad_q, grad_k, grad_v, positions, cos_sin, grad_qkv, query_heads, kv_heads, D: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """From the gradients by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D] to that by ``qkv[T, (Hq + 2 Hkv) D]`` without norms: queries and keys are turned
+    back. Grid: (T, head tiles)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    all_heads = query_heads + 2 * kv_heads
+    is_query = heads < query_heads
+    is_key = (heads >= query_heads) & (heads < query_heads + kv_heads)
+    is_value = (heads >= query_heads + kv_heads) & (heads < all_heads)
+    h = tl.arange(0, HALF)
+    in_half = h < D // 2
+    key_head = heads - query_heads
+    from_q = grad_q + (token * query_heads + heads)[:, None] * D + h[None, :]
+    from_k = grad_k + (token * kv_heads + key_head)[:, None] * D + h[None, :]
+    from_v = grad_v + (token * kv_heads + key_head - kv_heads)[:, None] * D + h[None, :]
+    of_query = is_query[:, None] & in_half[None, :]
+    of_key = is_key[:, None] & in_half[None, :]
+    of_value = is_value[:, None] & in_half[None, :]
+    first = tl.load(from_q, mask=of_query, other=0).to(tl.float32) + tl.load(from_k, mask=of_key, other=0).to(tl.float32)
+    second = tl.load(from_q + D // 2, mask=of_query, other=0).to(tl.float32) + tl.load(from_k + D // 2, mask=of_key, other=0).to(tl.float32)
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cos_sin + position * D + h, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * D + D // 2 + h, mask=in_half, other=0.0)[None, :]
+    turned_first = first * cos + second * sin + tl.load(from_v, mask=of_value, other=0).to(tl.float32)
+    turned_second = second * cos - first * sin + tl.load(from_v + D // 2, mask=of_value, other=0).to(tl.float32)
+    to = grad_qkv + (token * all_heads + heads)[:, None] * D + h[None, :]
+    is_inner = in_half[None, :] & (heads < all_heads)[:, None]
+    tl.store(to, turned_first.to(grad_qkv.dtype.element_ty), mask=is_inner)
+    tl.store(to + D // 2, turned_second.to(grad_qkv.dtype.element_ty), mask=is_inner)

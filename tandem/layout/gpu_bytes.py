@@ -1,0 +1,53 @@
+"""Bytes of a GPU, and of the host's memory beside it, that one training process takes. Imports no torch."""
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.bytes import cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, working_bytes
+
+PIECE_BYTES = 16 << 20
+"""Of offloaded moments: one piece of one moment (``trainer.adamw_host``)."""
+PIECES_ON_GPU = 6
+LOGITS_AT_ONCE = 1 << 26
+"""Numbers of logits that the head's kernel holds at a time, and what it holds of each: logits, their fp32 form and two gradients."""
+LOGIT_BYTES = 16
+
+
+def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """``training_bytes`` where the process computes on a GPU."""
+    weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
+    is_away = trainer.offload != "none"
+    moments = 0 if is_away else state_bytes(shapes, trainer) // parallel.tensor
+    at_work = PIECES_ON_GPU * PIECE_BYTES if is_away else working_bytes(shapes, trainer, parallel)
+    held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
+    # Every matrix is there once more in 16 bits until the backward has passed it.
+    copies = weights // 2 if trainer.precision != "fp32" else 0
+    saved = gpu_saved_bytes(shapes, trainer, tokens)
+    logits = min(tokens * shapes.vocab_size, LOGITS_AT_ONCE) * LOGIT_BYTES
+    sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    return (held + copies) // parallel.pipeline + at_work + saved // sharing + logits
+
+
+def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
+    """What the layers save for the backward: in 16 bits all but the residual stream and the sums of attention's weights."""
+    if trainer.precision == "fp32":
+        return saved_bytes(shapes, trainer, tokens)
+    hidden, layers = shapes.hidden_size, []
+    for layer in range(shapes.num_layers):
+        is_whole = trainer.recompute != "selective"
+        halves = 2 * hidden + (2 if is_whole and shapes.qk_norm else 1) * shapes.qkv_size + shapes.query_size
+        experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
+        if experts is None:
+            halves += kept * shapes.intermediate_size
+        else:
+            halves += experts.experts_per_token * (2 * hidden + kept * experts.intermediate_size)
+        router = 0 if experts is None else 8 * experts.num_experts
+        layers.append(2 * halves + 8 * hidden + 4 * shapes.num_heads + router)
+    ends = 6 * hidden
+    return tokens * (ends + (6 * hidden * len(layers) + max(layers) if trainer.recompute == "full" else sum(layers)))
+
+
+def host_bytes_beside_gpu(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """Pinned memory of all ranks together: the staged copy of a checkpoint, and moments that are offloaded to the host."""
+    return checkpoint_bytes(shapes, trainer) + (optimizer_bytes(shapes, trainer.optimizer) if trainer.offload == "cpu" else 0)

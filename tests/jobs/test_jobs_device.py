@@ -1,0 +1,121 @@
+"""What a run on data says of its device before it begins, and what its rows say of its speed."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from package_data import make_datasets
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import load_config
+from tandem.jobs import device_speed
+from tandem.jobs.device_speed import DeviceSpeed
+from tandem.jobs.replay_pretraining import replay_pretraining
+from tandem.jobs.start import resume, train
+from tandem.runtime import gpus
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.runtime.metrics import read_rows
+from tandem.types import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(tmp_path: Path, recipe: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        train(load_config(ROOT / "recipes" / recipe, [f"--run.directory={tmp_path / 'runs'}", "--machine.device=cuda", *overrides]))
+    assert not (tmp_path / "runs").exists(), "work had begun"
+    return str(raised.value)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(gpus, "probe", lambda: gpus.Probe((gpus.Gpu("NVIDIA H200", 1 << 37, 1 << 37),) * count, "torch is built without CUDA"))
+
+
+@pytest.mark.parametrize("recipe", ["pretrain.yaml", "sft.yaml"])
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str) -> None:
+    pretend(monkeypatch, 0)
+    said = refused(tmp_path, recipe)
+    assert said.startswith("'machine.device' is 'cuda' and no GPU is found: torch is built without CUDA") and "\n" not in said
+
+
+def test_fewer_gpus_than_ranks_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, 1)
+    assert "this run has 2 ranks; torch finds 1 GPUs" in refused(tmp_path, "pretrain.yaml", "--parallel.data=2")
+
+
+@pytest.mark.parametrize("name", ["offload_parameters", "offload_activations"])
+def test_what_cannot_leave_a_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    pretend(monkeypatch, 1)
+    said = refused(tmp_path, "pretrain.yaml", "--trainer.offload=nvme", f"--trainer.{name}=nvme")
+    assert said.startswith(f"'trainer.{name}' is 'nvme'") and "machine.device to cpu" in said
+
+
+def test_a_pod_is_refused_a_gpu_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'machine.device' is 'cuda'; a pod trains and rolls out on the CPU"):
+        load_config(ROOT / "recipes" / "sort.yaml", ["--machine.device=cuda"])
+
+
+def test_mfu_is_model_flops_over_the_published_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(get_device_name=lambda device: "NVIDIA H200", max_memory_allocated=lambda device: 7, reset_peak_memory_stats=lambda device: None)
+    monkeypatch.setattr(device_speed.torch, "cuda", cuda)
+    gpu = torch.device("cuda", 0)
+    found = DeviceSpeed(gpu, "bf16").rates(989.5e12, 2.0)
+    assert found == {"perf/model_tflops": pytest.approx(494.75), "perf/mfu": pytest.approx(0.5)}
+    assert "perf/mfu" not in DeviceSpeed(gpu, "fp32").rates(1e12, 1.0) and "rows have none" in DeviceSpeed(gpu, "fp8").describe()
+    assert DeviceSpeed(gpu, "bf16").memory() == {"memory/gpu/peak": 7.0} and "989.5 TFLOP/s" in DeviceSpeed(gpu, "bf16").describe()
+    cuda.get_device_name = lambda device: "some other GPU"
+    assert "perf/mfu" not in DeviceSpeed(gpu, "bf16").rates(1e12, 1.0) and "not in the table" in DeviceSpeed(gpu, "bf16").describe()
+    on_cpu = DeviceSpeed(torch.device("cpu"), "fp32")
+    assert on_cpu.rates(4e12, 2.0) == {"perf/model_tflops": 2.0} and on_cpu.memory() == {}
+
+
+class Heard(Listener):
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+@pytest.mark.full
+def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replayed_there(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = make_datasets(tmp_path / "data", "json")
+    recipe = {
+        "algorithm": {"name": "pretrain"},
+        "model": {
+            "create": {
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64,
+            }
+        },
+        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "sequences_per_step": 4},
+        "checkpoint": {"every_steps": 2, "keep": 3},
+        "run": {"max_steps": 4, "name": "run", "directory": str(tmp_path)},
+        "machine": {"threads": 1},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(load_config(tmp_path / "recipe.yaml"))
+    run = tmp_path / "run"
+    assert all(row["perf/model_tflops"] > 0 and "perf/mfu" not in row for row in read_rows(run / "metrics.jsonl"))
+    with Journal(run / "journal.sqlite") as journal:
+        assert journal.get("device") == "cpu"
+        journal.set("device", "cuda")
+    same = load_config(run / "config.yaml")
+    assert isinstance(same, PretrainRecipe)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"'machine.device' is 'cuda' and no GPU is found"):
+            replay_pretraining(same, run, 3)
+    with pytest.raises(UserError, match=r"was run on 'cuda' and machine.device is 'cpu'"):
+        replay_pretraining(load_config(run / "config.yaml", ["machine.device=cpu"]), run, 3)  # type: ignore[arg-type]
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    heard = Heard()
+    resume(run, listener=heard, overrides=["--machine.device=cpu"])
+    assert "the run was on cuda and goes on on cpu from step 2: the last bits of its numbers are others" in heard.messages
+    with Journal(run / "journal.sqlite") as journal:
+        (changed,) = [event.detail for event in journal.events() if event.kind == "mesh"]
+        assert changed["device"] == "cpu" and changed["step"] == 2 and changed["before"] == changed["now"]

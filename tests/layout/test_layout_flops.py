@@ -1,0 +1,73 @@
+"""Model FLOPs against a count by hand and against torch's own counter over transformers' model; bytes of a GPU against a count by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.flops import matrix_parameters, peak_of, step_flops
+from tandem.layout.gpu_bytes import gpu_saved_bytes, gpu_training_bytes, host_bytes_beside_gpu
+from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count
+
+LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_embeddings=False)
+
+
+def test_the_formula_is_that_of_palm_worked_by_hand() -> None:
+    layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48
+    assert matrix_parameters(LLAMA) == 3 * layer + 100 * 32
+    # 6 N + 12 L H Q T a token (Chowdhery et al., 2022, appendix B), with H Q = 32.
+    assert step_flops(LLAMA, [10]) == 10 * (6 * (3 * layer + 3200) + 12 * 3 * 32 * 10)
+    assert step_flops(LLAMA, [10, 5]) == step_flops(LLAMA, [10]) + step_flops(LLAMA, [5])
+    assert step_flops(replace(LLAMA, tie_embeddings=True), [10]) == step_flops(LLAMA, [10])
+
+
+def test_windows_and_experts_count_what_a_token_meets() -> None:
+    windowed = replace(LLAMA, layer_windows=(4, None, None))
+    assert step_flops(LLAMA, [10]) - step_flops(windowed, [10]) == 10 * 12 * 32 * 6
+    moe = replace(LLAMA, architecture="mixtral", experts=ExpertShapes(8, 2, 24))
+    assert matrix_parameters(moe) - 3 * (32 * 64 + 32 * 32) - 3200 == 3 * 32 * (8 + 3 * 2 * 24)
+
+
+def test_torch_counts_the_same_operations_in_transformers_model() -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    assert counter.get_total_flops() == step_flops(LLAMA, [16, 16])
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA A100-SXM4-80GB", 312.0)],
+)
+def test_a_peak_is_found_by_what_torch_calls_the_device(name: str, rate: float) -> None:
+    peak = peak_of(name)
+    assert peak is not None and peak.bf16_tflops == rate and peak.source
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_of("NVIDIA GeForce RTX 2080") is None
+
+
+def test_bytes_of_a_gpu_worked_by_hand() -> None:
+    count, tokens = parameter_count(LLAMA), 50
+    # In 16 bits: two normed inputs, q|k|v, attention's output, gate|up and their product; the residual stream twice in fp32.
+    layer = 2 * (2 * 32 + 64 + 32 + 3 * 48) + 8 * 32 + 4 * 4
+    bf16 = TrainerConfig(precision="bf16")
+    assert gpu_saved_bytes(LLAMA, bf16, tokens) == tokens * (6 * 32 + 3 * layer)
+    logits = tokens * 100 * 16
+    assert gpu_training_bytes(LLAMA, bf16, tokens) == 16 * count + 2 * count + tokens * (6 * 32 + 3 * layer) + logits
+    offloaded = gpu_training_bytes(LLAMA, replace(bf16, offload="cpu"), tokens)
+    assert gpu_training_bytes(LLAMA, bf16, tokens) - offloaded == 8 * count - 6 * (16 << 20)
+    assert host_bytes_beside_gpu(LLAMA, replace(bf16, offload="cpu")) == 12 * count + 8 * count
+    cut = gpu_training_bytes(LLAMA, bf16, tokens, ParallelConfig(data=2, zero=1))
+    assert gpu_training_bytes(LLAMA, bf16, tokens) - cut == 4 * count
