@@ -19,6 +19,7 @@ examples:
 """
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from tandem.data.tokenize import tokenize
 from tandem.data.tokenize_plan import TokenizeSettings
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.storage.files import open_storage
+from tandem.types import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +54,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if not 0 < options.shard_mib < math.inf:
+        raise UserError(f"--shard-mib is {options.shard_mib}; it must be above 0, and finite")
     suffixes = tuple(options.suffix or (() if options.examples else (".txt", ".md")))
     form = DocumentFormat(
         options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key

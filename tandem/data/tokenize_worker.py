@@ -5,6 +5,7 @@ Imports no torch. The tokenizer's own batch call does the work, on one thread: t
 
 import argparse
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -140,6 +141,9 @@ def main() -> None:
     parser.add_argument("--options", required=True)
     parser.add_argument("--channel", type=int, required=True)
     options = parser.parse_args()
+    # What a user can mend is said by the command, once; the traceback of a defect is said here.
+    assert logging.lastResort is not None
+    logging.lastResort.addFilter(lambda record: record.exc_info is not None)
     serve({"unit": TokenizeWorker(json.loads(options.options)).unit}, options.channel)
 
 

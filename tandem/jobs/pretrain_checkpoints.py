@@ -49,7 +49,8 @@ class RunCheckpoints:
         self._recipe, self._directory, self._start = recipe, directory, start
         self._replica, self._guard, self._ranks, self._records = replica, guard, ranks, records
         self.folder = directory / "checkpoints"
-        self.requests = SignalRequests()
+        # Where there is a supervisor, that one says it.
+        self.requests = SignalRequests(records.listener.message if records.board is None else None)
         self.last: int | None = None
         self._state = ReplicaState(replica)
         # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.

@@ -17,7 +17,7 @@ from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.training_bytes import offloaded_bytes, run_bytes_on_disk, training_bytes
+from tandem.layout.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
@@ -44,17 +44,20 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
         for path, files in datasets:
+            files.check()
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
         # A sequence is not cut for a micro-batch.
         tokens = min(max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length), recipe.data.sequence_length * recipe.data.sequences_per_step)
         on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        needed = on_this_machine * training_bytes(shapes, recipe.trainer, tokens, parallel)
+        batches = batch_bytes(recipe.data, parallel)
+        needed = on_this_machine * (training_bytes(shapes, recipe.trainer, tokens, parallel) + batches)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
+            largest = "data.sequences_per_step" if 2 * on_this_machine * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set trainer.recompute to "
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
                 "trainer.offload_activations nvme too"
             )

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def restore(run_directory: str | Path, url: str) -> None:
 
     directory, storage = Path(run_directory), open_storage(url)
     if (directory / "config.yaml").exists():
-        raise UserError(f"the run '{directory}' is here; 'tandem resume {directory}' goes on with it, or name another folder")
+        raise UserError(f"the run '{directory}' is here; 'tandem resume {shlex.quote(str(directory))}' goes on with it, or name another folder")
     names = {file.name for file in storage.files()}
     if "config.yaml" not in names:
         raise UserError(f"'{url}' holds no run: it has no config.yaml; name what 'checkpoint.upload' was")
@@ -159,7 +160,7 @@ def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
             with contextlib.suppress(FileExistsError):
                 (parent / name).mkdir()
                 return parent / name
-            raise UserError(f"the run '{parent / name}' exists; use 'tandem resume {parent / name}' or another run.name")
+            raise UserError(f"the run '{parent / name}' exists; use 'tandem resume {shlex.quote(str(parent / name))}' or another run.name")
         number = 1
         while True:
             chosen = parent / (stem if number == 1 else f"{stem}-{number}")
@@ -323,8 +324,8 @@ def _commands(recipe: Recipe, model: Path, run: Run) -> tuple[str, ...]:
     text = run.prompts.held_out(1)[0].text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     quoted = f"$'{text}'" if "\\n" in text else f'"{text}"'
     return (
-        f"tandem generate {model} --prompt {quoted} --temperature 0",
-        f"tandem evaluate {model} --recipe {os.path.relpath(model.parent / 'config.yaml')}",
+        f"tandem generate {shlex.quote(str(model))} --prompt {quoted} --temperature 0",
+        f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
     )
 
 

@@ -188,6 +188,30 @@ def test_broken_document_is_one_line_with_file_and_place(content: bytes, said: s
     assert "broken.jsonl, " in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_shard_that_was_lost_cut_or_whose_record_is_damaged_is_made_again(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "t"
+    tokenize(settings(source, tokens, tokenizer_folder))
+    whole = contents(tokens)
+    (tokens / "shard-000000.tar").unlink()
+    os.truncate(tokens / "shard-000001.tar", 100)
+    (tokens / "shard-000002.lengths").unlink()
+    (tokens / "units" / "000003.json").write_text("{")
+    tokenize(settings(source, tokens, tokenizer_folder))
+    assert contents(tokens) == whole
+
+
+def test_command_says_of_a_broken_document_one_line_and_makes_no_folder_for_nothing(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "broken.jsonl").write_bytes(b"[]\n")
+    command = [sys.executable, "-m", "tandem.cli.main", "tokenize", str(tmp_path / "s"), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "broken.jsonl, the line at byte 0" in done.stderr
+    (tmp_path / "s" / "broken.jsonl").unlink()
+    with pytest.raises(UserError, match="holds no document"):
+        tokenize(settings(tmp_path / "s", tmp_path / "u", tokenizer_folder))
+    assert not (tmp_path / "u").exists()
+
+
 def test_broken_documents_can_be_skipped_and_are_counted(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     (source / "broken.jsonl").write_bytes(b'{"text": "fine"}\n{\n{"text": "\xff"}\n{"other": 1}\n')
     (source / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))

@@ -26,7 +26,7 @@ from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import train
 from tandem.runtime.metrics import VOLATILE
 from tandem.storage.files import open_storage
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")
 
@@ -232,6 +232,8 @@ def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undis
     process.send_signal(signal.SIGINT)
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "Traceback" not in out
+    assert "once more ends at once" in out and "which is saved: 'tandem resume" in out
+    assert (tmp_path / "run" / "checkpoints" / f"step-{len(rows(tmp_path))}" / "COMMIT").is_file()
     shutil.copytree(undisturbed / "run", tmp_path / "done")
     before = (tmp_path / "done" / "metrics.jsonl").read_bytes()
     status, out, error = finish(command(tmp_path, "resume", "done"))
@@ -261,6 +263,7 @@ def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path
         ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
         ({"model": {"create": {"tokenizer": "nix"}}}, "has no tokenizer.json"),
         ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),
+        ({"data": {"sequences_per_step": 10**10}}, "lower data.sequences_per_step"),
     ],
 )
 def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
@@ -272,6 +275,35 @@ def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed:
         train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=run"]))
     assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "is_begun"),
+    [
+        (lambda shard: shard.unlink(), "lacks shard-000000.tar", False),
+        (lambda shard: os.truncate(shard, 5000), "shard-000000.tar in '{tokens}' has 5000 bytes and was written with", False),
+        (lambda shard: shard.with_suffix(".lengths").unlink(), "lacks shard-000000.lengths", False),
+        (lambda shard: flip(shard), "shard-000000.tar of '{tokens}' does not have the digest it was written with", True),
+    ],
+    ids=["missing", "truncated", "no lengths", "flipped byte"],
+)
+def test_damaged_shard_is_refused_by_name_and_nothing_is_learned_from_it(
+    damage: Callable[[Path], None], said: str, is_begun: bool, data: Path, tmp_path: Path
+) -> None:
+    tokens = shutil.copytree(data / "json", tmp_path / "tokens")
+    damage(tokens / "shard-000000.tar")
+    sections = recipe(data, data={"train": [{"path": str(tokens)}]})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises((UserError, RunError)) as caught:
+        train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=run"]))
+    assert said.replace("{tokens}", str(tokens)) in str(caught.value) and "tandem tokenize" in str(caught.value)
+    assert (tmp_path / "run").exists() == is_begun and not (is_begun and (tmp_path / "run" / "metrics.jsonl").read_bytes())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_path: Path) -> None:
