@@ -22,7 +22,7 @@ from tandem.runtime.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.worker_pipe import serve
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 BATCH_BYTES = 2**20
 
@@ -41,7 +41,14 @@ class TokenizeWorker:
         self.held_out_share = float(options["held_out_share"])
 
     def unit(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write the shard of ``parts`` and then the record that commits it."""
+        """Write the shard of ``parts`` and then the record that commits it. Raises ``RunError`` where a disk fails."""
+        try:
+            return self._unit(meta, progress)
+        except OSError as error:
+            where = error.filename or self.destination.url
+            raise RunError(f"'{where}': {error.strerror or error}; mend that or make room, then give the command again: what was done is kept") from None
+
+    def _unit(self, meta: Meta, progress: Progress) -> Reply:
         done = tokens = 0
         add = self._add_examples if self.form.examples else self._add_texts
         with TemporaryDirectory(dir=meta["scratch"]) as scratch:

@@ -199,7 +199,8 @@ class RankProcesses:
         path, now = self._directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{self._start}.txt", time.monotonic()
         path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in found.items()), encoding="utf-8")
         for rank, text in found.items():
-            listener.message(f"rank {rank} stands in {innermost(text)}" if text else f"rank {rank} does not answer: it is stopped, or has not begun")
+            frame = innermost(text)
+            listener.message(f"rank {rank} stands in {frame}" if frame else f"rank {rank} does not answer: it is stopped, or has not begun")
         listener.message(f"the stacks of all ranks are in '{path}'")
 
     def close(self) -> None:

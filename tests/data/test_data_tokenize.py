@@ -158,6 +158,20 @@ def test_killed_command_goes_on_where_it_was(source: Path, tokenizer_folder: Pat
     assert hidden == [] and contents(tmp_path / "storm") == contents(tmp_path / "calm")
 
 
+def test_second_command_on_a_destination_is_refused_and_harms_neither(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def again(done: int, total: int, tokens: int) -> None:
+        if not refused:
+            with pytest.raises(UserError) as caught:
+                tokenize(settings(source, tmp_path / "both", tokenizer_folder))
+            refused.append(str(caught.value))
+
+    tokenize(settings(source, tmp_path / "both", tokenizer_folder, workers=1), again)
+    tokenize(settings(source, tmp_path / "one", tokenizer_folder))
+    assert "another process is writing to" in refused[0] and contents(tmp_path / "both") == contents(tmp_path / "one")
+
+
 def test_interrupted_command_says_so_in_one_line_and_leaves_no_process(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     big = tmp_path / "big"
     big.mkdir()

@@ -306,6 +306,26 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_resume_says_what_is_damaged_or_gone_and_never_begins_again_over_a_run(undisturbed: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(undisturbed / "run", tmp_path / "run")
+    newest, before = sorted((run / "checkpoints").glob("step-*"), key=lambda path: -int(path.name.split("-")[1]))
+    flip(newest / "rank-00000.safetensors")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[3:]))
+    (run / "journal.sqlite").write_bytes(b"")
+    status, out, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 0, error
+    step = int(before.name.split("-")[1])
+    assert f"{newest.name}' is skipped" in out and f"metrics.jsonl lacks 3 of the {step} rows" in out
+    assert f"the journal has nothing of the {step} steps" in out
+    for folder in (run / "checkpoints").glob("step-*"):
+        flip(folder / "rank-00000.safetensors")
+    kept = (run / "metrics.jsonl").read_bytes()
+    status, _, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 1 and "no checkpoint of this run is whole" in error and len(error.splitlines()) == 1
+    assert (run / "metrics.jsonl").read_bytes() == kept
+
+
 def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     shutil.copytree(undisturbed / "run", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
