@@ -24,6 +24,7 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem.data.documents import DocumentFormat
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         train_tokenizer(open_storage(options.source), settings.form, options.new_vocabulary, Path(options.tokenizer))
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.percentage:.0f}%  {task.fields[note]}"), TimeRemainingColumn())
     began = time.monotonic()
-    with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("", total=None, note="")
 
         def show(done: int, total: int, tokens: int) -> None:

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 
 class SignalRequests:
@@ -17,7 +17,7 @@ class SignalRequests:
         self._told = told
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "SignalRequests":
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number, act in ((signal.SIGUSR1, self._save), (signal.SIGTERM, self._stop), (signal.SIGINT, self._stop)):
                 self._before[number] = signal.signal(number, act)

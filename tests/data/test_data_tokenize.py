@@ -1,5 +1,6 @@
 """Distributed tokenizing: the shards are a function of the source, the tokenizer and the settings, whatever dies meanwhile."""
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -170,6 +171,23 @@ def test_second_command_on_a_destination_is_refused_and_harms_neither(source: Pa
     tokenize(settings(source, tmp_path / "both", tokenizer_folder, workers=1), again)
     tokenize(settings(source, tmp_path / "one", tokenizer_folder))
     assert "another process is writing to" in refused[0] and contents(tmp_path / "both") == contents(tmp_path / "one")
+
+
+def test_command_in_a_terminal_shows_a_bar_with_the_rate(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [
+        sys.executable, "-m", "tandem.cli.main", "tokenize", str(source), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder),
+        "--shard-mib", "0.005", "--workers", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal whose other side has gone ends
+        while data := os.read(ours, 1 << 16):
+            shown += data
+    os.close(ours)
+    assert process.communicate()[0].startswith(b"300 documents") and process.returncode == 0
+    assert b"tokenizing" in shown and b" tokens, " in shown and b"/s" in shown
 
 
 def test_interrupted_command_says_so_in_one_line_and_leaves_no_process(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
