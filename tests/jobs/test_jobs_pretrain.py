@@ -1,5 +1,6 @@
 """Pretraining: the curve is that of a plain loop over transformers' model, and a run that died goes on to the same bits."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,8 +24,11 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.pretrain_records import Records
 from tandem.jobs.start import train
-from tandem.runtime.metrics import VOLATILE
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.runtime.metrics import VOLATILE, MetricsFile
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
@@ -246,6 +250,20 @@ def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path
     assert "<h2>Loss</h2>" in page and "held-out loss" in page and "Rollout and trainer agree" not in page
     status, _, error = finish(command(undisturbed, "generate", "run/model", "--prompt", "import ", "--max-tokens", "4", "--temperature", "0"))
     assert status == 0, error
+
+
+def test_held_out_loss_is_taken_at_the_start_every_so_many_steps_and_at_the_end(undisturbed: Path) -> None:
+    with Journal(undisturbed / "run" / "journal.sqlite", read_only=True) as journal:
+        losses = {step: result["loss"] for step, kind, result in journal.evaluations() if kind == "held_out"}
+    assert list(losses) == [0, 10, 12] and losses[0] > losses[10] > losses[12]
+
+
+def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Path) -> None:
+    with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
+        records = Records(None, metrics, Listener())
+        for step, waited_s in enumerate((0.25, 1.5)):
+            records.row({"step": step}, 100, waited_s)
+        assert [row["timing_s/data_wait"] for row in metrics.rows()] == [0.25, 1.5]
 
 
 @pytest.mark.parametrize(
