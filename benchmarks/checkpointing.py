@@ -1,11 +1,12 @@
 """Checkpoints of one process: how long training stands still, and how fast the bytes reach the disk.
 
-    python benchmarks/checkpointing.py [--mib 500] [--rounds 5] [--work runs/bench]
+    python benchmarks/checkpointing.py [--mib 500] [--rounds 9] [--work runs/bench]
 
 The state is fp32 weights and two moments. Every round, taking turns: ours synchronous, ours asynchronous, ``torch.distributed.checkpoint``'s
 ``save`` and ``async_save`` (with its staging buffers kept, which is its fastest), and ``dd`` with fsync of a file of the same size, read
 from memory. The stall is the time that a save keeps the caller; it is measured when nothing else is under way. Ours digests every chunk,
-flushes, reads all of it back from the disk and compares it before it commits; the peer flushes and does neither. Medians of the rounds, the
+flushes, reads all of it back from the disk and compares it before it commits; the peer flushes and does neither. The system's dirty pages are
+flushed before each side. Medians of the rounds, the
 first of which (cold buffers) is left out; the best in brackets.
 """
 
@@ -97,7 +98,7 @@ def dd(source: Path, target: Path) -> dict[str, float]:
 def main() -> None:
     parser = shared_parser(__doc__ or "", work="checkpoints are")
     parser.add_argument("--mib", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     described = machine()
     state = state_of(options.mib)
@@ -119,8 +120,9 @@ def main() -> None:
     try:
         draw = random.Random(0)
         for _ in range(options.rounds + 1):
-            # The disk may still be busy with what the side before has left: nobody always comes after the same one.
             for name in draw.sample(list(sides), len(sides)):
+                # What the side before has left to the disk, the removal of its files too, is not of this one.
+                os.sync()
                 measured[name].append(sides[name]())
     finally:
         source.unlink()

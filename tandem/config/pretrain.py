@@ -112,12 +112,6 @@ class PretrainRecipe:
             )
         if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
             raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
-        for name in ("router_balance_loss", "router_bias_rate"):
-            if self.parallel.pipeline > 1 and getattr(self.trainer, name):
-                raise UserError(
-                    f"'trainer.{name}' is {getattr(self.trainer, name)} with parallel.pipeline {self.parallel.pipeline}; experts are balanced "
-                    "within one stage only: set parallel.pipeline to 1, or leave it at 0"
-                )
         if self.parallel.zero >= 2 and self.parallel.pipeline > 1 and self.parallel.schedule != "1f1b":
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "

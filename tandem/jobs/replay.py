@@ -17,7 +17,8 @@ from tandem.checkpoint_engine.manifest import segment_bytes
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.jobs.replay_pretraining import replay_pretraining
-from tandem.jobs.start import read_recipe, start_folder
+from tandem.jobs.start import read_recipe
+from tandem.jobs.start_rl import start_folder
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod

@@ -18,8 +18,6 @@ from torch import Tensor
 from tandem.kernels.api import (
     BLOCK_TOKENS,
     KVLayer,
-    PackedGroups,
-    PackedWeight,
     PagedBatch,
     Routing,
     SampledRows,
@@ -27,16 +25,7 @@ from tandem.kernels.api import (
     sum_in_order,
 )
 from tandem.kernels.kv_dtype import RoundKV, encode
-from tandem.kernels.quantized import (
-    PackedParts,
-    PackedQuantized,
-    QuantizedWeight,
-    dequantize,
-    int8_linear,
-    keep_codes,
-    round_inputs,
-    with_parts,
-)
+from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference_attention import attend, gather
 from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
@@ -45,7 +34,7 @@ FEWEST_COLUMNS = 16
 """Narrower products (2 to 11 columns were seen) give a row other bits by its place in the tile; they are padded."""
 
 
-class ReferenceKernels:
+class ReferenceKernels(PlainPacking):
     """``tiled``: keep the law bit for bit (slower); ``None``: for every dtype but float64."""
 
     name = "reference"
@@ -61,31 +50,6 @@ class ReferenceKernels:
             return F.linear(x, weight, bias)
         out: Tensor = _TiledLinear.apply(x, weight)
         return out if bias is None else out + bias
-
-    def pack(self, weight: Tensor) -> PackedWeight:
-        rows, columns = weight.shape
-        return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), rows, columns)
-
-    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
-        return keep_codes(weight)
-
-    def linear_packed(
-        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
-    ) -> Tensor:
-        with torch.no_grad():
-            if isinstance(weight, PackedWeight):
-                return self.linear(x, weight.data, bias)
-            if isinstance(weight, PackedParts):
-                return with_parts(self.linear_packed, x, weight, bias)
-            if weight.is_integer_product:
-                return int8_linear(x, weight, bias)
-            return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
-
-    def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
-    ) -> Tensor:
-        with torch.no_grad():
-            return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         rows = itertools.pairwise(bounds.tolist())
@@ -106,13 +70,6 @@ class ReferenceKernels:
         bounds = flat.new_zeros(logits.shape[1] + 1)
         torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
         return Routing(gates, experts, bounds, order, inverse)
-
-    def pack_groups(self, weight: Tensor) -> PackedGroups:
-        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
-
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.grouped_linear(x, weight.data, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.contiguous().to(compute_dtype(x.dtype))

@@ -23,13 +23,13 @@ ALONE = Communicator("alone", 0, 1, None, 0.0)
 class RouterBalance:
     """Of one decoder. ``loss``: the coefficient of the loss, ``bias_rate``: what a bias moves by; 0 turns either off. ``ranks``: those that
     hold the same router and see different tokens; ``copies``: ranks that compute the same tokens, and whose gradients of the
-    router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches."""
+    router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches; ``stages``: those that hold the model's other layers."""
 
     def __init__(
         self, num_experts: int, layers: Sequence[int], loss: float = 0.0, bias_rate: float = 0.0, ranks: Communicator = ALONE, copies: int = 1,
-        readers: int = 1,
+        readers: int = 1, stages: Communicator = ALONE,
     ) -> None:
-        self.loss, self.bias_rate, self.ranks = loss, bias_rate, ranks
+        self.loss, self.bias_rate, self.ranks, self._stages = loss, bias_rate, ranks, stages
         self._copies, self._readers = copies, readers
         self.counts = {layer: torch.zeros(num_experts, dtype=torch.int64) for layer in layers}
         self.biases = {layer: torch.zeros(num_experts, dtype=torch.float64) for layer in layers}
@@ -54,7 +54,8 @@ class RouterBalance:
                 worst = max(worst, int(counts.max()) / even - 1.0)
             if updated and self.bias_rate:
                 self.biases[layer] += self.bias_rate * torch.sign(even - counts.double())
-        return {"router/max_overload": worst}
+        every = self._stages.all_gather(torch.tensor([worst], dtype=torch.float64), "the largest overload of an expert")
+        return {"router/max_overload": every.max().item()}
 
     def route(self, kernels: Kernels, layer: int, logits: Tensor, each: int, normalised: bool) -> Routing:
         """``kernels.route`` with this layer's bias; the tokens of each expert are counted and the loss is attached."""

@@ -15,5 +15,5 @@ def make_balance(model: Decoder, config: TrainerConfig, ranks: Ranks) -> RouterB
     groups = ranks.groups
     return RouterBalance(
         experts.num_experts, layers, config.router_balance_loss, config.router_bias_rate, groups["tokens"], groups["tensor"].size,
-        groups["context"].size,
+        groups["context"].size, groups["pipeline"],
     )

@@ -116,7 +116,11 @@ def test_products_have_the_run_of_one_process(one: Path, data: Path, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arguments", [["--parallel.data=2"], ["--parallel.data=2", "--parallel.tensor=2"]], ids=lambda arguments: " ".join(arguments))
+@pytest.mark.parametrize(
+    "arguments",
+    [["--parallel.data=2"], ["--parallel.data=2", "--parallel.tensor=2"], ["--parallel.data=2", "--parallel.pipeline=2"]],
+    ids=lambda arguments: " ".join(arguments),
+)
 def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tmp_path: Path, arguments: list[str]) -> None:
     sparse = {"architecture": "qwen3_moe", "num_experts": 4, "expert_intermediate_size": 32}
     balance = ["--trainer.router_bias_rate=0.01"]

@@ -20,8 +20,10 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.balance import make_balance
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks as AllRanks
+from tandem.trainer.parallel.ranks import alone as alone_ranks
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import train_step
 
@@ -196,19 +198,28 @@ def stepped(here: Here, case: Case, bins: Any, zero: Any, order: ScheduleName, v
     everyone = AllRanks(here.mesh, here.groups)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, spans=own, parallel=everyone.model_parallel())
     load_tensors(model, weights_of(case.shapes).items())
-    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01)
-    replica = make_replica(model, config, everyone, zero, Pipeline(model, spans, ranks, order))
-    micro_batches = micro_batches_of(case, bins, (everyone.data.rank, everyone.data.size))
+    return steps_of(model, case, bins, everyone, zero, Pipeline(model, spans, ranks, order))
+
+
+def steps_of(model: Decoder, case: Case, bins: Any, ranks: AllRanks, zero: Any = 0, pipeline: Pipeline | None = None) -> dict[str, Any]:
+    config = TrainerConfig(
+        learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01, router_balance_loss=case.balance_loss, router_bias_rate=case.bias_rate
+    )
+    model.recompute, model.router_balance = case.recompute, make_balance(model, config, ranks)
+    replica = make_replica(model, config, ranks, zero, pipeline)
+    micro_batches = micro_batches_of(case, bins, (ranks.data.rank, ranks.data.size))
     loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
-    found: dict[str, Any] = {"losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "overloads": []}
     for _ in range(case.steps):
         done = train_step(
             model, replica.optimizer, micro_batches, loss_of, LEARNING_RATE, sums=replica.sums, forward_backward=replica.forward_backward
         )
         found["losses"].append(done.metrics["sft/loss"])
         found["norms"].append(done.metrics["actor/grad_norm"])
+        found["overloads"].append(done.metrics.get("router/max_overload"))
     with replica.whole():
         found["parameters"] = named(model, list(model.parameters()))
+    found["biases"] = {} if model.router_balance is None else model.router_balance.state()
     return found
 
 
@@ -232,3 +243,32 @@ def test_training_steps_of_a_pipeline_beside_replicas_and_zero_are_one_process(
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
     assert distance(gathered(found, "parameters"), wanted["parameters"]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("mesh", "order", "virtual", "recompute"),
+    [
+        (MeshShape(pipeline=2), "1f1b", 1, "none"),
+        (MeshShape(pipeline=2), "interleaved", 2, "full"),
+        (MeshShape(pipeline=2, data=2), "1f1b", 1, "none"),
+        pytest.param(MeshShape(pipeline=2, data=2, expert=2), "gpipe", 1, "full", marks=pytest.mark.full),
+        pytest.param(MeshShape(pipeline=2, context=2), "1f1b", 1, "none", marks=pytest.mark.full),
+    ],
+)
+def test_experts_are_balanced_on_every_stage_as_in_one_process(ranks: Ranks, mesh: MeshShape, order: Any, virtual: int, recompute: Any) -> None:
+    case = Case(replace(QWEN3_MOE, num_layers=4), balance_loss=0.05, bias_rate=0.01, recompute=recompute)
+    bins = ((0, 3), (1, 6), (4, 5, 2))
+    dtype = getattr(torch, case.dtype)
+    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype)
+    load_tensors(model, weights_of(case.shapes).items())
+    found, wanted = ranks.run(mesh, stepped, case, bins, 0, order, virtual), steps_of(model, case, bins, alone_ranks())
+    biases: dict[str, Any] = {}
+    for rank in found:
+        for name in ("losses", "norms", "overloads"):
+            assert rank[name] == pytest.approx(wanted[name], rel=1e-10)
+        assert all(biases.setdefault(layer, bias) == bias for layer, bias in rank["biases"].items())
+        for name, value in rank["parameters"].items():
+            if ".experts." not in name or mesh.expert == 1:
+                assert torch.allclose(value, wanted["parameters"][name], rtol=1e-9, atol=1e-10), name
+    assert biases == wanted["biases"] and len(biases) == 4
+    assert any(abs(value) > 0.005 for bias in biases.values() for value in bias)

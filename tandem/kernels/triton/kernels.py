@@ -4,17 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
-from tandem.kernels.quantized import (
-    PackedParts,
-    PackedQuantized,
-    QuantizedWeight,
-    dequantize,
-    int8_linear,
-    keep_codes,
-    round_inputs,
-    with_parts,
-)
+from tandem.kernels.api import KVLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton import attention, autograd, rope, rows
 from tandem.kernels.triton import linear as products
@@ -27,7 +18,7 @@ _CHUNK_ELEMENTS = 1 << 26
 """Logits that ``token_logprobs`` holds at a time."""
 
 
-class TritonKernels:
+class TritonKernels(PlainPacking):
     """fp32, bf16 and fp16 on CUDA, with fp32 sums; float64 goes to the reference kernels.
 
     ``deterministic``: the bits of a row depend on nothing but the row (and, in attention, what it sees). Without it products are torch's,
@@ -56,29 +47,6 @@ class TritonKernels:
             return F.linear(x, weight, bias)
         return products.linear(x, weight, bias, self._linear_tiles[x.dtype].choose(x, len(weight)))
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape)
-
-    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
-        return keep_codes(weight)
-
-    def linear_packed(
-        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
-    ) -> Tensor:
-        with torch.no_grad():
-            if isinstance(weight, PackedWeight):
-                return self._multiply(x, weight.data, bias)
-            if isinstance(weight, PackedParts):
-                return with_parts(self.linear_packed, x, weight, bias)
-            if weight.is_integer_product:
-                return int8_linear(x, weight, bias)
-            return self._multiply(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
-
-    def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
-    ) -> Tensor:
-        return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
-
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         if x.dtype not in DTYPES or not self.deterministic:
             return self._reference.grouped_linear(x, weight, bounds)
@@ -101,13 +69,6 @@ class TritonKernels:
         # By search and not by counting, for which torch would ask the device how many there are.
         bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
         return Routing(gates, experts, bounds, order, inverse)
-
-    def pack_groups(self, weight: Tensor) -> PackedGroups:
-        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
-
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.grouped_linear(x, weight.data, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in DTYPES:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tandem.layout.boxes import Box
 from tandem.model.safetensors_file import DTYPE_NAMES
+from tandem.storage.direct import read_from_disk, write_new
 from tandem.trainer.checkpoint.digests import chunk_digest
 from tandem.trainer.checkpoint.shard import Key, Piece
 
@@ -96,21 +97,15 @@ def lay_out(pieces: Sequence[Piece]) -> Layout:
 
 def write_chunks(path: Path, content: memoryview, algorithm: str, chunk_bytes: int) -> tuple[str, ...]:
     """Write ``content`` and bring it to the disk; the digest of every chunk as it was in memory."""
-    digest = chunk_digest(algorithm)
-    found = []
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        if len(content) and hasattr(os, "posix_fallocate"):
-            # A disk that is too full says so now.
-            os.posix_fallocate(descriptor, 0, len(content))
+    digest, found = chunk_digest(algorithm), []
+
+    def chunks() -> Iterator[memoryview]:
         for start in range(0, len(content), chunk_bytes):
             chunk = content[start : start + chunk_bytes]
             found.append(digest(chunk))
-            while chunk:
-                chunk = chunk[os.write(descriptor, chunk) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            yield chunk
+
+    write_new(path, chunks(), len(content))
     return tuple(found)
 
 
@@ -118,29 +113,28 @@ def damaged_chunk(path: Path, index: RankIndex, from_disk: bool = False) -> str 
     """What is wrong with the file ``path`` that ``index`` is of, on one line, or ``None``. ``from_disk``: not from the memory in
     which the system keeps what was written a moment ago."""
     try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != index.size:
-                return f"'{path.name}' has {size} bytes instead of {index.size}"
-            if from_disk and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            digest, start = chunk_digest(index.algorithm), 0
-            for chunk, wanted in zip(_chunks(file.fileno(), index), index.chunks, strict=True):
-                if digest(chunk) != wanted:
-                    return f"'{path.name}' does not have the digest it was written with at bytes {start} to {start + len(chunk)}"
-                start += len(chunk)
+        size = path.stat().st_size
+        if size != index.size:
+            return f"'{path.name}' has {size} bytes instead of {index.size}"
+        digest, start = chunk_digest(index.algorithm), 0
+        chunks = (read_from_disk if from_disk else _read)(path, index.size, index.chunk_bytes)
+        for chunk, wanted in zip(chunks, index.chunks, strict=True):
+            if digest(chunk) != wanted:
+                return f"'{path.name}' does not have the digest it was written with at bytes {start} to {start + len(chunk)}"
+            start += len(chunk)
     except (OSError, ValueError) as error:
         return f"'{path.name}' cannot be read: {getattr(error, 'strerror', None) or error}"
     return None
 
 
-def _chunks(descriptor: int, index: RankIndex) -> Iterator[memoryview]:
-    memory = memoryview(bytearray(index.chunk_bytes))
-    for start in range(0, index.size, index.chunk_bytes):
-        wanted = memory[: min(index.chunk_bytes, index.size - start)]
-        if os.preadv(descriptor, [wanted], start) != len(wanted):
-            raise ValueError("it became shorter")
-        yield wanted
+def _read(path: Path, size: int, chunk_bytes: int) -> Iterator[memoryview]:
+    memory = memoryview(bytearray(chunk_bytes))
+    with path.open("rb", buffering=0) as file:
+        for start in range(0, size, chunk_bytes):
+            wanted = memory[: min(chunk_bytes, size - start)]
+            if os.preadv(file.fileno(), [wanted], start) != len(wanted):
+                raise ValueError("it became shorter")
+            yield wanted
 
 
 def write_small(path: Path, data: bytes) -> None:

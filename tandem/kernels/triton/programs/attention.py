@@ -9,7 +9,7 @@ round alike. What a row does not see adds exact zeros to it, so neither the tile
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import decode_fp8, product, sequence_of, sequence_with
+from tandem.kernels.triton.programs.common import decode_fp8, group_rows, product, sequence_with, tile_of
 
 
 @triton.jit
@@ -115,30 +115,20 @@ def attention(
     splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; else all of them, in order, to ``out[T, Hq, D]``, and with
     ``KEEPS_TOTAL`` the logarithm to base 2 of the sum of weights to ``log_total[T, Hq]``."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
-    place = tl.program_id(0)
     head = tl.program_id(1)
-    s = sequence_of(place, starts, sequences, TOKENS)
-    row = tl.load(starts + s)
-    count = tl.load(starts + s + 1) - row
-    first = (place - (row // TOKENS + s)) * TOKENS
+    s, row, count, first = tile_of(starts, sequences, TOKENS)
     if first >= count:
         return
     before = 0
     if PAGED:
         before = tl.load(lengths + s) - count
-    rows = tl.arange(0, BLOCK_M)
-    token = first + rows // GROUP_ROWS
-    member = rows % GROUP_ROWS
-    is_row = (token < count) & (member < GROUP)
+    token, is_row, at, offset, mask = group_rows(first, row, count, head, query_heads, GROUP, GROUP_ROWS, D, BLOCK_M, BLOCK_D)
     position = tl.where(is_row, before + token, -1)
     end = before + tl.minimum(first + TOKENS, count)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(0, before + first - WINDOW + 1)
-    d = tl.arange(0, BLOCK_D)
-    at = (row + token).to(tl.int64) * query_heads + head * GROUP + member
-    mask = is_row[:, None] & (d < D)[None, :]
-    queries = tl.load(q + at[:, None] * D + d[None, :], mask=mask, other=0)
+    queries = tl.load(q + offset, mask=mask, other=0)
     table = tables + s.to(tl.int64) * table_width
     if IS_SPLIT:
         split = tl.program_id(2)
@@ -152,7 +142,7 @@ def attention(
         to = at * splits + split
         tl.store(partial_largest + to, largest, mask=is_row)
         tl.store(partial_total + to, total, mask=is_row)
-        tl.store(partial + to[:, None] * D + d[None, :], acc, mask=mask)
+        tl.store(partial + to[:, None] * D + tl.arange(0, BLOCK_D)[None, :], acc, mask=mask)
     else:
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -164,7 +154,7 @@ def attention(
             )  # fmt: skip
             largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
         result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
-        tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
         if KEEPS_TOTAL:
             tl.store(log_total + at, largest + tl.log2(total), mask=is_row)
 

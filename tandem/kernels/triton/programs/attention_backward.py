@@ -4,7 +4,7 @@ inputs give the same bits."""
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import product, sequence_of
+from tandem.kernels.triton.programs.common import group_rows, product, tile_of
 
 
 @triton.jit
@@ -26,24 +26,15 @@ def attention_queries(
     """The gradients by ``q[T, Hq, D]`` of a tile of rows, as ``attention`` has them. ``grad[T, Hq, D]``: those by its output; ``inner[T, Hq]``: their
     products with that output. Grid: (tiles, key-value heads)."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
-    place = tl.program_id(0)
     head = tl.program_id(1)
-    s = sequence_of(place, starts, sequences, TOKENS)
-    row = tl.load(starts + s)
-    count = tl.load(starts + s + 1) - row
-    first = (place - (row // TOKENS + s)) * TOKENS
+    _, row, count, first = tile_of(starts, sequences, TOKENS)
     if first >= count:
         return
-    rows = tl.arange(0, BLOCK_M)
-    token = first + rows // GROUP_ROWS
-    member = rows % GROUP_ROWS
-    is_row = (token < count) & (member < GROUP)
+    token, is_row, at, offset, mask = group_rows(first, row, count, head, query_heads, GROUP, GROUP_ROWS, D, BLOCK_M, BLOCK_D)
     position = tl.where(is_row, token, -1)
     d = tl.arange(0, BLOCK_D)
-    at = (row + token).to(tl.int64) * query_heads + head * GROUP + member
-    mask = is_row[:, None] & (d < D)[None, :]
-    queries = tl.load(q + at[:, None] * D + d[None, :], mask=mask, other=0)
-    grads = tl.load(grad + at[:, None] * D + d[None, :], mask=mask, other=0)
+    queries = tl.load(q + offset, mask=mask, other=0)
+    grads = tl.load(grad + offset, mask=mask, other=0)
     total = tl.load(log_total + at, mask=is_row, other=0.0)
     own = tl.load(inner + at, mask=is_row, other=0.0)
     low = 0
@@ -60,7 +51,7 @@ def attention_queries(
         by_weight = product(grads, tl.trans(values), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN)
         by_score = weights * (by_weight - own[:, None])
         acc = product(by_score.to(keys.dtype), keys, acc, WIDEN)
-    tl.store(grad_q + at[:, None] * D + d[None, :], (acc * scale).to(grad_q.dtype.element_ty), mask=mask)
+    tl.store(grad_q + offset, (acc * scale).to(grad_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -71,12 +62,8 @@ def attention_keys(
 ):  # fmt: skip
     """The gradients by ``k`` and ``v`` [T, Hkv, D] of ``BLOCK_N`` keys of a sequence. Grid: (tiles of keys, key-value heads)."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
-    place = tl.program_id(0)
     head = tl.program_id(1)
-    s = sequence_of(place, starts, sequences, BLOCK_N)
-    row = tl.load(starts + s)
-    count = tl.load(starts + s + 1) - row
-    first = (place - (row // BLOCK_N + s)) * BLOCK_N
+    _, row, count, first = tile_of(starts, sequences, BLOCK_N)
     if first >= count:
         return
     n = first + tl.arange(0, BLOCK_N)
@@ -90,16 +77,11 @@ def attention_keys(
     end = count
     if WINDOW > 0:
         end = tl.minimum(count, first + BLOCK_N + WINDOW - 1)
-    rows = tl.arange(0, BLOCK_M)
-    member = rows % GROUP_ROWS
     for begin in range(first // TOKENS * TOKENS, end, TOKENS):
-        token = begin + rows // GROUP_ROWS
-        is_row = (token < count) & (member < GROUP)
+        token, is_row, at, offset, mask = group_rows(begin, row, count, head, query_heads, GROUP, GROUP_ROWS, D, BLOCK_M, BLOCK_D)
         position = tl.where(is_row, token, -1)
-        at = (row + token).to(tl.int64) * query_heads + head * GROUP + member
-        mask = is_row[:, None] & (d < D)[None, :]
-        queries = tl.load(q + at[:, None] * D + d[None, :], mask=mask, other=0)
-        grads = tl.load(grad + at[:, None] * D + d[None, :], mask=mask, other=0)
+        queries = tl.load(q + offset, mask=mask, other=0)
+        grads = tl.load(grad + offset, mask=mask, other=0)
         total = tl.load(log_total + at, mask=is_row, other=0.0)
         own = tl.load(inner + at, mask=is_row, other=0.0)
         weights = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, WIDEN)

@@ -29,6 +29,33 @@ def sequence_of(place, starts, count, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def tile_of(starts, sequences, SHIFT: tl.constexpr):
+    """The tile of ``SHIFT`` rows that this program has -> its sequence s, where s starts, how many rows s has, and the first of the tile
+    (past the last, where the tile is the one too many)."""
+    place = tl.program_id(0)
+    s = sequence_of(place, starts, sequences, SHIFT)
+    start = tl.load(starts + s)
+    return s, start, tl.load(starts + s + 1) - start, (place - (start // SHIFT + s)) * SHIFT
+
+
+@triton.jit
+def group_rows(
+    first, start, count, head, query_heads, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The rows of ``BLOCK_M // GROUP_ROWS`` tokens from ``first`` on, of a sequence of ``count`` that starts at ``start``, times the query heads of
+    key-value head ``head`` -> the rows' tokens [BLOCK_M], which of them are rows, their places in ``[T, Hq]``, and in ``[T, Hq, D]`` their
+    offsets and mask [BLOCK_M, BLOCK_D]."""
+    rows = tl.arange(0, BLOCK_M)
+    token = first + rows // GROUP_ROWS
+    member = rows % GROUP_ROWS
+    is_row = (token < count) & (member < GROUP)
+    at = (start + token).to(tl.int64) * query_heads + head * GROUP + member
+    d = tl.arange(0, BLOCK_D)
+    return token, is_row, at, at[:, None] * D + d[None, :], is_row[:, None] & (d < D)[None, :]
+
+
+@triton.jit
 def sequence_with(token, starts, count):
     """The sequence that row ``token`` belongs to: the last that starts at or before it."""
     low = 0

@@ -1,0 +1,205 @@
+"""A run of reinforcement learning in a pod, from the model it starts from to the trained one and its report."""
+
+import contextlib
+import os
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.checkpoint_engine.manifest import segment_bytes
+from tandem.config.recipe import Recipe
+from tandem.data.prompts import PromptSource
+from tandem.jobs.rl import reinforce
+from tandem.jobs.run import Run
+from tandem.model.huggingface_config import read_shapes
+from tandem.pod.failures import SidecarDied
+from tandem.pod.pod import Pod
+from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.pod.residents import plan
+from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
+from tandem.pod.start import open_channels, threads_of
+from tandem.report.run_report import report_run
+from tandem.rl.rewards.pool import RewardPool
+from tandem.runtime.faults import FaultPlan, no_fault
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.runtime.logs import setup
+from tandem.runtime.metrics import MetricsFile
+from tandem.runtime.numerics import check_numerics, numerics_record
+from tandem.runtime.run_lock import RunLock
+from tandem.types import RunError, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """``steps``: optimizer steps taken. ``accuracy``: sampled, on the final prompts, ``before`` the same kind of figure on the
+    held-out prompts of step 0; ``greedy`` and ``before_greedy`` on the final prompts. ``model``: the trained model's folder."""
+
+    directory: Path
+    steps: int
+    before: float | None
+    before_greedy: float | None
+    accuracy: float
+    greedy: float
+    reached: bool
+    model: Path
+    report: Path
+    commands: tuple[str, ...]
+
+    def summary(self) -> str:
+        """What a person wants to know at the end."""
+        before = f" (before: {self.before:.3f})" if self.before is not None else ""
+        greedy = f" (before: {self.before_greedy:.3f})" if self.before_greedy is not None else ""
+        lines = [
+            f"{'target reached' if self.reached else 'target NOT reached'} after {self.steps} steps: "
+            f"sampled accuracy {self.accuracy:.3f}{before}, greedy {self.greedy:.3f}{greedy} on fresh prompts",
+            f"report: {self.report}",
+            "try the model:",
+            *(f"  {command}" for command in self.commands),
+        ]
+        return "\n".join(lines)
+
+
+def execute_rl(
+    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool
+) -> RunResult:
+    """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
+    with ExitStack() as stack:
+        stack.enter_context(RunLock(directory))
+        setup("controller", directory / "logs")
+        point = faults.point("controller", directory) if faults else no_fault
+        journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=point))
+        metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
+        listener.started(str(directory), recipe.run.max_steps, recipe.evaluation.target_accuracy)
+        trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
+        stack.callback(trainer_channel.close)
+        stack.callback(rollout_channel.close)
+        trainer = TrainerSidecar(trainer_channel)
+        start = _start_model(recipe, directory, trainer, journal, listener)
+        shapes, context = read_shapes(start), context_tokens(recipe, start)
+        memory, between_steps = plan(recipe, shapes, context)
+        journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
+        prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
+        _check_prompts(prompts, journal)
+        rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
+        pod = Pod(
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, between_steps,
+            recipe.machine.max_recoveries,
+        )
+        step = _bring_up(pod, journal)
+        _check_numerics(recipe, pod, journal)
+        journal.cut_after(step)
+        metrics.cut_after(step)
+        if resumed:
+            journal.record_event("resume", {"step": step})
+        run = Run(recipe, directory, journal, metrics, prompts, rewards, listener, memory, first_step=step)
+        steps = reinforce(pod, run)
+        metrics.sync()
+        return _finish(recipe, directory, pod, run, steps, listener)
+
+
+def _start_model(recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, listener: Listener) -> Path:
+    """The folder of the model that reinforcement learning starts from: given, made, and warmed up as the recipe says."""
+
+    def attempt(work: Callable[[], None]) -> None:
+        left = recipe.machine.max_recoveries
+        while True:
+            try:
+                trainer.channel.start()
+                work()
+                return
+            except SidecarDied as death:
+                if left == 0:
+                    raise RunError(f"{death}; see the run's logs") from None
+                left -= 1
+                journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": 0})
+                listener.message(f"{death}; replacing it")
+                trainer.channel.discard()
+
+    folder, start = _untrained(recipe, directory), start_folder(recipe, directory)
+    if recipe.model.create is not None:
+        listener.phase("create_model", 0)
+        attempt(lambda: trainer.create_model(folder))
+    if recipe.warm_up is None:
+        return start
+    listener.phase("warm_up", 0)
+
+    def report(row: dict[str, float]) -> None:
+        listener.progress("warm_up", row["done"], row["total"], f"loss {row['loss']:.3f}")
+
+    attempt(lambda: trainer.warm_up(folder, start, report))
+    return start
+
+
+def start_folder(recipe: Recipe, directory: Path) -> Path:
+    """Where the model stands, or will stand, that the reinforcement learning of the run in ``directory`` starts from."""
+    return _untrained(recipe, directory) if recipe.warm_up is None else directory / "models" / "warm"
+
+
+def _untrained(recipe: Recipe, directory: Path) -> Path:
+    return Path(recipe.model.path).resolve() if recipe.model.path is not None else directory / "models" / "initial"
+
+
+def _bring_up(pod: Pod, journal: Journal) -> int:
+    """The step at which the run stands: its newest whole checkpoint, or 0, which becomes one."""
+    while True:
+        try:
+            step = pod.start_trainer()
+            if not journal.checkpoints():
+                pod.checkpoint(step)
+            return step
+        except SidecarDied as death:
+            pod.clear(death, 0)
+
+
+def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
+    """Record which prompts a run draws from, and refuse to go on with others."""
+    saved = journal.get("prompts")
+    if saved is None:
+        journal.set("prompts", prompts.fingerprint)
+    elif saved != prompts.fingerprint:
+        raise UserError("the task's prompts are not those that this run began with (a file has changed?); restore them or start a new run")
+
+
+def _check_numerics(recipe: Recipe, pod: Pod, journal: Journal) -> None:
+    """Record what the bits depend on when a run begins, and refuse to go on where it differs."""
+    now = numerics_record(threads_of(recipe), pod.kernels)
+    saved = journal.get("numerics")
+    if saved is None:
+        journal.set("numerics", now)
+    else:
+        check_numerics(saved, now)
+
+
+def _finish(recipe: Recipe, directory: Path, pod: Pod, run: Run, steps: int, listener: Listener) -> RunResult:
+    """Write the model and the report."""
+    model = directory / "model"
+    while True:
+        try:
+            pod.export(model)
+            break
+        except SidecarDied as death:
+            pod.recover(death, steps)
+    journal = run.journal
+    final, greedy = journal.evaluation(steps, "final"), journal.evaluation(steps, "final_greedy")
+    before, before_greedy = journal.evaluation(0, "sampled"), journal.evaluation(0, "greedy")
+    assert final is not None and greedy is not None
+    commands = _commands(recipe, model, run)
+    journal.set("commands", list(commands))
+    report = report_run(directory)
+    return RunResult(
+        directory, steps, before["accuracy"] if before else None, before_greedy["accuracy"] if before_greedy else None,
+        final["accuracy"], greedy["accuracy"],
+        run.target_reached(steps), model, report, commands,
+    )
+
+
+def _commands(recipe: Recipe, model: Path, run: Run) -> tuple[str, ...]:
+    text = run.prompts.held_out(1)[0].text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    quoted = f"$'{text}'" if "\\n" in text else f'"{text}"'
+    return (
+        f"tandem generate {shlex.quote(str(model))} --prompt {quoted} --temperature 0",
+        f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
+    )

@@ -1,0 +1,60 @@
+"""Packed weights of the kernel sets that multiply a weight as it lies: a copy is all their packing."""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import PackedGroups, PackedWeight
+from tandem.kernels.quantized import (
+    PackedParts,
+    PackedQuantized,
+    QuantizedWeight,
+    dequantize,
+    int8_linear,
+    keep_codes,
+    round_inputs,
+    with_parts,
+)
+
+
+class PlainPacking:
+    """The packed half of the interface of ``api``, from the kernel set's own plain products. No gradients."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape)
+
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
+        return keep_codes(weight)
+
+    def linear_packed(
+        self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            if isinstance(weight, PackedWeight):
+                return self.linear(x, weight.data, bias)
+            if isinstance(weight, PackedParts):
+                return with_parts(self.linear_packed, x, weight, bias)
+            if weight.is_integer_product:
+                return int8_linear(x, weight, bias)
+            return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.grouped_linear(x, weight.data, bounds)
