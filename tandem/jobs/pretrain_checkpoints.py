@@ -68,11 +68,11 @@ class RunCheckpoints:
         self._boundary = 0
 
     def load(self, at_most: int | None = None) -> int:
-        """Take over the newest whole checkpoint, of step ``at_most`` or before; the step it is of, 0 without one. Raises ``RunError`` where there
-        are some and none is whole: to begin again would write over what the run has."""
+        """Take over the newest whole checkpoint, of step ``at_most`` or before; the step it is of, 0 without one. Raises ``RunError`` where a run
+        has some and none is whole: to begin again would write over what it has."""
         damaged: list[str] = []
         found = newest_whole(self.folder, self._ranks, at_most, damaged.append)
-        if found is None and damaged:
+        if found is None and damaged and at_most is None:
             raise RunError(
                 f"no checkpoint of this run is whole ({damaged[0]}); put one back, from a copy or with 'tandem resume NEW_FOLDER --from' what "
                 "'checkpoint.upload' was, or start a new run"

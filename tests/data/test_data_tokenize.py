@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -196,8 +195,10 @@ def test_interrupted_command_says_so_in_one_line_and_leaves_no_process(source: P
     (big / "a.jsonl").write_text((json.dumps({"text": "word " * 2000}) + "\n") * 3000)
     command = [sys.executable, "-m", "tandem.cli.main", "tokenize", str(big), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder), "--workers", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True)
-    timer = threading.Timer(1.5, lambda: os.killpg(process.pid, signal.SIGINT))
-    timer.start()
+    while not (tmp_path / "t" / "plan.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and error == "tandem: interrupted\n"
 
