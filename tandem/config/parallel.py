@@ -48,6 +48,11 @@ class ParallelConfig:
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
 
+    @property
+    def ranks_of_a_node(self) -> int:
+        """The most ranks that one machine has."""
+        return min(self.world, self.ranks_per_node or self.world)
+
     def nodes(self) -> list[int]:
         """The node of each rank."""
         each = self.ranks_per_node or self.world

@@ -92,6 +92,12 @@ class PretrainRecipe:
     def learns_from_examples(self) -> bool:
         return self.algorithm.name == "sft"
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens in one forward and backward of one data-parallel rank at most: a sequence is not cut for a micro-batch."""
+        share = self.data.sequence_length * -(-self.data.sequences_per_step // self.parallel.data)
+        return min(max(self.trainer.micro_batch_tokens, self.data.sequence_length), share)
+
     def check(self) -> None:
         """Refuse combinations of sections that cannot work."""
         if self.data.too_long != "refuse" and not self.learns_from_examples:
@@ -117,22 +123,29 @@ class PretrainRecipe:
                 f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "
                 "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
             )
-        for name in ("offload", "offload_parameters", "offload_activations"):
-            if getattr(self.trainer, name) == "nvme" and self.parallel.world > 1:
-                raise UserError(f"'trainer.{name}' is 'nvme', which one process does; this run has {self.parallel.world} ranks: set it to none")
+        self._check_offload()
         if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
             axis = "tensor" if self.parallel.tensor > 1 else "expert"
             raise UserError(
                 f"'parallel.{axis}' is {getattr(self.parallel, axis)}, which cuts matrices; trainer.optimizer '{self.trainer.optimizer}' needs "
                 "them whole: set it to adamw"
             )
-        if self.parallel.zero and self.trainer.offload == "nvme":
-            raise UserError(
-                f"'parallel.zero' is {self.parallel.zero} with trainer.offload nvme; a state that is cut stays in memory: set parallel.zero to 0, or "
-                "trainer.offload to none"
-            )
         if self.parallel.zero and self.trainer.optimizer != "adamw":
             raise UserError(
                 f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
                 "set it to adamw, or parallel.zero to 0"
+            )
+
+    def _check_offload(self) -> None:
+        parallel, trainer = self.parallel, self.trainer
+        if trainer.offload_parameters == "nvme" and parallel.world > 1 and parallel.zero != 3:
+            raise UserError(
+                f"'trainer.offload_parameters' is 'nvme' with {parallel.world} ranks and parallel.zero {parallel.zero}; a rank pages its part of the "
+                f"weights, which stage 3 alone cuts: set parallel.zero to 3{'' if parallel.data * parallel.context > 1 else ' and parallel.data to 2'}, "
+                "or trainer.offload_parameters to none"
+            )
+        if trainer.offload_activations == "nvme" and parallel.pipeline > 1 and parallel.schedule != "1f1b":
+            raise UserError(
+                f"'trainer.offload_activations' is 'nvme' with parallel.schedule '{parallel.schedule}', whose backwards are not in the order of their "
+                "forwards or wait for all of them: set parallel.schedule to 1f1b, or trainer.offload_activations to none"
             )

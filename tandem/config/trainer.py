@@ -72,6 +72,11 @@ class TrainerConfig:
     offload_activations: Literal["none", "nvme"] = "none"
     offload_folder: str = ""
 
+    @property
+    def offloads(self) -> bool:
+        """Whether something lies in a file."""
+        return "nvme" in (self.offload, self.offload_parameters, self.offload_activations)
+
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
         for name in ("learning_rate", "epsilon"):

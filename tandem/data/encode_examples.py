@@ -34,19 +34,20 @@ class ExampleEncoder:
     def __init__(self, folder: str | Path, backend: tokenizers.Tokenizer, end: int | None) -> None:
         self._folder, self._backend = Path(folder), backend
         self._end = [] if end is None else [end]
-        self._compiled: ChatTemplate | None = None
+        self._compiled: dict[bool, ChatTemplate] = {}
 
     def render(self, example: Example) -> Rendered:
         """The text of ``example``. Raises ``BrokenExample`` where the template refuses it, ``UserError`` where the template itself is
         of no use."""
         if not example.messages:
             return Rendered(example.completion, prompt=example.prompt)
-        if any(mark in json.dumps(example.messages, ensure_ascii=False) for mark in MARKS):
+        if any(mark in json.dumps([example.messages, example.tools], ensure_ascii=False) for mark in MARKS):
             raise BrokenExample("it has a noncharacter (U+FDD0 or U+FDD1), which no text should have")
-        if self._compiled is None:
+        with_tools = bool(example.tools)
+        if with_tools not in self._compiled:
             # The date of the day would make the shards differ from one day to the next.
-            self._compiled = ChatTemplate.from_folder(self._folder, marks=MARKS, knows_today=False)
-        template = self._compiled
+            self._compiled[with_tools] = ChatTemplate.from_folder(self._folder, with_tools, marks=MARKS, knows_today=False)
+        template = self._compiled[with_tools]
         whole = self._render(template, example, len(example.messages))
         if template.has_generation:
             return Rendered(*take_out_marks(whole))
@@ -69,7 +70,7 @@ class ExampleEncoder:
 
     def _render(self, template: ChatTemplate, example: Example, count: int, is_asked: bool = False) -> str:
         try:
-            return template.render(example.messages[:count], add_generation_prompt=is_asked)
+            return template.render(example.messages[:count], add_generation_prompt=is_asked, tools=example.tools or None)
         except UserError as error:
             raise BrokenExample(str(error)) from None
 

@@ -14,16 +14,18 @@ class BrokenExample(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """``prompt`` and ``completion``, or ``messages``, each with ``role`` and ``content`` and one at least the assistant's."""
+    """``prompt`` and ``completion``, or ``messages``, each with ``role`` and ``content`` and one at least the assistant's, which may have
+    ``tool_calls`` instead. ``tools``: what the assistant is told that it can call, as JSON schemas."""
 
     prompt: str = ""
     completion: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def text(self) -> str:
         """All of it."""
-        return "\n".join(message["content"] for message in self.messages) if self.messages else self.prompt + self.completion
+        return "\n".join(message["content"] for message in self.messages if message.get("content")) if self.messages else self.prompt + self.completion
 
     @property
     def asked(self) -> str:
@@ -32,7 +34,7 @@ class Example:
         if not self.messages:
             return self.prompt
         first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
-        return json.dumps([[message["role"], message["content"]] for message in self.messages[:first]], ensure_ascii=False)
+        return json.dumps([[message["role"], message.get("content")] for message in self.messages[:first]], ensure_ascii=False)
 
 
 def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
@@ -42,7 +44,7 @@ def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
     if "messages" in row:
         if completion_key in row:
             raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example is one of the two")
-        return Example(messages=_messages(row["messages"]))
+        return Example(messages=_messages(row["messages"]), tools=_tools(row.get("tools")))
     for key in (prompt_key, completion_key):
         if not isinstance(row.get(key), str):
             raise BrokenExample(f"there is neither 'messages' nor a text under the key '{key}' (there is {', '.join(map(repr, row)) or 'nothing'})")
@@ -55,10 +57,23 @@ def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
         raise BrokenExample("'messages' is no list of messages")
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise BrokenExample(f"message {number} lacks a 'role' or 'content' that is a text")
-        if message["role"] == ASSISTANT and not message["content"]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BrokenExample(f"message {number} lacks a 'role' that is a text")
+        is_assistant, calls, content = message["role"] == ASSISTANT, message.get("tool_calls"), message.get("content")
+        if calls is not None and not (is_assistant and isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise BrokenExample(f"message {number} has 'tool_calls' that are no list of calls by the assistant")
+        if not isinstance(content, str) and not (calls and content is None):
+            raise BrokenExample(f"message {number} lacks a 'content' that is a text")
+        if is_assistant and not content and not calls:
             raise BrokenExample(f"message {number} is the assistant's and empty, so there is nothing to learn")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise BrokenExample("no message is the assistant's, so there is nothing to learn")
     return tuple(messages)
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BrokenExample("'tools' is no list of tools (JSON schemas)")
+    return tuple(tools)

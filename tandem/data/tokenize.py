@@ -190,7 +190,8 @@ class _Crew:
                 "form": asdict(settings.form), "end": self.end, "side": settings.side, "held_out_share": settings.held_out_share,
             }
         )
-        return Worker(f"tokenizer {slot}", "tandem.data.tokenize_worker", ["--options", options], threads=Threads(1))
+        # A terminal's Ctrl-C is the command's: it ends its workers, which may be in the middle of their start.
+        return Worker(f"tokenizer {slot}", "tandem.data.tokenize_worker", ["--options", options], threads=Threads(1), new_session=True)
 
     def _size(self, number: int) -> int:
         return sum(part.stop - part.start for part in self.units[number])

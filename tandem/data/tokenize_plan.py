@@ -51,11 +51,12 @@ def tokenizer_fingerprint(folder: str | Path) -> str:
 
 
 def template_fingerprint(folder: str | Path) -> str:
-    """The BLAKE2b-128 of a tokenizer's chat template, in hexadecimal; empty where it has none."""
+    """The BLAKE2b-128 of a tokenizer's chat templates, in hexadecimal; empty where it has none."""
     try:
-        source = template_source(Path(folder))
+        source, for_tools = template_source(Path(folder)), template_source(Path(folder), with_tools=True)
     except UserError:
         return ""
+    source += for_tools if for_tools != source else ""
     return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
 
 

@@ -184,17 +184,17 @@ class PretrainRun:
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
-        if math.prod(self.ranks.groups[name].size for name in ("tensor", "expert", "pipeline")) > 1:
+        is_cut = math.prod(self.ranks.groups[name].size for name in ("tensor", "expert", "pipeline")) > 1
+        if self.replica.pages_weights:
+            if self.ranks.is_first and not folder.exists():
+                save_model(self.model, folder, self.start, tensors=self.checkpoints.paged_weights())
+            return folder
+        if is_cut:
             if self.ranks.is_first and not folder.exists():
                 # No rank holds the whole model; the last checkpoint does.
                 model = Decoder(self.model.shapes, self.model.kernels, dtype=self.model.dtype)
                 load_tensors(model, self.checkpoints.whole_weights())
                 save_model(model, folder, self.start)
-            return folder
-        paged = self.replica.paged
-        if paged is not None and paged.layers is not None:
-            if not folder.exists():
-                save_model(self.model, folder, self.start, tensors=self.checkpoints.live_weights())
             return folder
         with self.replica.whole():
             if self.ranks.is_first and not folder.exists():

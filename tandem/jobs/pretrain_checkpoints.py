@@ -7,11 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.pretrain_records import Records
+from tandem.layout.boxes import whole_box
+from tandem.layout.shapes import parameters
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion
 from tandem.runtime.agreement import gather_values
@@ -27,9 +30,11 @@ from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.checkpoint.uploader import Uploader
 from tandem.trainer.guard import StepGuard
 from tandem.trainer.parallel.replica import Replica
+from tandem.trainer.tensor_file import file_tensor
 from tandem.types import RunError, UserError
 
 RUN_FILES = ("config.yaml", "metrics.jsonl")
@@ -129,16 +134,22 @@ class RunCheckpoints:
         self._times.saved()
         return stall
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the newest checkpoint by its Hugging Face name, on this rank alone."""
+    def whole_weights(self, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files of ``into``."""
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0])
-        yield from ((key.name, contents.tensor(key)) for key in contents.held if key.state == WEIGHTS)
+        for name, shape in parameters(self._replica.model.shapes):
+            dtype = contents.whole(Key(WEIGHTS, name))[1]
+            tensor = torch.empty(shape, dtype=dtype) if into is None else file_tensor(into, shape, dtype)
+            contents.read([Shard(Key(WEIGHTS, name), shape, whole_box(shape), tensor)])
+            yield name, tensor
 
-    def live_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Where weights are paged: every tensor by its Hugging Face name, as views of the file."""
-        return self._state.weights()
+    def paged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Where weights are paged: every tensor by its Hugging Face name, as views of a file: on one process of the pager's, on ranks of one
+        that the newest checkpoint is read to."""
+        assert self._replica.paged is not None
+        return self._state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)
 
     def finish(self) -> None:
         """Wait for what is under way, copies too. Raises ``RunError`` where it fails."""

@@ -48,22 +48,20 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
-        # A sequence is not cut for a micro-batch.
-        tokens = min(max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length), recipe.data.sequence_length * recipe.data.sequences_per_step)
-        on_this_machine = min(parallel.world, parallel.ranks_per_node or parallel.world)
-        batches = batch_bytes(recipe.data, parallel)
-        needed = on_this_machine * (training_bytes(shapes, recipe.trainer, tokens, parallel) + batches)
+        tokens = recipe.most_tokens
+        batches = parallel.ranks_of_a_node * batch_bytes(recipe.data, parallel)
+        needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel) + batches
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
-            largest = "data.sequences_per_step" if 2 * on_this_machine * batches > needed else "trainer.micro_batch_tokens"
+            largest = "data.sequences_per_step" if 2 * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
                 "trainer.offload_activations nvme too"
             )
-        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens)
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens, parallel)
         check_disk(Path(recipe.run.directory), disk)
-        offloaded = offloaded_bytes(shapes, recipe.trainer, tokens)
+        offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         if recipe.trainer.offload_folder:
             check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
         if recipe.checkpoint.upload:

@@ -50,7 +50,7 @@ def resume(
     overrides: Sequence[str] = (),
 ) -> RunResult | PretrainResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: of the sections ``parallel`` and ``machine``
-    of a run on data, which goes on with them."""
+    and of what is offloaded, of a run on data, which goes on with them."""
     directory = Path(run_directory)
     recipe = read_recipe(directory, overrides)
     if overrides:
@@ -83,11 +83,13 @@ def restore(run_directory: str | Path, url: str) -> None:
 
 def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:
     for override in overrides:
-        section = override.lstrip("-").split(".")[0].split("=")[0]
-        if not isinstance(recipe, PretrainRecipe) or section not in ("parallel", "machine"):
+        key = override.lstrip("-").split("=")[0]
+        # What is offloaded changes no bit.
+        may_change = key.split(".")[0] in ("parallel", "machine") or key.startswith("trainer.offload")
+        if not isinstance(recipe, PretrainRecipe) or not may_change:
             raise UserError(
-                f"'{override}' cannot change when a run is resumed: a run on data (pretraining, sft) may go on with other values of 'parallel' and 'machine', "
-                "everything else stays; leave it out or start a new run"
+                f"'{override}' cannot change when a run is resumed: a run on data (pretraining, sft) may go on with other values of 'parallel', 'machine' "
+                "and trainer.offload..., everything else stays; leave it out or start a new run"
             )
 
 

@@ -20,14 +20,14 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.layout.training_bytes import saved_bytes
+from tandem.layout.training_bytes import saved_bytes, waiting_passes
 from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
-from tandem.runtime.heap import freed_memory_kept
+from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -84,7 +84,9 @@ def opened_run(
     """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before. The other
     arguments are those of ``train_on``."""
     with ExitStack() as stack:
-        stack.enter_context(freed_memory_kept())
+        # What sums over ranks take and free between layers would cut up memory that is kept: several times what is held.
+        is_small = ranks.world.size > 1 and recipe.trainer.offloads
+        stack.enter_context(large_memory_given_back() if is_small else freed_memory_kept())
         journal = metrics = None
         if ranks.is_first:
             journal = stack.enter_context(Journal(directory / "journal.sqlite"))
@@ -150,9 +152,8 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
     if recipe.trainer.offload_activations == "nvme":
-        tokens = max(recipe.trainer.micro_batch_tokens, recipe.data.sequence_length)
-        tokens = min(tokens, recipe.data.sequence_length * recipe.data.sequences_per_step)
-        SavedPages(model, offload_folder(recipe.trainer, directory), saved_bytes(model.shapes, recipe.trainer, tokens))
+        expected = saved_bytes(model.shapes, recipe.trainer, recipe.most_tokens, parallel)
+        SavedPages(model, offload_folder(recipe.trainer, directory), expected, passes=waiting_passes(parallel, stages.rank))
     if is_paged:
         # Read straight into the file: the model need not fit in memory once.
         ReplicaState(replica).fill(read_tensors(start))

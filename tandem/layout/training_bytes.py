@@ -37,36 +37,53 @@ def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS) -> int
 def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
     """Resident bytes of one process of the mesh besides what any process takes: weights and gradients, the optimizer's state and what its
     step works with, and what a forward of ``tokens`` saves for its backward."""
-    weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
-    moments = resident_state_bytes(shapes, trainer) // parallel.tensor
+    weights, replicas = weight_bytes(shapes, trainer.dtype, parallel.tensor), parallel.data * parallel.context
     if trainer.offload_parameters == "nvme":
-        held = _paged_bytes(shapes, trainer)
+        held = _paged_bytes(shapes, trainer, parallel)
+    elif trainer.offload == "nvme":
+        held = cut_by_zero(weights, 0, replicas, parallel.zero) // parallel.pipeline + STAGING_BYTES
     else:
-        held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
+        moments = resident_state_bytes(shapes, trainer) // parallel.tensor
+        held = cut_by_zero(weights, moments, replicas, parallel.zero) // parallel.pipeline
     # Emulated precision holds every rounded matrix until the backward has passed it.
-    copies = weights if trainer.precision != "fp32" else 0
-    saved = saved_bytes(shapes, trainer, tokens)
+    copies = weights // parallel.pipeline if trainer.precision != "fp32" else 0
+    saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel)
     if trainer.offload_activations == "nvme":
         # A layer's own are there while it computes, and in the backward pass as many gradients of them.
-        saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + 2 * tokens * largest_layer_activation_bytes_per_token(shapes))
-    saved += min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES)
-    sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
-    return (held + copies) // parallel.pipeline + saved // sharing
+        at_work = 2 * tokens * largest_layer_activation_bytes_per_token(shapes) // _sharing(parallel)
+        saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + at_work)
+    return held + copies + saved + min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES) // _sharing(parallel)
 
 
-def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
-    """What the layers of a forward of ``tokens`` save for its backward."""
-    return tokens * (activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer))
+def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """What the layers of one process of the mesh save of one forward of ``tokens`` for its backward."""
+    each = activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer)
+    return tokens * each // (_sharing(parallel) * parallel.pipeline)
 
 
-def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+def waiting_passes(parallel: ParallelConfig, stage: int = 0) -> int:
+    """Forward passes that wait for their backward at once on a rank of pipeline stage ``stage``, under 1F1B."""
+    return parallel.pipeline - stage
+
+
+def _sharing(parallel: ParallelConfig) -> int:
+    """Among how many ranks the tokens of a forward are divided."""
+    return parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+
+
+def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
     """Weights, gradients and moments where the layers' are in a file: what stands outside of layers, the weights of two layers, the gradients of
-    one that are on their way, two more gradients, and the pager's buffers."""
+    one that are on their way, two more gradients, and the pager's buffers. Where ranks cut them: this rank's part of the weights and gradients
+    outside of layers beside the whole ones, and of two layers the part that is read ahead and that of gradients on their way."""
     layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
     largest = max(sum(count for count, _ in held) for held in layers)
     parameter = max(count for held in layers for count, _ in held)
-    numbers = 2 * sum(held_outside_layers(shapes)) + 3 * largest + 2 * parameter
-    return numbers * DTYPE_BYTES[trainer.dtype] + 2 * STAGING_BYTES
+    outside, replicas = 2 * sum(held_outside_layers(shapes)), parallel.data * parallel.context
+    numbers = outside + 3 * largest + 2 * parameter
+    if parallel.world > 1:
+        # A layer's gradients lie end to end once more while they are summed.
+        numbers = outside + outside // replicas + 4 * largest + 4 * largest // replicas
+    return numbers // parallel.tensor * DTYPE_BYTES[trainer.dtype] + 2 * STAGING_BYTES
 
 
 def resident_state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
@@ -83,25 +100,32 @@ def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer)
 
 
-def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
-    """What lies in ``trainer.offload_folder`` where a forward has ``tokens``: moments and the staged copy of a checkpoint; weights and
-    gradients of the layers; activations."""
-    found = 0
+def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """What all ranks of one machine have in ``trainer.offload_folder`` where a forward has ``tokens``: moments, of each rank those that it
+    updates, and the staged copy of a checkpoint, which all ranks divide; weights and gradients of the layers, and the copy from which a model
+    that is cut is exported; activations."""
+    found, here, world = 0, parallel.ranks_of_a_node, parallel.world
+    # Without ZeRO the ranks that hold the same weights update all of them.
+    copies = 1 if parallel.zero else parallel.data * parallel.context
     if trainer.offload == "nvme":
-        found += optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)
+        found += (copies * optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)) * here // world
     if trainer.offload_parameters == "nvme":
         layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
-        found += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held)
+        found += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held) * here // world
+        found += weight_bytes(shapes, trainer.dtype) if world > 1 else 0
     if trainer.offload_activations == "nvme":
-        found += saved_bytes(shapes, trainer, tokens)
+        passes = sum(waiting_passes(parallel, stage) for stage in range(parallel.pipeline))
+        found += passes * saved_bytes(shapes, trainer, tokens, parallel) * here // parallel.pipeline
     return found
 
 
-def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool, tokens: int = 0) -> int:
+def run_bytes_on_disk(
+    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool, tokens: int = 0, parallel: ParallelConfig = ONE_PROCESS
+) -> int:
     """What a run writes at its fullest moment: the checkpoints that stay, one more while it is committed, the exported model, the start
     model where the run makes it, and what is offloaded to the run's own folder where a forward has ``tokens``."""
     weights = weight_bytes(shapes, trainer.dtype)
-    offloaded = 0 if trainer.offload_folder else offloaded_bytes(shapes, trainer, tokens)
+    offloaded = 0 if trainer.offload_folder else offloaded_bytes(shapes, trainer, tokens, parallel)
     return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + (2 if is_created else 1) * weights + offloaded
 
 

@@ -3,12 +3,13 @@
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
+_LARGE_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
@@ -16,11 +17,8 @@ def freed_memory_kept() -> Iterator[None]:
     """Inside, this process uses freed memory again instead of giving it back and asking anew: a training step frees and allocates
     the same activations, and touching fresh pages was measured as 3 to 8 % of it. At the end glibc's defaults hold again and free memory
     goes back. For a process whose work repeats; without glibc nothing changes."""
-    try:
-        library = ctypes.CDLL("libc.so.6")
-        mallopt, trim = library.mallopt, library.malloc_trim
-    except (OSError, AttributeError):
-        logger.debug("no mallopt on this C library; freed memory goes back to the machine")
+    mallopt = _mallopt()
+    if mallopt is None:
         yield
         return
     mallopt(_MMAP_MAX, 0)
@@ -30,4 +28,30 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         for name, value in _DEFAULTS.items():
             mallopt(name, value)
-        trim(0)
+        _give_back()
+
+
+@contextlib.contextmanager
+def large_memory_given_back() -> Iterator[None]:
+    """Inside, and from then on, memory of 1 MiB and more goes back when it is freed, where glibc would come to keep it and cut it up: for a
+    process that is to be small more than fast."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        # A threshold that was set is not moved by what is freed.
+        mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+    yield
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    try:
+        found: Callable[[int, int], int] = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        logger.debug("no mallopt on this C library; freed memory goes back to the machine")
+        return None
+    return found
+
+
+def _give_back() -> None:
+    """What is free goes back to the machine, where the C library can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -2,7 +2,7 @@
 "ZeRO-Infinity", section 5): of those nothing stays in memory but staging buffers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,36 +20,52 @@ from tandem.trainer.parallel.flat import layer_number
 class PagedAdamW:
     """``AdamW`` with its bits, for dense parameters of one dtype on a CPU. Elementwise: moments come from ``folder`` piece by piece, the next
     while the present one is updated, and go back behind it. With ``layers_of`` the weights and gradients of that decoder's layers do too,
-    and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights."""
+    and stand in memory only while the layer computes (``PagedLayers``); ``is_filled``: it has its weights.
+
+    ``paged``: groups of names whose weights and gradients lie in the file too, and stand in memory when the caller reads them there; it has
+    put a gradient of each there before a step, and says in ``factors`` what they are to be multiplied by on their way to the update.
+    ``decayed``, where given, names the parameters that are decayed, else matrices are."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, folder: Path, layers_of: Decoder | None = None,
-        is_filled: bool = True,
+        is_filled: bool = True, *, paged: Sequence[Sequence[str]] = (), decayed: Collection[str] | None = None,
     ) -> None:  # fmt: skip
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._config, self.folder = config, folder
         self._shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        by_layer: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
+        by_layer = {} if layers_of is None else self._by_layer()
+        groups = [*by_layer.values()] if layers_of is not None else [list(names) for names in paged]
+        grouped = {name for names in groups for name in names}
         self._pages: list[Pages] = []
         for name, parameter in self.parameters.items():
-            layer = None if layers_of is None else layer_number(name)
-            if layer is None:
+            if name not in grouped:
                 self._pages.append(Pages([(name, parameter)], MOMENTS, len(MOMENTS) * len(self._pages)))
-            else:
-                by_layer.setdefault(layer, []).append((name, parameter))
         kinds, first = (WEIGHTS, GRADIENTS, *MOMENTS), len(MOMENTS) * len(self._pages)
-        paged = {layer: Pages(held, kinds, first + len(kinds) * place) for place, (layer, held) in enumerate(sorted(by_layer.items()))}
-        self._pages += paged.values()
+        self.groups = [
+            Pages([(name, self.parameters[name]) for name in names], kinds, first + len(kinds) * place) for place, names in enumerate(groups)
+        ]
+        self._pages += self.groups
         self._place_of = {name: pages for pages in self._pages for name in pages.parameters}
-        self._dtype = next(iter(self.parameters.values())).dtype
+        self._dtype = next((parameter.dtype for parameter in self.parameters.values()), torch.float32)
         sizes = [pages.length for pages in self._pages for _ in pages.kinds]
-        self._pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if paged else MOMENTS))
-        self.layers = None if layers_of is None else PagedLayers(layers_of, paged, self._pager, is_filled)
-        self._factors: list[float] = []
+        self.pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if groups else MOMENTS))
+        self.layers = None
+        if layers_of is not None:
+            self.layers = PagedLayers(layers_of, dict(zip(by_layer, self.groups, strict=True)), self.pager, is_filled)
+        self.factors: list[float] = []
         self.updates = 0
 
+    def _by_layer(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in self.parameters:
+            layer = layer_number(name)
+            if layer is not None:
+                found.setdefault(layer, []).append(name)
+        return dict(sorted(found.items()))
+
     def zero_grad(self) -> None:
-        self._factors = []
+        self.factors = []
         for parameter in self.parameters.values():
             parameter.grad = None
         if self.layers is not None:
@@ -58,17 +74,17 @@ class PagedAdamW:
     def clip(self, scale: float = 1.0) -> float:
         """Gradients in memory are divided and clipped now, those in the file on their way to the update."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self._factors = [] if scale == 1.0 else [1.0 / scale]
-        for gradient in gradients if self._factors else ():
-            gradient.mul_(self._factors[0])
+        self.factors = [] if scale == 1.0 else [1.0 / scale]
+        for gradient in gradients if self.factors else ():
+            gradient.mul_(self.factors[0])
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients]
         if self.layers is not None:
             norms += self.layers.norms(1.0 / scale)
         total, most = global_norm(norms), self._config.max_grad_norm
         if 0 < most < total < math.inf:
-            self._factors.append(most / total)
+            self.factors.append(most / total)
             for gradient in gradients:
-                gradient.mul_(self._factors[-1])
+                gradient.mul_(self.factors[-1])
         return total
 
     @torch.no_grad()
@@ -88,31 +104,32 @@ class PagedAdamW:
                 parameter = self.parameters[name]
                 if WEIGHTS in pages.kinds:
                     weight, gradient = pieces[0][staged], pieces[1][staged]
-                    for factor in self._factors:
+                    for factor in self.factors:
                         gradient.mul_(factor)
                 else:
                     assert parameter.grad is not None
                     weight, gradient = parameter.view(-1)[own], parameter.grad.contiguous().view(-1)[own]
-                decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+                decay = config.weight_decay if name in self._decayed else 0.0
                 torch._fused_adamw_(
                     [weight], [gradient], [exp_avg[staged]], [exp_avg_sq[staged]], [], [done], lr=learning_rate, beta1=config.beta1,
                     beta2=config.beta2, weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
                 )  # fmt: skip
 
         kept = {pages.tensor(GRADIENTS) for pages in chosen if GRADIENTS in pages.kinds}
-        self._pager.visit([pages.tensors for pages in chosen], update, kept)
+        self.pager.visit([pages.tensors for pages in chosen], update, kept)
         self.updates += 1
 
     def _has_gradient(self, name: str) -> bool:
-        is_paged = WEIGHTS in self._place_of[name].kinds
-        return name in self.layers.with_gradient if is_paged and self.layers is not None else self.parameters[name].grad is not None
+        if WEIGHTS in self._place_of[name].kinds:
+            return self.layers is None or name in self.layers.with_gradient
+        return self.parameters[name].grad is not None
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter: those in memory, and views of the file."""
         found = {name: parameter.detach() for name, parameter in self.parameters.items()}
         for pages in self._pages:
             if WEIGHTS in pages.kinds:
-                found |= pages.mapped(self._pager, WEIGHTS)
+                found |= pages.mapped(self.pager, WEIGHTS)
         return found
 
     @torch.no_grad()
@@ -122,7 +139,7 @@ class PagedAdamW:
         if kind in pages.kinds:
             if kind == WEIGHTS and self.layers is not None:
                 self.layers.rest()
-            self._pager.write(pages.tensor(kind), values, pages.starts[name] + first)
+            self.pager.write(pages.tensor(kind), values, pages.starts[name] + first)
         else:
             self.parameters[name].view(-1)[first : first + values.numel()].copy_(values.reshape(-1))
 
@@ -130,7 +147,7 @@ class PagedAdamW:
         """The moments are views of the file."""
         if not self.updates:
             return OptimizerState({}, 0)
-        held = {f"{kind}/{name}": view for pages in self._pages for kind in MOMENTS for name, view in pages.mapped(self._pager, kind).items()}
+        held = {f"{kind}/{name}": view for pages in self._pages for kind in MOMENTS for name, view in pages.mapped(self.pager, kind).items()}
         return OptimizerState({name: held[name] for name in self._expected}, self.updates)
 
     def load_state(self, state: OptimizerState) -> None:

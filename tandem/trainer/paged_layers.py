@@ -4,7 +4,6 @@ A layer is read before its forward and again before its backward, while the one 
 gradient goes to the file as soon as the backward pass has it, added there to that of the micro-batches before.
 """
 
-import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import LayerFunction
 from tandem.trainer.before_backward import BeforeBackward
+from tandem.trainer.lasting_memory import LastingMemory
 from tandem.trainer.pager import Pager
 from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
 
@@ -27,12 +27,8 @@ class PagedLayer:
     def __init__(self, pages: Pages, pager: Pager, is_filled: bool) -> None:
         self.pages, self._pager = pages, pager
         like = next(iter(pages.parameters.values()))
-        # Addresses of its own for good: whatever was made of a parameter, a view too, finds what lies there at that time. Memory of the
-        # C library's would be cut up by what is allocated between two layers.
-        self._memory = mmap.mmap(-1, pages.length * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._whole = torch.frombuffer(self._memory, dtype=like.dtype)
+        self._memory = LastingMemory(pages.length, like.dtype)
+        self._whole = self._memory.tensor
         self._reading: Future[None] | None = None
         self.is_here = True
         with torch.no_grad():
@@ -60,7 +56,7 @@ class PagedLayer:
         """Hold nothing."""
         if self._reading is not None:
             self._reading.result()
-        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory.release()
         self._reading, self.is_here = None, False
 
 

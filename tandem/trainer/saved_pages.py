@@ -34,37 +34,40 @@ class _Page:
 
 
 class SavedPages:
-    """Stands around those forward passes of ``model`` that a backward follows, and each does before the next forward begins. Of tensors on
-    their way to the file, and of those read ahead, ``in_flight_bytes`` each are in memory at most, but always one. The file
-    of ``folder`` has no name and goes with its process; ``expected_bytes`` of it are taken at once, more when they are needed.
+    """Stands around those forward passes of ``model`` that a backward follows. At most ``passes`` of them wait for theirs at a time, the
+    oldest first: the forward after that takes its place. Of tensors on their way to the file, and of those read ahead, ``in_flight_bytes``
+    each are in memory at most, but always one. A pass has a file of ``folder`` without a name, which goes with its process;
+    ``expected_bytes`` of it are taken at once, more when they are needed.
 
     Raises ``RunError`` where the folder has no room."""
 
-    def __init__(self, model: Decoder, folder: Path, expected_bytes: int, in_flight_bytes: int = ACTIVATIONS_IN_FLIGHT_BYTES) -> None:
-        self._model, self._folder, self._most_bytes = model, folder, in_flight_bytes
+    def __init__(
+        self, model: Decoder, folder: Path, expected_bytes: int, in_flight_bytes: int = ACTIVATIONS_IN_FLIGHT_BYTES, passes: int = 1
+    ) -> None:
+        self._model = model
         # One thread: what was asked for first is done first.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="activations")
-        self.written_bytes = 0
-        """Of the last forward pass."""
-        self._file = TensorFile(folder, self._failed, expected_bytes)
-        self._pages: list[_Page] = []
-        self._writing: deque[_Page] = deque()
-        self._by_memory: dict[tuple[int, torch.Size, torch.dtype], _Page] = {}
-        self._writing_bytes = self._ahead_bytes = 0
-        self._next_ahead: int | None = None
-        self._stays: set[int] = set()
+        worker = ThreadPoolExecutor(1, thread_name_prefix="activations")
+        self._passes = deque(_SavedPass(folder, expected_bytes, in_flight_bytes, worker) for _ in range(passes))
         self._hooks: AbstractContextManager[Any] | None = None
         model.register_forward_pre_hook(lambda *_: self._enter())
         model.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
+    @property
+    def written_bytes(self) -> int:
+        """Of the last forward pass."""
+        return self._passes[-1].written_bytes
+
     def _enter(self) -> None:
         if not torch.is_grad_enabled():
             return
-        self._let_go(0)
-        self._pages, self.written_bytes, self._ahead_bytes, self._next_ahead = [], 0, 0, None
+        for each in self._passes:
+            each.rest()
+        self._passes.rotate(-1)
         # Weights stay where they are, and so does the table of rotations.
-        self._stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), self._model._cos_sin)}
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), self._model._cos_sin)}
+        newest = self._passes[-1]
+        newest.begin(stays)
+        self._hooks = saved_tensors_hooks(newest.pack, newest.unpack)
         self._hooks.__enter__()
 
     def _leave(self) -> None:
@@ -72,7 +75,36 @@ class SavedPages:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
-    def _pack(self, saved: Tensor) -> Any:
+
+class _SavedPass:
+    """What one forward pass has saved."""
+
+    def __init__(self, folder: Path, expected_bytes: int, in_flight_bytes: int, worker: ThreadPoolExecutor) -> None:
+        self._folder, self._most_bytes, self._worker = folder, in_flight_bytes, worker
+        self.written_bytes = 0
+        self._file = TensorFile(folder, self._failed, expected_bytes)
+        self._pages: list[_Page] = []
+        self._writing: deque[_Page] = deque()
+        self._by_memory: dict[tuple[int, torch.Size, torch.dtype], _Page] = {}
+        self._writing_bytes = self._ahead_bytes = 0
+        self._next_ahead: int | None = None
+        self._stays: set[int] = set()
+
+    def begin(self, stays: set[int]) -> None:
+        """A forward pass begins, and the one before has no backward any more. ``stays``: memory that is not written."""
+        self.rest()
+        self._pages, self.written_bytes, self._stays = [], 0, stays
+
+    def rest(self) -> None:
+        """Hold nothing in memory."""
+        self._let_go(0)
+        for page in self._pages:
+            if page.reading is not None:
+                page.reading.result()
+                page.tensor = page.reading = None
+        self._ahead_bytes, self._next_ahead = 0, None
+
+    def pack(self, saved: Tensor) -> Any:
         if saved.nbytes < SMALLEST_BYTES or saved.untyped_storage()._cdata in self._stays or not saved.is_contiguous():
             return saved
         key = (saved.data_ptr(), saved.shape, saved.dtype)
@@ -103,7 +135,7 @@ class SavedPages:
                 del self._by_memory[page.tensor.data_ptr(), page.shape, page.dtype]
                 page.tensor = None
 
-    def _unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Page):
             return cast(Tensor, saved)
         page = saved

@@ -2,12 +2,15 @@
 
 import ctypes
 import errno
+import math
+import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.types import RunError
@@ -60,3 +63,17 @@ class TensorFile:
             if not done:
                 raise self._failed(os.strerror(errno.EIO))
             left, at = left[done:], at + done
+
+
+def file_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros whose memory is a file of ``folder`` without a name: the system can have back what is not looked at. Raises
+    ``RunError`` where the folder has no room."""
+    size = max(1, math.prod(shape)) * dtype.itemsize
+
+    def failed(reason: str) -> RunError:
+        return RunError(f"'{folder}' cannot hold a tensor of {size / 2**20:,.0f} MiB: {reason}; make room, or name another folder in 'trainer.offload_folder'")
+
+    file = TensorFile(folder, failed, size)
+    view = mmap.mmap(file.descriptor, size)
+    file.close()
+    return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).view(shape)

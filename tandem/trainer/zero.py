@@ -10,23 +10,28 @@ start of a forward pass to the end of its backward. With P numbers of b bytes, w
 
 for weights, gradients and moments. The mechanism is the reduce-scatter and all-gather of torch's process groups, with sums in rank
 order; updates are elementwise, so all stages have the bits of stage 0 where a step has one backward pass.
+
+What a rank has of the moments may lie in a file, and under stage 3 what it has of the layers' weights and gradients too (``PagedAdamW``,
+``PagedPart``; Rajbhandari et al., 2021, "ZeRO-Infinity"): the bits stay.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.model.layer_pass import LayerFunction
-from tandem.runtime.communicator import Pending
-from tandem.trainer.before_backward import BeforeBackward
+from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.optimizer import AdamW, OptimizerState, check_state
-from tandem.trainer.pages import MOMENTS
+from tandem.trainer.paged_part import PagedPart, WritesBehind
+from tandem.trainer.pages import MOMENTS, WEIGHTS
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.flat import Flat, layer_of
+from tandem.trainer.zero_gathering import Gathering
+from tandem.trainer.zero_shard import Shard
 
 Stage = Literal[1, 2, 3]
 
@@ -40,77 +45,41 @@ class Part(NamedTuple):
     values: Tensor
 
 
-class Shard:
-    """The weights of one bucket: all of them in ``whole[length]``, and this rank's part in ``own[part]``. ``is_cut``: ``whole`` has memory
-    only between ``gather`` and ``free``, and ``own`` has its own."""
-
-    def __init__(self, bucket: Flat, is_cut: bool) -> None:
-        self.bucket, self.is_cut, self.is_whole = bucket, is_cut, True
-        with torch.no_grad():
-            self.whole = bucket.filled(lambda name: bucket.parameters[name]).view(-1)
-        # The modules' parameters are views from now on; what reads a layer finds whatever the flat tensor holds.
-        for name, view in bucket.views(self.whole).items():
-            bucket.parameters[name].data = view
-        self._bytes = self.whole.untyped_storage().nbytes()
-        self._pending: Pending | None = None
-        self.own = self._part.clone() if is_cut else self._part
-        if is_cut:
-            self.free()
-
-    @property
-    def _part(self) -> Tensor:
-        return self.whole.view(self.bucket.ranks.size, -1)[self.bucket.ranks.rank]
-
-    def start_gather(self) -> None:
-        """Begin to bring every rank's part here, where it is not here."""
-        if self.is_whole or self._pending is not None:
-            return
-        self.whole.untyped_storage().resize_(self._bytes)
-        self._pending = self.bucket.ranks.start_all_gather(self.own, f"weights of {self.bucket.label}", out=self.whole)
-
-    def gather(self) -> None:
-        """Have every rank's part here."""
-        self.start_gather()
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending, self.is_whole = None, True
-
-    def free(self) -> None:
-        """Hold this rank's part alone, where the weights are cut."""
-        if self.is_cut and self.is_whole:
-            self.whole.untyped_storage().resize_(0)
-            self.is_whole = False
-
-    def take_own(self) -> None:
-        """This rank's part is what ``whole`` has there now."""
-        if self.is_cut:
-            self.own.copy_(self._part)
-
-    def publish(self) -> Pending | None:
-        """After an update of ``own``: begin to bring the others' to where all hold all."""
-        if self.is_cut:
-            return None
-        return self.bucket.ranks.start_all_gather(self.own.clone(), f"updated weights of {self.bucket.label}", out=self.whole)
-
-
 class ShardedOptimizer:
     """AdamW of which every rank holds a part, and updates that part of the weights. ``parameters`` are the model's.
 
     ``state`` is of whole parameters, on the first of the ranks that hold the same numbers, and empty on the others; all of them must
-    ask for it. ``load_state`` takes whole ones on every rank."""
+    ask for it. ``load_state`` takes whole ones on every rank. ``folder``: for what ``config`` says lies in a file. ``is_filled``: the
+    model has its weights; else ``fill`` is to be given them."""
 
-    def __init__(self, sums: GradientSums, config: TrainerConfig, stage: Stage) -> None:
+    def __init__(self, sums: GradientSums, config: TrainerConfig, stage: Stage, folder: Path | None = None, is_filled: bool = True) -> None:
         self.sums, self.stage, self._config = sums, stage, config
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
-        self.shards = [Shard(bucket, stage == 3) for bucket in sums.buckets]
-        pieces: dict[str, nn.Parameter] = {}
-        for shard in self.shards:
-            for segment in shard.bucket.segments():
-                piece = shard.own[segment.at : segment.at + segment.last - segment.first]
-                pieces[segment.name] = nn.Parameter(piece, requires_grad=True)
-        self._inner = AdamW(pieces.items(), config, [name for name in pieces if self.parameters[name].ndim >= 2])
+        # Their own parts must have their place in the file before the shards put them there.
+        paged = [b for b in sums.buckets if layer_of(b) is not None] if config.offload_parameters == "nvme" else []
+        held = {id(bucket): Shard(bucket, stage == 3, None, is_filled) for bucket in sums.buckets if bucket not in paged}
+        pieces = {name: piece for bucket in sums.buckets for name, piece in _pieces(bucket, held.get(id(bucket)))}
+        decayed = [name for name in pieces if self.parameters[name].ndim >= 2]
+        self._inner: AdamW | PagedAdamW
+        if config.offload == "nvme":
+            assert folder is not None and (stage == 3 or not paged)
+            names = [[segment.name for segment in bucket.segments()] for bucket in paged]
+            self._inner = PagedAdamW(pieces.items(), config, folder, paged=names, decayed=decayed)
+            writes = WritesBehind()
+            for bucket, pages in zip(paged, self._inner.groups, strict=True):
+                part = PagedPart(pages, self._inner.pager, bucket.part, bucket.like.dtype, writes)
+                held[id(bucket)] = Shard(bucket, True, part, is_filled)
+                sums.kept[sums.buckets.index(bucket)] = part
+        else:
+            self._inner = AdamW(pieces.items(), config, decayed)
+        self.shards = [held[id(bucket)] for bucket in sums.buckets]
         if stage == 3:
-            _Gathering(self)
+            Gathering(self.shards, sums)
+
+    @property
+    def paged(self) -> PagedAdamW | None:
+        """What updates this rank's part, where its state lies in a file."""
+        return self._inner if isinstance(self._inner, PagedAdamW) else None
 
     @property
     def updates(self) -> int:
@@ -128,40 +97,69 @@ class ShardedOptimizer:
     def step(self, learning_rate: float) -> None:
         """One update of every parameter; afterwards all ranks hold it, where weights are not cut."""
         for shard, own in zip(self.shards, self.sums.own, strict=True):
+            if shard.paged is not None:
+                shard.paged.drop()
+                continue
             assert own is not None
             for segment in shard.bucket.segments():
                 self._inner.parameters[segment.name].grad = own[segment.at : segment.at + segment.last - segment.first]
+        if self.paged is not None:
+            self.paged.factors = self.sums.factors
         self._inner.step(learning_rate)
         self._inner.zero_grad()
         self.sums.own = [None] * len(self.shards)
-        for pending in [shard.publish() for shard in self.shards]:
-            if pending is not None:
-                pending.wait()
+        self._publish()
 
     def parts(self) -> Iterator[Part]:
         """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its
         moments."""
         moments = self._inner.state().moments
+        weights = self.paged.weights() if self.paged is not None else {name: p.detach() for name, p in self._inner.parameters.items()}
         for shard in self.shards:
             for segment in shard.bucket.segments():
-                yield Part("weights", segment.name, segment.first, shard.own[segment.at : segment.at + segment.last - segment.first])
+                yield Part(WEIGHTS, segment.name, segment.first, weights[segment.name])
                 for kind in MOMENTS:
                     if f"{kind}/{segment.name}" in moments:
                         yield Part(kind, segment.name, segment.first, moments[f"{kind}/{segment.name}"])
 
-    @torch.no_grad()
-    def load_parts(self, parts: Iterable[Part], updates: int) -> None:
-        """Take over what ``parts`` of an optimizer that is cut alike gave; weights that every rank holds are brought to all."""
-        moments, weights = {}, {}
-        for part in parts:
-            if part.kind == "weights":
-                weights[part.name] = part.values
-            else:
-                moments[f"{part.kind}/{part.name}"] = part.values
-        self._inner.load_state(OptimizerState(moments, updates))
+    def runs(self) -> Iterator[Part]:
+        """The weights of ``parts`` without their numbers (``values`` are on the device ``meta``)."""
         for shard in self.shards:
             for segment in shard.bucket.segments():
-                shard.own[segment.at : segment.at + segment.last - segment.first].copy_(weights[segment.name])
+                values = torch.empty(segment.last - segment.first, dtype=shard.bucket.like.dtype, device="meta")
+                yield Part(WEIGHTS, segment.name, segment.first, values)
+
+    @torch.no_grad()
+    def load_parts(self, parts: Iterable[Part], updates: int) -> None:
+        """Take over what ``parts`` of an optimizer that is cut alike gave; weights that every rank holds are brought to all. Where the state
+        lies in a file, one part is in memory at a time."""
+        paged, moments = self.paged, {}
+        if paged is not None:
+            paged.load_state(OptimizerState({}, 0))
+        for part in parts:
+            if paged is not None:
+                paged.put(part.kind, part.name, part.values)
+            elif part.kind == WEIGHTS:
+                self._inner.parameters[part.name].copy_(part.values)
+            else:
+                moments[f"{part.kind}/{part.name}"] = part.values
+        if paged is not None:
+            paged.updates = updates
+        else:
+            self._inner.load_state(OptimizerState(moments, updates))
+        self._publish()
+
+    @torch.no_grad()
+    def fill(self, name: str, first: int, values: Tensor) -> None:
+        """``values`` are the weights of parameter ``name`` from number ``first`` on; this rank takes those of its part. Weights are cut."""
+        assert self.paged is not None and self.stage == 3
+        for shard in self.shards:
+            for segment in shard.bucket.segments():
+                begin, end = max(first, segment.first), min(first + values.numel(), segment.last)
+                if segment.name == name and begin < end:
+                    self.paged.put(WEIGHTS, name, values[begin - first : end - first], begin - segment.first)
+
+    def _publish(self) -> None:
         for pending in [shard.publish() for shard in self.shards]:
             if pending is not None:
                 pending.wait()
@@ -172,7 +170,7 @@ class ShardedOptimizer:
         if self.updates:
             for shard in self.shards:
                 for kind in MOMENTS:
-                    own = torch.zeros_like(shard.own)
+                    own = shard.bucket.like.new_zeros(shard.bucket.part)
                     for segment in shard.bucket.segments():
                         own[segment.at : segment.at + segment.last - segment.first] = held.moments[f"{kind}/{segment.name}"]
                     gathered = shard.bucket.ranks.all_gather(own, f"{kind} of {shard.bucket.label}")
@@ -203,6 +201,16 @@ class ShardedOptimizer:
             shard.free()
 
     @contextlib.contextmanager
+    def addresses(self) -> Iterator[None]:
+        """Every parameter has memory of its own inside, without its numbers where weights are cut."""
+        for shard in self.shards:
+            shard.reserve()
+        try:
+            yield
+        finally:
+            self.rest()
+
+    @contextlib.contextmanager
     def whole(self, changes: bool = False) -> Iterator[None]:
         """Every rank holds all weights inside; ``changes``: they are written there, alike on all ranks."""
         for shard in self.shards:
@@ -217,55 +225,11 @@ class ShardedOptimizer:
                 shard.free()
 
 
-class _Gathering:
-    """Stage 3: when which weights are whole. Stands around the layers of a decoder, and before all of it."""
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._sums = optimizer.sums
-        self._layers: dict[int, list[Shard]] = {}
-        self._ends: list[Shard] = []
-        for shard in optimizer.shards:
-            layer = layer_of(shard.bucket)
-            (self._ends if layer is None else self._layers.setdefault(layer, [])).append(shard)
-        self._shard_of = {id(shard.bucket): shard for shard in optimizer.shards}
-        self._in_backward: set[int] = set()
-        optimizer.sums.after_sum = self._after_sum
-        model = optimizer.sums.model
-        model.around_layer = self._around
-        model.register_forward_pre_hook(lambda *_: self._before_all())
-
-    def _before_all(self) -> None:
-        self._in_backward.clear()
-        for shard in self._ends:
-            shard.gather()
-        self._start(min(self._layers, default=-1))
-
-    def _start(self, index: int) -> None:
-        for shard in self._layers.get(index, ()):
-            shard.start_gather()
-
-    def _around(self, index: int, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        is_again = index in self._in_backward
-        self._gather(index, index - 1 if is_again else index + 1)
-        x, residual = layer(x, residual)
-        if is_again:
-            return x, residual
-        if torch.is_grad_enabled():
-            x, residual = BeforeBackward.apply(self.before_backward, index, x, residual)
-        for shard in self._layers[index]:
-            shard.free()
-        return x, residual
-
-    def _gather(self, index: int, following: int) -> None:
-        for shard in self._layers[index]:
-            shard.gather()
-        # The next one's travel while this one's are computed with.
-        self._start(following)
-
-    def before_backward(self, index: int) -> None:
-        self._in_backward.add(index)
-        self._gather(index, index - 1)
-
-    def _after_sum(self, bucket: Flat) -> None:
-        """All gradients of ``bucket`` are there: nothing reads its weights any more in this backward pass."""
-        self._shard_of[id(bucket)].free()
+def _pieces(bucket: Flat, shard: Shard | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """This rank's run of every parameter: views of what the shard holds; without a shard, of nothing."""
+    for segment in bucket.segments():
+        size = segment.last - segment.first
+        if shard is None:
+            yield segment.name, nn.Parameter(torch.empty(size, dtype=bucket.like.dtype, device="meta"))
+        else:
+            yield segment.name, nn.Parameter(shard.own[segment.at : segment.at + size])

@@ -121,6 +121,35 @@ def test_tokens_and_mask_of_every_example_are_those_of_transformers(source: Path
     assert json.loads((tmp_path / "t" / DATASET).read_text())["learned"] == found.learned
 
 
+def test_calls_of_tools_are_learned_and_their_answers_are_not(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + TURN + "{% generation %}{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}" + TURN + "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    folder = save_tokenizer(tmp_path / "tools", template)
+    add = {"type": "function", "function": {"name": "add", "description": "é <b>", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+    row = {
+        "tools": [add],
+        "messages": [
+            {"role": "user", "content": "2 + 2 ="},
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "It is 4"},
+        ],
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_folder(folder)
+    encoder = ExampleEncoder(folder, tokenizer.backend, None)
+    ((ids, learned),) = encoder.encode([encoder.render(read_example(row, "prompt", "completion"))])
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert (ids, learned) == (expected["input_ids"], expected["assistant_masks"])
+    said = tokenizer.decode([token for token, is_learned in zip(ids, learned, strict=True) if is_learned], skip_special_tokens=False)
+    assert said == '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>It is 4<|im_end|>'
+
+
 def test_template_without_marks_learns_what_rendering_with_each_turn_adds(plain: Path, marked: Path) -> None:
     tokenizer = Tokenizer.from_folder(plain)
     encoder = ExampleEncoder(plain, tokenizer.backend, None)
@@ -203,7 +232,12 @@ BROKEN: list[tuple[Any, str]] = [
     ({"prompt": None, "completion": "b"}, "under the key 'prompt'"),
     ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is the assistant's and empty"),
-    ({"messages": [{"role": "user"}]}, "message 1 lacks a 'role' or 'content' that is a text"),
+    ({"messages": [{"role": "user"}]}, "message 1 lacks a 'content' that is a text"),
+    ({"messages": [{"content": "a"}]}, "message 1 lacks a 'role' that is a text"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "message 1 lacks a 'content' that is a text"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are no list of calls by the assistant"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "message 1 lacks a 'content' that is a text"),
+    ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is no list of tools"),
     ({"messages": []}, "'messages' is no list of messages"),
     ({"messages": CHATS[0]["messages"], "completion": "b"}, "both 'messages' and 'completion'"),
     ({"messages": [{"role": "assistant", "content": "\ufdd0"}]}, "a noncharacter"),

@@ -5,11 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
-from tandem.layout.bytes import optimizer_bytes, weight_bytes
+from tandem.layout.bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.layout.training_bytes import checkpoint_bytes, resident_state_bytes, training_bytes
+from tandem.layout.training_bytes import (
+    checkpoint_bytes,
+    offloaded_bytes,
+    resident_state_bytes,
+    saved_bytes,
+    training_bytes,
+    waiting_passes,
+)
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.trainer.optimizers import make_optimizer
@@ -44,3 +52,34 @@ def test_each_choice_is_counted() -> None:
     assert training_bytes(shapes, TrainerConfig(precision="bf16"), 100) - plain > weight_bytes(shapes, "float32")
     assert resident_state_bytes(shapes, TrainerConfig(offload="nvme")) == 16 << 20
     assert optimizer_bytes(shapes, "adamw8bit") < optimizer_bytes(shapes, "muon") < optimizer_bytes(shapes)
+
+
+def test_a_rank_holds_its_part_of_what_stays_in_memory() -> None:
+    shapes, paged = MODELS["llama"], {"offload": "nvme", "offload_parameters": "nvme"}
+
+    def held(parallel: ParallelConfig, **offload: str) -> int:
+        return training_bytes(shapes, TrainerConfig(**offload), 0, parallel)  # type: ignore[arg-type]
+
+    weights = weight_bytes(shapes, "float32")
+    # Of weights, gradients and twice as many moments those that a stage does not cut, the parts of the others, or the pager's buffers.
+    for zero, in_memory, moments in ((0, 4, 2), (1, 3, 1), (2, 2.5, 1), (3, 2, 1)):
+        parallel = ParallelConfig(data=2, zero=zero)  # type: ignore[arg-type]
+        assert held(parallel) == in_memory * weights
+        assert held(parallel, offload="nvme") == (in_memory - moments) * weights + (16 << 20)
+    layer = sum(count for count, _ in held_by_layer(shapes, 0))
+    outside = sum(held_outside_layers(shapes))
+    # Outside of layers weights and gradients, whole and this rank's half; of layers two and two of gradients, and halves of four.
+    assert held(ParallelConfig(data=2, zero=3), **paged) == 4 * (3 * outside + 6 * layer) + (32 << 20)
+
+
+def test_activations_are_divided_by_who_shares_the_tokens_and_the_layers() -> None:
+    shapes, config = MODELS["qwen3"], TrainerConfig()
+    whole = saved_bytes(shapes, config, 1000)
+    assert saved_bytes(shapes, config, 1000, ParallelConfig(context=2, tensor=2)) == whole // 4
+    assert saved_bytes(shapes, config, 1000, ParallelConfig(tensor=2, sequence_parallel=False)) == whole
+    stages = ParallelConfig(pipeline=4)
+    assert saved_bytes(shapes, config, 1000, stages) == whole // 4 and [waiting_passes(stages, stage) for stage in range(4)] == [4, 3, 2, 1]
+    away = TrainerConfig(offload_activations="nvme")
+    assert offloaded_bytes(shapes, away, 1000) == whole
+    assert offloaded_bytes(shapes, away, 1000, stages) == (4 + 3 + 2 + 1) * whole // 4
+    assert offloaded_bytes(shapes, away, 1000, ParallelConfig(data=3)) == 3 * whole

@@ -1,5 +1,7 @@
 """One seeded model and batch trained by data-parallel ranks under any stage of ZeRO, through the sums that training takes."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,20 @@ from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import blank, collate
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.saved_pages import SavedPages
 from tandem.trainer.step import train_step
 
 
-def trained(here: Here, case: Case, zero: Any, passes: int = 1) -> Trained:
-    """``case`` through ``train_step`` on this rank: its sequences in ``passes`` micro-batches."""
+def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Trained:
+    """``case`` through ``train_step`` on this rank: its sequences in ``passes`` micro-batches. ``offloaded``: keys of the trainer that are
+    ``nvme``, to ``folder``."""
     torch.set_num_threads(1)
     model = build(case, here)
-    replica = make_replica(model, TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01), ranks_of(here, case), zero)
+    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01, **dict.fromkeys(offloaded, "nvme"))
+    replica = make_replica(model, config, ranks_of(here, case), zero, directory=folder)
+    assert (replica.paged is not None, replica.pages_weights) == ("offload" in offloaded, "offload_parameters" in offloaded)
+    if folder is not None and "offload_activations" in offloaded:
+        SavedPages(model, folder, 0, in_flight_bytes=1 << 12)
     every, dtype = sequences_of(case), getattr(torch, case.dtype)
     own = list(range(len(every)))[here.groups["data"].rank :: here.groups["data"].size]
     micro_batches = [collate([every[i] for i in own[nth::passes]], dtype) if own[nth::passes] else blank(dtype) for nth in range(passes)]
@@ -50,8 +58,7 @@ def remember(sums: GradientSums) -> dict[str, torch.Tensor]:
 
     def keep(scale: float = 1.0) -> float:
         if not found:
-            for bucket, own in zip(sums.buckets, sums.own, strict=True):
-                assert own is not None
+            for bucket, own in zip(sums.buckets, sums.parts(), strict=True):
                 found.update({n: v.clone() for n, v in bucket.views(bucket.ranks.all_gather(own, "a test").view(-1)).items()})
         return norm(scale)
 

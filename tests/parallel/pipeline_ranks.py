@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.optimizer import AdamW
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.placement import is_tied_copy, placement
+from tandem.trainer.saved_pages import SavedPages
 from tandem.trainer.step import predict
 
 
@@ -87,8 +89,10 @@ def alone(case: Case, bins: Any) -> dict[str, Any]:
     return found
 
 
-def piped(here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = ()) -> dict[str, Any]:
-    """As one rank. Parameters and gradients are those that this rank holds."""
+def piped(
+    here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = (), folder: Path | None = None
+) -> dict[str, Any]:
+    """As one rank. Parameters and gradients are those that this rank holds. ``folder``: where activations are offloaded to."""
     groups, ranks = here.groups, here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size * virtual, counts)
     own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
@@ -99,6 +103,7 @@ def piped(here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtu
     model.recompute = case.recompute
     load_tensors(model, weights_of(case.shapes).items())
     pipeline = Pipeline(model, spans, ranks, order)
+    pages = None if folder is None else SavedPages(model, folder, 0, in_flight_bytes=1 << 12, passes=ranks.size - ranks.rank)
     micro_batches = micro_batches_of(case, bins, (groups["data"].rank, groups["data"].size))
     loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
     optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
@@ -128,6 +133,7 @@ def piped(here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtu
         loss = groups["data"].all_reduce(torch.tensor([passed.loss], dtype=torch.float64), "the loss").item()
         found["losses"].append(loss)
     found["parameters"] = named(model, list(model.parameters()))
+    found["offloaded"] = 0 if pages is None else pages.written_bytes
     return found
 
 

@@ -66,7 +66,7 @@ def paged_shards(parts: list[Part], decoder: Decoder, optimizer: PagedAdamW) -> 
 def load_pages(contents: Contents, parts: list[Part], decoder: Decoder, optimizer: PagedAdamW, updates: int) -> None:
     """``load_state`` into a file, one parameter in memory at a time."""
     shapes, kinds = {name: p.shape for name, p in decoder.named_parameters()}, (WEIGHTS, *MOMENTS) if updates else (WEIGHTS,)
-    names = {part.name for part in parts}
+    names = {name for name, _ in parameters(decoder.shapes)}
     strange = [key for key in contents.held if key.name not in names or key.state not in kinds]
     if strange:
         raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{strange[0]}'")

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.model.huggingface import checked_tensors
-from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.checkpoint.model_state import WEIGHTS, Part, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
@@ -23,7 +22,7 @@ class ReplicaState:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        with replica.whole():
+        with replica.addresses():
             # Where weights are cut, a parameter has no memory outside.
             self._parts: list[Part] = parts_of(replica.model)
 
@@ -32,35 +31,38 @@ class ReplicaState:
         optimizer = self._replica.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             return [shard for run in optimizer.parts() for shard in self._of_run(run)]
-        if isinstance(optimizer, PagedAdamW):
-            return paged_shards(self._parts, self._replica.model, optimizer)
+        if self._replica.paged is not None:
+            return paged_shards(self._parts, self._replica.model, self._replica.paged)
         return state_shards(self._replica.model, optimizer)
 
     def load(self, contents: Contents, updates: int) -> None:
         """Take over weights and moments. Raises ``UserError`` for a checkpoint of another model or optimizer."""
         optimizer = self._replica.optimizer
-        if isinstance(optimizer, PagedAdamW):
-            load_pages(contents, self._parts, self._replica.model, optimizer, updates)
-            return
-        if not isinstance(optimizer, ShardedOptimizer):
+        if isinstance(optimizer, ShardedOptimizer):
+            self._load_runs(contents, optimizer, updates)
+        elif self._replica.paged is not None:
+            load_pages(contents, self._parts, self._replica.model, self._replica.paged, updates)
+        else:
             load_state(contents, self._replica.model, optimizer, updates)
-            return
+
+    def _load_runs(self, contents: Contents, optimizer: ShardedOptimizer, updates: int) -> None:
         self._check(contents)
-        kinds = (WEIGHTS, *MOMENTS) if updates else (WEIGHTS,)
-        runs = [
-            Run(kind, run.name, run.first, torch.empty_like(run.values))
-            for run in list(optimizer.parts())
-            if run.kind == WEIGHTS
-            for kind in kinds
-        ]
+        runs = [run._replace(kind=kind) for run in optimizer.runs() for kind in ((WEIGHTS, *MOMENTS) if updates else (WEIGHTS,))]
         try:
-            contents.read([shard for run in runs for shard in self._of_run(run)])
+            contents.check([shard for run in runs for shard in self._of_run(run)])
         except UserError as error:
             raise UserError(f"checkpoint '{contents.folder}' is of another model: {error}") from None
-        optimizer.load_parts(runs, updates)
+
+        def read(run: Run) -> Run:
+            found = run._replace(values=torch.empty_like(run.values, device=self._replica.model.device))
+            contents.read(self._of_run(found))
+            return found
+
+        # Read from a file to a file a part at a time; else all is read before the first is changed.
+        optimizer.load_parts(map(read, runs) if optimizer.paged is not None else [read(run) for run in runs], updates)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Where weights are paged: every tensor by its Hugging Face name, in their order, as live views."""
+        """Where weights are paged on one process: every tensor by its Hugging Face name, in their order, as live views."""
         assert self._replica.paged is not None
         held = self._replica.paged.weights()
         for part in self._parts:
@@ -69,10 +71,14 @@ class ReplicaState:
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Where weights are paged: take over those of a whole model by Hugging Face name, one in memory at a time. Raises ``UserError``
         where they are not the model's, and has changed nothing then."""
-        assert self._replica.paged is not None
-        given = checked_tensors(self._replica.model, tensors)
+        given, optimizer = checked_tensors(self._replica.model, tensors), self._replica.optimizer
         for part in self._parts:
-            self._replica.paged.put(WEIGHTS, part.parameter, given[part.name], part.first)
+            values = given[part.name][part.box.slices].reshape(-1)
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.fill(part.parameter, part.first, values)
+            else:
+                assert self._replica.paged is not None
+                self._replica.paged.put(WEIGHTS, part.parameter, values, part.first)
 
     def _of_run(self, run: Run) -> list[Shard]:
         return run_shards(self._parts, run.kind, run.name, run.first, run.values)

@@ -5,7 +5,8 @@ part. The order of buckets is the same on all ranks, whatever order autograd has
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,32 @@ IN_FLIGHT = 2
 """Buckets whose sums may be under way at once: their memory is held twice."""
 
 
+class KeptSum(Protocol):
+    """Where this rank's part of a bucket's sum is kept instead of in memory."""
+
+    def clear(self) -> None:
+        """A step begins."""
+        ...
+
+    def add(self, gradient: Tensor) -> None:
+        """Add ``gradient[part]``, which is its own from now on, to what the step has."""
+        ...
+
+    def start_sum(self) -> None:
+        """Begin to bring the sum to memory."""
+        ...
+
+    def sum(self) -> Tensor:
+        """The sum [part], in memory of its own."""
+        ...
+
+
 class GradientSums:
     """The gradients of a model's parameters, summed over their replicas. ``buckets`` in the order of the backward pass.
 
     ``each_backward``: sums are taken after every backward pass, and the whole gradients dropped; else once a step, when
     ``expect``'s number of backward passes has gone through. ``sum_tied`` adds to a part of the embedding's sum that of another
-    pipeline stage. ``own``: this rank's part of each bucket's sum, after ``finish``."""
+    pipeline stage. ``own``: this rank's part of each bucket's sum, after ``finish``, but for those places that have a ``kept``."""
 
     def __init__(
         self, model: Decoder, ranks: Ranks, *, each_backward: bool = False, sum_tied: Callable[[Tensor], Tensor] | None = None
@@ -35,6 +56,9 @@ class GradientSums:
         where = {name: placement(model, name) for name, _ in model.named_parameters()}
         self.buckets = flats(model.named_parameters(), lambda name: where[name].replicas, lambda group: ranks.groups[group])
         self.own: list[Tensor | None] = [None] * len(self.buckets)
+        self.kept: dict[int, KeptSum] = {}
+        self.factors: list[float] = []
+        """What ``clip`` has multiplied the sums in memory by, and those that are kept elsewhere are still to be."""
         tensor = ranks.groups["tensor"]
         self._partial = {name for name in where if where[name].tensor == "partial" and tensor.size > 1}
         self._counted = {name for name in where if (where[name].tensor == "cut" or tensor.rank == 0) and not is_tied_copy(model, name)}
@@ -51,7 +75,9 @@ class GradientSums:
 
     def expect(self, backwards: int) -> None:
         """A step begins, in which ``backwards`` backward passes go through every parameter."""
-        self.own = [None] * len(self.buckets)
+        self.own, self.factors = [None] * len(self.buckets), []
+        for kept in self.kept.values():
+            kept.clear()
         self._is_finished = False
         self._backwards, self._next, self._pending = 1 if self.each_backward else backwards, 0, []
         self._seen = {}
@@ -81,8 +107,7 @@ class GradientSums:
         """The norm of the global gradient divided by ``scale``: NaN or infinity where a number is not finite. The same on every rank:
         each number is counted once, squares are summed exactly."""
         squares = []
-        for bucket, own in zip(self.buckets, self.own, strict=True):
-            assert own is not None
+        for bucket, own in zip(self.buckets, self.parts(), strict=True):
             for segment in bucket.segments():
                 if segment.name in self._counted:
                     part = own[segment.at : segment.at + segment.last - segment.first]
@@ -92,19 +117,25 @@ class GradientSums:
         found = [row[0] for row in self.ranks.all_values([total], "the gradient norm")]
         return math.sqrt(math.fsum(found)) if all(map(math.isfinite, found)) else math.nan if any(map(math.isnan, found)) else math.inf
 
+    def parts(self) -> Iterator[Tensor]:
+        """This rank's part of every bucket's sum; those that are kept elsewhere come while the one before is looked at."""
+        for place, own in enumerate(self.own):
+            if place + 1 in self.kept:
+                self.kept[place + 1].start_sum()
+            found = self.kept[place].sum() if place in self.kept else own
+            assert found is not None
+            yield found
+
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
         """Divide the sums by ``scale``, and scale them so that their global norm is at most ``max_norm`` (0: off); returns the norm
         before that."""
         self.finish()
         norm = self.norm(scale)
-        factor = 1.0 / scale
         if math.isfinite(norm):
-            for own in self.own:
-                assert own is not None
-                if factor != 1.0:
+            self.factors = ([1.0 / scale] if scale != 1.0 else []) + ([max_norm / norm] if 0 < max_norm < norm else [])
+            for own in [own for own in self.own if own is not None]:
+                for factor in self.factors:
                     own.mul_(factor)
-                if 0 < max_norm < norm:
-                    own.mul_(max_norm / norm)
         return norm
 
     def _hook(self, name: str) -> Callable[[nn.Parameter], None]:
@@ -154,6 +185,9 @@ class GradientSums:
     def _take(self) -> None:
         place, pending = self._pending.pop(0)
         part, held = pending.wait(), self.own[place]
+        if place in self.kept:
+            self.kept[place].add(part)
+            return
         self.own[place] = part if held is None else held.add_(part)
 
 

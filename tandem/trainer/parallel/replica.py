@@ -12,7 +12,7 @@ from tandem.trainer.adamw_paged import PagedAdamW
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers import make_optimizer, offload_folder
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
@@ -42,6 +42,10 @@ class Replica:
         optimizer = self.optimizer
         return optimizer.whole(changes) if isinstance(optimizer, ShardedOptimizer) else nullcontext()
 
+    def addresses(self) -> AbstractContextManager[None]:
+        """Every parameter has memory of its own inside; its numbers may not be there."""
+        return self.optimizer.addresses() if isinstance(self.optimizer, ShardedOptimizer) else nullcontext()
+
     @property
     def forward_backward(self) -> ForwardBackward:
         """How micro-batches go through the model."""
@@ -64,8 +68,17 @@ class Replica:
 
     @property
     def paged(self) -> PagedAdamW | None:
-        """The optimizer, where its state lies in a file, and perhaps weights too."""
-        return self.optimizer if isinstance(self.optimizer, PagedAdamW) else None
+        """What updates the parameters that this rank updates, or its part of them, where its state lies in a file, and perhaps weights too."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.paged
+        inner = optimizer.inner if isinstance(optimizer, ReplicatedOptimizer) else optimizer
+        return inner if isinstance(inner, PagedAdamW) else None
+
+    @property
+    def pages_weights(self) -> bool:
+        """Whether the layers' weights lie in a file."""
+        return self.paged is not None and bool(self.paged.groups)
 
 
 def make_replica(
@@ -73,7 +86,7 @@ def make_replica(
     directory: Path | None = None, is_filled: bool = True,
 ) -> Replica:
     """``model`` with the optimizer that ``config`` names; ``directory``: the run's, for what is offloaded. ``is_filled``: its weights are
-    there; else, on one process alone, they are to be given to ``checkpoint.replica_state``."""
+    there; else, where they are to lie in a file, ``checkpoint.replica_state`` is to be given them."""
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
@@ -81,4 +94,5 @@ def make_replica(
     if zero == 0:
         return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config, directory), sums, config.max_grad_norm), sums, pipeline)
     assert config.optimizer == "adamw", "other optimizers cannot be cut anywhere"
-    return Replica(ranks, model, ShardedOptimizer(sums, config, zero), sums, pipeline)
+    folder = offload_folder(config, directory) if config.offload == "nvme" else None
+    return Replica(ranks, model, ShardedOptimizer(sums, config, zero, folder, is_filled), sums, pipeline)

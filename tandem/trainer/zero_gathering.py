@@ -1,0 +1,67 @@
+"""When which weights are whole, where ZeRO has cut them (``trainer.zero``)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.model.layer_pass import LayerFunction
+from tandem.trainer.before_backward import BeforeBackward
+from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.parallel.flat import Flat, layer_of
+from tandem.trainer.zero_shard import Shard
+
+
+class Gathering:
+    """Stage 3: when which weights are whole. Stands around the layers of a decoder, and before all of it."""
+
+    def __init__(self, shards: Sequence[Shard], sums: GradientSums) -> None:
+        self._layers: dict[int, list[Shard]] = {}
+        self._ends: list[Shard] = []
+        for shard in shards:
+            layer = layer_of(shard.bucket)
+            (self._ends if layer is None else self._layers.setdefault(layer, [])).append(shard)
+        self._shard_of = {id(shard.bucket): shard for shard in shards}
+        self._in_backward: set[int] = set()
+        sums.after_sum = self._after_sum
+        sums.model.around_layer = self._around
+        sums.model.register_forward_pre_hook(lambda *_: self._before_all())
+
+    def _before_all(self) -> None:
+        self._in_backward.clear()
+        for shard in self._ends:
+            shard.gather()
+        self._start(min(self._layers, default=-1), 1)
+
+    def _start(self, index: int, toward: int) -> None:
+        """Begin to gather layer ``index``, and to read the own part of the one behind it."""
+        for shard in self._layers.get(index, ()):
+            shard.start_gather()
+        for shard in self._layers.get(index + toward, ()):
+            shard.start_read()
+
+    def _around(self, index: int, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        is_again = index in self._in_backward
+        self._gather(index, -1 if is_again else 1)
+        x, residual = layer(x, residual)
+        if is_again:
+            return x, residual
+        if torch.is_grad_enabled():
+            x, residual = BeforeBackward.apply(self.before_backward, index, x, residual)
+        for shard in self._layers[index]:
+            shard.free()
+        return x, residual
+
+    def _gather(self, index: int, toward: int) -> None:
+        for shard in self._layers[index]:
+            shard.gather()
+        # The next one's travel while this one's are computed with.
+        self._start(index + toward, toward)
+
+    def before_backward(self, index: int) -> None:
+        self._in_backward.add(index)
+        self._gather(index, -1)
+
+    def _after_sum(self, bucket: Flat) -> None:
+        """All gradients of ``bucket`` are there: nothing reads its weights any more in this backward pass."""
+        self._shard_of[id(bucket)].free()
