@@ -2,9 +2,9 @@
 
     python benchmarks/equality.py [--only "tensor 2" "zero 3"]
 
-Real processes over gloo train a Qwen3 (hidden 32, 2 layers or as many as said, 4 heads, untied; the rows with experts: 6 of them a layer) for
-three AdamW steps on 7 sequences of 2 to 30 tokens, so that ranks have unequal numbers of them. One process trains from the same weights on the
-same micro-batches. It is the machinery of `tests/parallel`; that one process agrees with transformers is shown by
+Real processes over gloo train a Qwen3 (hidden 32, 2 layers or as many as said, 4 heads, untied; the rows with experts: 6 of them a layer) for three
+steps of AdamW, or of Muon where a row says so, on 7 sequences of 2 to 30 tokens, so that ranks have unequal numbers of them. One process trains
+from the same weights on the same micro-batches. It is the machinery of `tests/parallel`; that one process agrees with transformers is shown by
 `tests/trainer/test_trainer_truth.py`.
 
 Logits: the largest difference of any (they go to about 10). Loss and gradient norm: the largest relative difference in three steps. Gradients: the
@@ -37,6 +37,7 @@ from tandem.layout.shapes import parameters
 from tandem.layout.sharding import cut_slices
 
 DENSE, TIED = replace(QWEN3, tie_embeddings=False), QWEN3
+MUON = Case(DENSE, optimizer="muon")
 FOUR, EIGHT = replace(DENSE, num_layers=4), replace(DENSE, num_layers=8)
 PIPELINE_BINS = ((0, 3), (1, 6), (4, 5, 2))
 """Micro-batches by sequence; two data-parallel ranks have a part of each."""
@@ -91,6 +92,11 @@ ROWS = (
     Row("data 2 x tensor 2 x pipeline 2", MeshShape(data=2, tensor=2, pipeline=2), Case(DENSE, sequence=True)),
     Row("data 2 x tensor 2 x context 2", MeshShape(data=2, tensor=2, context=2), Case(DENSE, sequence=True)),
     Row("data 2 x tensor 2 x context 2, zero 2", MeshShape(data=2, tensor=2, context=2), Case(DENSE, sequence=True, zero=2)),
+    *(Row(f"muon, data 2, zero {zero}", MeshShape(data=2), replace(MUON, zero=zero)) for zero in (1, 2, 3)),
+    Row("muon, tensor 2", MeshShape(tensor=2), replace(MUON, sequence=True)),
+    Row("muon, tensor 2, deterministic", MeshShape(tensor=2), replace(MUON, deterministic=True)),
+    Row("muon, data 2 x tensor 2, zero 3", MeshShape(data=2, tensor=2), replace(MUON, sequence=True, zero=3)),
+    Row("muon, data 2, expert 2, zero 2", MeshShape(data=2, expert=2), Case(QWEN3_MOE, optimizer="muon", zero=2)),
 )
 
 
@@ -192,10 +198,10 @@ def main() -> int:
             references: dict[Any, Whole] = {}
             for row in chosen:
                 case = replace(row.case, dtype=dtype, kernels=kernels)
-                key = (row.case.shapes, bins_of(row))
+                key = (row.case.shapes, row.case.optimizer, bins_of(row))
                 if key not in references:
                     plain = replace(case, deterministic=False, sequence=False, zero=0)
-                    is_new = all(shapes != row.case.shapes for shapes, _ in references)
+                    is_new = all((shapes, optimizer) != key[:2] for shapes, optimizer, _ in references)
                     references[key] = in_one_process(row, plain)
                     if dtype == "float32" and is_new:
                         exact = in_one_process(row, replace(plain, dtype="float64", kernels="reference"))

@@ -124,17 +124,6 @@ class PretrainRecipe:
                 "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
             )
         self._check_offload()
-        if self.parallel.tensor * self.parallel.expert > 1 and self.trainer.optimizer != "adamw":
-            axis = "tensor" if self.parallel.tensor > 1 else "expert"
-            raise UserError(
-                f"'parallel.{axis}' is {getattr(self.parallel, axis)}, which cuts matrices; trainer.optimizer '{self.trainer.optimizer}' needs "
-                "them whole: set it to adamw"
-            )
-        if self.parallel.zero and self.trainer.optimizer != "adamw":
-            raise UserError(
-                f"'parallel.zero' is {self.parallel.zero}, which cuts a state anywhere; trainer.optimizer '{self.trainer.optimizer}' cannot be: "
-                "set it to adamw, or parallel.zero to 0"
-            )
 
     def _check_offload(self) -> None:
         parallel, trainer = self.parallel, self.trainer

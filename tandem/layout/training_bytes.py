@@ -43,8 +43,8 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
     elif trainer.offload == "nvme":
         held = cut_by_zero(weights, 0, replicas, parallel.zero) // parallel.pipeline + STAGING_BYTES
     else:
-        moments = resident_state_bytes(shapes, trainer) // parallel.tensor
-        held = cut_by_zero(weights, moments, replicas, parallel.zero) // parallel.pipeline
+        moments = state_bytes(shapes, trainer) // parallel.tensor
+        held = cut_by_zero(weights, moments, replicas, parallel.zero) // parallel.pipeline + working_bytes(shapes, trainer, parallel)
     # Emulated precision holds every rounded matrix until the backward has passed it.
     copies = weights // parallel.pipeline if trainer.precision != "fp32" else 0
     saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel)
@@ -86,13 +86,21 @@ def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parallel
     return numbers // parallel.tensor * DTYPE_BYTES[trainer.dtype] + 2 * STAGING_BYTES
 
 
-def resident_state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """What the optimizer holds in memory, and at most needs besides in its step: one matrix at a time."""
+def state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """What the optimizer of one process holds in memory from one step to the next."""
+    return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer)
+
+
+def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """What the optimizer at most needs besides in its step: one matrix at a time, which Muon has whole on every rank; where ZeRO cuts its
+    momentum, the directions of a layer too."""
     if trainer.offload == "nvme":
-        return STAGING_BYTES
+        return 0
     largest = 4 * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
-    working = {"adamw": 0, "muon": 4 * largest, "adamw8bit": 3 * largest}[trainer.optimizer]
-    return optimizer_bytes(shapes, trainer.optimizer) + working
+    if trainer.optimizer == "muon":
+        layer = 4 * max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_layers))
+        return 4 * largest + (layer // parallel.tensor if parallel.zero else 0)
+    return 3 * largest // parallel.tensor if trainer.optimizer == "adamw8bit" else 0
 
 
 def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:

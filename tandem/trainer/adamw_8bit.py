@@ -1,13 +1,13 @@
 """AdamW whose moments are kept in 8 bits: a quarter of the state's memory."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.blockwise import Codebook, Coded
-from tandem.trainer.optimizer import OptimizerState, check_state, clip_gradients
+from tandem.trainer.blockwise import BLOCK, CODES, SCALES, Coded, codebook
+from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, clip_gradients
 
 FEWEST_CODED = 4096
 """Smaller matrices keep fp32 moments, as norms and biases do: they weigh nothing."""
@@ -18,15 +18,24 @@ class AdamW8bit:
 
     A step decodes one parameter's moments to fp32, updates as ``AdamW`` does, and codes them again. Parameters named in ``whole`` (the
     embedding: the paper keeps it so, since a rare token's row has moments far below its block's largest), those of one axis and those
-    below ``FEWEST_CODED`` elements keep fp32 moments."""
+    below ``FEWEST_CODED`` elements keep fp32 moments.
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, whole: Iterable[str] = ()) -> None:
+    Where ``parameters`` are pieces, each beginning at a multiple of ``blockwise.BLOCK`` of its parameter, ``decayed`` names those that are
+    of matrices and ``coded`` those whose moments are coded: a piece's shape does not say so."""
+
+    kinds: tuple[str, ...] = (*MOMENTS, *(moment + ending for moment in MOMENTS for ending in (CODES, SCALES)))
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, whole: Iterable[str] = (),
+        decayed: Collection[str] | None = None, coded: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        kept = set(whole)
-        self._coded = {name for name, p in self.parameters.items() if p.ndim >= 2 and p.numel() >= FEWEST_CODED and name not in kept}
+        self._decayed = set(decayed) if decayed is not None else {name for name, p in self.parameters.items() if p.ndim >= 2}
+        large = coded if coded is not None else {name for name in self._decayed if self.parameters[name].numel() >= FEWEST_CODED}
+        self._coded = set(large) - set(whole)
         self._config = config
-        device = next(iter(self.parameters.values())).device
-        self._books = {"exp_avg": Codebook(True, device), "exp_avg_sq": Codebook(False, device)}
+        device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self._books = {moment: codebook(moment, device) for moment in MOMENTS}
         self._moments: dict[str, Tensor] = {}
         self.updates = 0
 
@@ -47,7 +56,7 @@ class AdamW8bit:
             if parameter.grad is None:
                 continue
             first, second = (self._read(kind, name, parameter) for kind in self._books)
-            decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+            decay = config.weight_decay if name in self._decayed else 0.0
             torch._fused_adamw_(
                 [parameter], [parameter.grad], [first], [second], [], [done], lr=learning_rate, beta1=config.beta1, beta2=config.beta2,
                 weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
@@ -60,9 +69,20 @@ class AdamW8bit:
         return OptimizerState(dict(self._moments), self.updates)
 
     def load_state(self, state: OptimizerState) -> None:
-        check_state(state, self._blank())
+        check_state(state, self.form())
         self.updates = state.updates
         self._moments = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in state.moments.items()}
+
+    def form(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            for kind in self._books:
+                if name not in self._coded:
+                    found[f"{kind}/{name}"] = torch.empty_like(p, device="meta")
+                    continue
+                found[f"{kind}{CODES}/{name}"] = torch.empty(p.numel(), dtype=torch.uint8, device="meta")
+                found[f"{kind}{SCALES}/{name}"] = torch.empty(-(-p.numel() // BLOCK), device="meta")
+        return found
 
     def _blank(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -72,15 +92,15 @@ class AdamW8bit:
                     found[f"{kind}/{name}"] = torch.zeros_like(parameter)
                 else:
                     coded = book.encode(torch.zeros(parameter.numel(), device=parameter.device))
-                    found[f"{kind}_codes/{name}"], found[f"{kind}_scales/{name}"] = coded
+                    found[f"{kind}{CODES}/{name}"], found[f"{kind}{SCALES}/{name}"] = coded
         return found
 
     def _read(self, kind: str, name: str, like: Tensor) -> Tensor:
         if name not in self._coded:
             return self._moments[f"{kind}/{name}"]
-        return self._books[kind].decode(Coded(self._moments[f"{kind}_codes/{name}"], self._moments[f"{kind}_scales/{name}"])).view_as(like)
+        return self._books[kind].decode(Coded(self._moments[f"{kind}{CODES}/{name}"], self._moments[f"{kind}{SCALES}/{name}"])).view_as(like)
 
     def _write(self, kind: str, name: str, moment: Tensor) -> None:
         if name in self._coded:
             coded = self._books[kind].encode(moment.view(-1))
-            self._moments[f"{kind}_codes/{name}"], self._moments[f"{kind}_scales/{name}"] = coded
+            self._moments[f"{kind}{CODES}/{name}"], self._moments[f"{kind}{SCALES}/{name}"] = coded

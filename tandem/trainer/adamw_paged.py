@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizer import OptimizerState, check_state, global_norm
+from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, global_norm
 from tandem.trainer.paged_layers import PagedLayers
 from tandem.trainer.pager import Pager
-from tandem.trainer.pages import GRADIENTS, MOMENTS, WEIGHTS, Pages
+from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
 from tandem.trainer.parallel.flat import layer_number
 
 
@@ -25,6 +25,8 @@ class PagedAdamW:
     ``paged``: groups of names whose weights and gradients lie in the file too, and stand in memory when the caller reads them there; it has
     put a gradient of each there before a step, and says in ``factors`` what they are to be multiplied by on their way to the update.
     ``decayed``, where given, names the parameters that are decayed, else matrices are."""
+
+    kinds: tuple[str, ...] = MOMENTS
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, folder: Path, layers_of: Decoder | None = None,
@@ -148,17 +150,17 @@ class PagedAdamW:
         if not self.updates:
             return OptimizerState({}, 0)
         held = {f"{kind}/{name}": view for pages in self._pages for kind in MOMENTS for name, view in pages.mapped(self.pager, kind).items()}
-        return OptimizerState({name: held[name] for name in self._expected}, self.updates)
+        return OptimizerState({name: held[name] for name in self.form()}, self.updates)
 
     def load_state(self, state: OptimizerState) -> None:
-        check_state(state, self._expected)
+        check_state(state, self.form())
         for kind in MOMENTS:
             for name, shape in self._shapes.items():
                 self.put(kind, name, state.moments[f"{kind}/{name}"] if state.moments else torch.zeros(shape, dtype=self._dtype))
         self.updates = state.updates
 
-    @property
-    def _expected(self) -> dict[str, Tensor]:
+    def form(self) -> dict[str, Tensor]:
+        """The tensors that ``state`` has after an update, without their numbers."""
         return {
             f"{kind}/{name}": torch.empty(shape, dtype=self._dtype, device="meta")
             for name, shape in self._shapes.items() for kind in MOMENTS

@@ -7,6 +7,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
+CODES, SCALES = "_codes", "_scales"
+"""How the names of what a state holds so end."""
+
+
+def numbers_each(kind: str) -> int:
+    """How many numbers of a parameter each number stands for of what a state holds as ``kind``."""
+    return BLOCK if kind.endswith(SCALES) else 1
+
+
+def is_coded(kind: str) -> bool:
+    """Whether what a state holds as ``kind`` is flat, in blocks."""
+    return kind.endswith((CODES, SCALES))
 
 
 class Coded(NamedTuple):
@@ -54,3 +66,8 @@ class Codebook:
         count = len(coded.codes)
         found = self.values[coded.codes.int()]
         return torch.nn.functional.pad(found, (0, -count % BLOCK)).view(-1, BLOCK).mul_(coded.scales.unsqueeze(1)).view(-1)[:count]
+
+
+def codebook(moment: str, device: torch.device) -> Codebook:
+    """The table of one of AdamW's moments."""
+    return Codebook(moment == "exp_avg", device)

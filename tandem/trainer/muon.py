@@ -1,13 +1,14 @@
 """Muon: the momentum of a hidden matrix, orthogonalised, is its update. Everything else goes by AdamW."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.optimizer import AdamW, OptimizerState, check_state, clip_gradients
+from tandem.trainer.matrices import Matrices, Stack
+from tandem.trainer.optimizer import MOMENTS, AdamW, OptimizerState, check_state, clip_gradients
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
@@ -40,16 +41,25 @@ class Muon:
 
     Momentum is Nesterov's. An update is scaled by ``0.2 sqrt(max(M, N))``, which gives it AdamW's usual size, so that one
     learning rate and one weight decay serve both (Liu et al., 2025, "Muon is scalable for LLM training", equation 4). ``stacked`` names
-    parameters that hold several matrices above each other; each of those is orthogonalised by itself."""
+    parameters that hold several matrices above each other; each of those is orthogonalised by itself.
+
+    Where ranks cut the parameters, ``matrices`` says how (``None``: nothing is cut), and ``parameters`` are this rank's pieces, of which those
+    in ``decayed`` are pieces of matrices. Momentum stays cut; the directions of matrices are gathered, every rank orthogonalises them, and
+    each takes its own part of the result."""
+
+    kinds: tuple[str, ...] = (*MOMENTS, "momentum")
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, hidden: Iterable[str], stacked: Stacked | None = None
-    ) -> None:
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, hidden: Iterable[str], stacked: Stacked | None = None,
+        matrices: Matrices | None = None, decayed: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        chosen = set(hidden)
-        self._config, self._stacked = config, stacked or {}
+        chosen, rows = set(hidden), stacked or {}
+        self._config = config
         self._hidden = {name: p for name, p in self.parameters.items() if name in chosen}
-        self._adamw = AdamW([(name, p) for name, p in self.parameters.items() if name not in chosen], config)
+        whole = {name: Stack(p.shape, tuple(rows.get(name, p.shape[-2:-1]))) for name, p in self._hidden.items()}
+        self.matrices = Matrices(whole) if matrices is None else matrices
+        self._adamw = AdamW([(name, p) for name, p in self.parameters.items() if name not in chosen], config, decayed)
         self._momentum: dict[str, Tensor] = {}
         self.updates = 0
 
@@ -62,35 +72,38 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter that has a gradient."""
+        """One update of every parameter that has a gradient. All ranks that hold pieces of its matrices call it together."""
         self._adamw.step(learning_rate)
-        beta = self._config.muon_momentum
-        for name, parameter in self._hidden.items():
-            gradient = parameter.grad
-            if gradient is None:
+        for name, held in self.matrices.held(self._direction):
+            directions = self.matrices.whole(name, held)
+            updates = [newton_schulz(direction, self._config.muon_iterations) for direction in directions]
+            if name not in self._hidden:
                 continue
-            if name not in self._momentum:
-                self._momentum[name] = torch.zeros_like(parameter)
-            momentum = self._momentum[name]
-            momentum.lerp_(gradient, 1 - beta)
-            direction = gradient.lerp(momentum, beta)
+            parameter = self._hidden[name].view(-1)
             parameter.mul_(1 - learning_rate * self._config.weight_decay)
-            for part, along in zip(self._parts(name, parameter), self._parts(name, direction), strict=True):
-                size = 0.2 * math.sqrt(max(part.shape[-2:]))
-                part.add_(newton_schulz(along, self._config.muon_iterations), alpha=-learning_rate * size)
+            for where, update, matrix in self.matrices.own(name, updates):
+                parameter[where].add_(update, alpha=-learning_rate * (0.2 * math.sqrt(max(matrix.shape[-2:]))))
         self.updates += 1
 
-    def _parts(self, name: str, x: Tensor) -> Sequence[Tensor]:
-        return x.split(list(self._stacked[name]), dim=-2) if name in self._stacked else (x,)
+    def _direction(self, name: str) -> Tensor | None:
+        """The direction of this rank's piece, by its momentum, which the gradient is added to."""
+        parameter, beta = self._hidden[name], self._config.muon_momentum
+        if parameter.grad is None:
+            return None
+        if name not in self._momentum:
+            self._momentum[name] = torch.zeros_like(parameter)
+        return parameter.grad.lerp(self._momentum[name].lerp_(parameter.grad, 1 - beta), beta)
 
     def state(self) -> OptimizerState:
         held = {f"momentum/{name}": tensor for name, tensor in self._momentum.items()}
         return OptimizerState({**self._adamw.state().moments, **held}, self.updates)
 
+    def form(self) -> dict[str, Tensor]:
+        momentum = {f"momentum/{name}": torch.empty_like(p, device="meta") for name, p in self._hidden.items()}
+        return {**self._adamw.form(), **momentum}
+
     def load_state(self, state: OptimizerState) -> None:
-        expected = {f"momentum/{name}": p for name, p in self._hidden.items()}
-        expected |= {f"{kind}/{name}": p for name, p in self._adamw.parameters.items() for kind in ("exp_avg", "exp_avg_sq")}
-        check_state(state, expected)
+        check_state(state, self.form())
         rest = {name: tensor for name, tensor in state.moments.items() if not name.startswith("momentum/")}
         self._adamw.load_state(OptimizerState(rest, state.updates))
         self.updates = state.updates

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
@@ -24,9 +26,9 @@ class OptimizerState:
 class Optimizer(Protocol):
     """An optimizer of named parameters.
 
-    Which may be cut: ``AdamW`` is elementwise, so any cut of the flat parameters has the same bits. ``AdamW8bit`` is elementwise
+    How each may be cut: ``AdamW`` is elementwise, so any cut of the flat parameters has the same bits. ``AdamW8bit`` is elementwise
     but for its state, which is coded in blocks of ``blockwise.BLOCK`` elements of a flat parameter: cuts at multiples of that have the
-    same bits. ``Muon`` needs whole matrices (of a stacked projection: whole parts)."""
+    same bits. ``Muon`` needs whole matrices (of a stacked projection: whole parts), which ``matrices.Matrices`` puts together."""
 
     parameters: dict[str, nn.Parameter]
 
@@ -54,6 +56,16 @@ class Optimizer(Protocol):
     def load_state(self, state: OptimizerState) -> None:
         """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model or optimizer, and changes
         nothing then."""
+        ...
+
+
+class PieceOptimizer(Optimizer, Protocol):
+    """An optimizer that works on pieces of parameters too. ``kinds``: of all tensors that its state may have."""
+
+    kinds: tuple[str, ...]
+
+    def form(self) -> dict[str, Tensor]:
+        """The tensors that ``state`` has after an update, without their numbers, on the device ``meta``."""
         ...
 
 
@@ -99,6 +111,8 @@ class AdamW:
     Matrices are decayed; norms and biases (fewer than two axes) are not. ``decayed``, where given, names those that are. torch's fused
     kernel gives the same bits on any number of threads on CPU."""
 
+    kinds: tuple[str, ...] = MOMENTS
+
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None
     ) -> None:
@@ -136,23 +150,26 @@ class AdamW:
         moments = {}
         for name, parameter in self.parameters.items():
             held = self._adamw.state.get(parameter, {})
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in MOMENTS:
                 if kind in held:
                     moments[f"{kind}/{name}"] = held[kind]
         return OptimizerState(moments, self.updates)
 
+    def form(self) -> dict[str, Tensor]:
+        """The tensors that ``state`` has after an update, without their numbers."""
+        return {f"{kind}/{name}": torch.empty_like(p, device="meta") for name, p in self.parameters.items() for kind in MOMENTS}
+
     def load_state(self, state: OptimizerState) -> None:
         """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model, and changes
         nothing then."""
-        expected = {f"{kind}/{name}": p for name, p in self.parameters.items() for kind in ("exp_avg", "exp_avg_sq")}
-        check_state(state, expected)
+        check_state(state, self.form())
         self.updates = state.updates
         self._adamw.state.clear()
         if not state.moments:
             return
         for name, parameter in self.parameters.items():
             held: dict[str, Tensor] = {"step": torch.tensor(float(state.updates))}
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in MOMENTS:
                 held[kind] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(
                     state.moments[f"{kind}/{name}"]
                 )

@@ -1,14 +1,19 @@
 """The optimizer that a recipe names, over a decoder's parameters."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.trainer.adamw_8bit import AdamW8bit
+from tandem.trainer.adamw_8bit import FEWEST_CODED, AdamW8bit
 from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.muon import Muon, Stacked
-from tandem.trainer.optimizer import AdamW, Optimizer
+from tandem.trainer.matrices import ALONE, COLUMNS, ROWS, Matrices, Stack
+from tandem.trainer.muon import Muon
+from tandem.trainer.optimizer import AdamW, Optimizer, PieceOptimizer
+from tandem.trainer.parallel.flat import Flat
 
 
 def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None = None, is_filled: bool = True) -> Optimizer:
@@ -18,12 +23,42 @@ def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None
     if config.offload == "nvme":
         layers_of = model if config.offload_parameters == "nvme" else None
         return PagedAdamW(parameters, config, offload_folder(config, directory), layers_of, is_filled)
+    return make_piece_optimizer(model, config, dict(parameters))
+
+
+def make_piece_optimizer(
+    model: Decoder, config: TrainerConfig, pieces: Mapping[str, nn.Parameter], paged: Sequence[Sequence[str]] = (), *,
+    buckets: Sequence[Flat] = (), directory: Path | None = None,
+) -> PieceOptimizer:  # fmt: skip
+    """The optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: those that ZeRO leaves to this rank of ``buckets``; or,
+    without buckets, the parameters themselves. ``paged``: groups of those whose weights lie in the file of what is offloaded."""
+    parameters = dict(model.named_parameters())
+    matrices = {name for name, p in parameters.items() if p.ndim >= 2}
+    if config.offload == "nvme":
+        return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
-        names = [name for name, p in parameters if name.startswith("layers.") and p.ndim >= 2 and not name.endswith("router")]
-        return Muon(parameters, config, names, stacked_parts(names, model.local))
+        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith("router")]
+        return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
-        return AdamW8bit(parameters, config, whole=[name for name, _ in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))])
-    return AdamW(parameters, config)
+        whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))]
+        # As one process counts them: what is coded does not depend on the mesh.
+        cut = model.cut
+        coded = {n for n in matrices if parameters[n].numel() * cut.size * (cut.expert_size if ".experts." in n else 1) >= FEWEST_CODED}
+        return AdamW8bit(pieces.items(), config, whole, matrices, coded)
+    return AdamW(pieces.items(), config, matrices)
+
+
+def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[Flat] = ()) -> Matrices:
+    """How the parameters ``names`` of ``model`` are made of matrices and cut between ranks."""
+    parameters, rows = dict(model.named_parameters()), stacked_parts(names, model.local)
+    tensor = model.parallel.tensor if model.parallel is not None else None
+    stacks = {}
+    for name in names:
+        shape, axis = parameters[name].shape, None
+        if tensor is not None and tensor.size > 1:
+            axis = ROWS if model.cut.deterministic or "qkv_proj" in name or "gate_up_proj" in name else COLUMNS
+        stacks[name] = Stack(shape, rows.get(name, (shape[-2],)), axis)
+    return Matrices(stacks, tensor or ALONE, buckets)
 
 
 def offload_folder(config: TrainerConfig, directory: Path | None) -> Path:
@@ -34,7 +69,7 @@ def offload_folder(config: TrainerConfig, directory: Path | None) -> Path:
     return directory / "offload"
 
 
-def stacked_parts(names: list[str], shapes: ModelShapes) -> Stacked:
+def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[int, ...]]:
     """The rows of each matrix in the parameters that stack several: q, k and v; gate and up."""
     found: dict[str, tuple[int, ...]] = {}
     for name in names:

@@ -8,7 +8,6 @@ from tandem.trainer.pager import Pager
 from tandem.trainer.parallel.flat import ALIGNED
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Pages:

@@ -1,43 +1,44 @@
 """ZeRO (Rajbhandari et al., 2020): what data-parallel ranks cut between them instead of each holding all of it.
 
-Every layer's parameters lie end to end in one flat tensor of n equal parts, one a rank (``parallel.flat``). Stage 1 cuts AdamW's
-moments: a rank updates its part of the weights, and an all-gather brings the others'. Stage 2 cuts the gradients too: each backward
+Every layer's parameters lie end to end in one flat tensor of n equal parts, one a rank (``parallel.flat``). Stage 1 cuts the
+optimizer's moments: a rank updates its part of the weights, and an all-gather brings the others'. Stage 2 cuts the gradients too: each backward
 pass ends in a reduce-scatter of every layer, after which the whole gradients are dropped. Stage 3 cuts the weights too: a layer
 is gathered before its forward and again before its backward, and dropped after each; embedding and head are held whole from the
 start of a forward pass to the end of its backward. With P numbers of b bytes, what stays from one backward pass to the next is
 
     0: b (P + P + 2 P)    1: b (P + P + 2 P / n)    2: b (P + P / n + 2 P / n)    3: b (P / n + P / n + 2 P / n)
 
-for weights, gradients and moments. The mechanism is the reduce-scatter and all-gather of torch's process groups, with sums in rank
-order; updates are elementwise, so all stages have the bits of stage 0 where a step has one backward pass.
+for weights, gradients and moments (of AdamW; other optimizers' states are cut alike). The mechanism is the reduce-scatter and all-gather of
+torch's process groups, with sums in rank order; updates are elementwise, or of matrices that are put together first (``matrices``), so all
+stages have the bits of stage 0 where a step has one backward pass.
 
 What a rank has of the moments may lie in a file, and under stage 3 what it has of the layers' weights and gradients too (``PagedAdamW``,
 ``PagedPart``; Rajbhandari et al., 2021, "ZeRO-Infinity"): the bits stay.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tandem.config.trainer import TrainerConfig
 from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.optimizer import AdamW, OptimizerState, check_state
+from tandem.trainer.blockwise import numbers_each
+from tandem.trainer.optimizer import OptimizerState, PieceOptimizer
 from tandem.trainer.paged_part import PagedPart, WritesBehind
-from tandem.trainer.pages import MOMENTS, WEIGHTS
+from tandem.trainer.pages import WEIGHTS
 from tandem.trainer.parallel.data import GradientSums
 from tandem.trainer.parallel.flat import Flat, layer_of
 from tandem.trainer.zero_gathering import Gathering
 from tandem.trainer.zero_shard import Shard
 
 Stage = Literal[1, 2, 3]
+MakeInner = Callable[[Mapping[str, nn.Parameter], Sequence[Sequence[str]]], PieceOptimizer]
 
 
 class Part(NamedTuple):
-    """``values``: the numbers of parameter ``name`` (flat) from ``first`` on; ``kind``: its ``weights`` or one of its moments."""
+    """``values``: the numbers of parameter ``name`` (flat) from ``first`` on; ``kind``: its ``weights`` or what the state has of it."""
 
     kind: str
     name: str
@@ -46,32 +47,31 @@ class Part(NamedTuple):
 
 
 class ShardedOptimizer:
-    """AdamW of which every rank holds a part, and updates that part of the weights. ``parameters`` are the model's.
+    """An optimizer of which every rank holds a part, and updates that part of the weights. ``parameters`` are the model's; ``make_inner``
+    makes the optimizer of this rank's pieces of them, flat and by name, some of them paged in groups.
 
-    ``state`` is of whole parameters, on the first of the ranks that hold the same numbers, and empty on the others; all of them must
-    ask for it. ``load_state`` takes whole ones on every rank. ``folder``: for what ``config`` says lies in a file. ``is_filled``: the
-    model has its weights; else ``fill`` is to be given them."""
+    ``state`` and ``load_state`` are of this rank's pieces; ``parts`` says which these are. ``pages_weights``: this rank's part of the layers'
+    weights and gradients lies in a file, which the inner optimizer has. ``is_filled``: the model has its weights; else ``fill`` is to be given
+    them."""
 
-    def __init__(self, sums: GradientSums, config: TrainerConfig, stage: Stage, folder: Path | None = None, is_filled: bool = True) -> None:
-        self.sums, self.stage, self._config = sums, stage, config
+    def __init__(
+        self, sums: GradientSums, max_norm: float, stage: Stage, make_inner: MakeInner, pages_weights: bool = False, is_filled: bool = True
+    ) -> None:
+        self.sums, self.stage, self._max_norm = sums, stage, max_norm
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
         # Their own parts must have their place in the file before the shards put them there.
-        paged = [b for b in sums.buckets if layer_of(b) is not None] if config.offload_parameters == "nvme" else []
+        paged = [bucket for bucket in sums.buckets if pages_weights and layer_of(bucket) is not None]
         held = {id(bucket): Shard(bucket, stage == 3, None, is_filled) for bucket in sums.buckets if bucket not in paged}
         pieces = {name: piece for bucket in sums.buckets for name, piece in _pieces(bucket, held.get(id(bucket)))}
-        decayed = [name for name in pieces if self.parameters[name].ndim >= 2]
-        self._inner: AdamW | PagedAdamW
-        if config.offload == "nvme":
-            assert folder is not None and (stage == 3 or not paged)
-            names = [[segment.name for segment in bucket.segments()] for bucket in paged]
-            self._inner = PagedAdamW(pieces.items(), config, folder, paged=names, decayed=decayed)
+        self._inner = make_inner(pieces, [[segment.name for segment in bucket.segments()] for bucket in paged])
+        self.kinds = self._inner.kinds
+        if paged:
+            assert stage == 3 and self.paged is not None
             writes = WritesBehind()
-            for bucket, pages in zip(paged, self._inner.groups, strict=True):
-                part = PagedPart(pages, self._inner.pager, bucket.part, bucket.like.dtype, writes)
+            for bucket, pages in zip(paged, self.paged.groups, strict=True):
+                part = PagedPart(pages, self.paged.pager, bucket.part, bucket.like.dtype, writes)
                 held[id(bucket)] = Shard(bucket, True, part, is_filled)
                 sums.kept[sums.buckets.index(bucket)] = part
-        else:
-            self._inner = AdamW(pieces.items(), config, decayed)
         self.shards = [held[id(bucket)] for bucket in sums.buckets]
         if stage == 3:
             Gathering(self.shards, sums)
@@ -91,7 +91,7 @@ class ShardedOptimizer:
         self._inner.zero_grad()
 
     def clip(self, scale: float = 1.0) -> float:
-        return self.sums.clip(self._config.max_grad_norm, scale)
+        return self.sums.clip(self._max_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -110,43 +110,41 @@ class ShardedOptimizer:
         self.sums.own = [None] * len(self.shards)
         self._publish()
 
-    def parts(self) -> Iterator[Part]:
-        """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its
-        moments."""
-        moments = self._inner.state().moments
-        weights = self.paged.weights() if self.paged is not None else {name: p.detach() for name, p in self._inner.parameters.items()}
+    def parts(self, form: bool = False) -> Iterator[Part]:
+        """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its state.
+        ``form``: as they are after an update, without their numbers (``values`` are on the device ``meta``)."""
+        state: dict[str, list[tuple[str, Tensor]]] = {}
+        for label, tensor in (self._inner.form() if form else self._inner.state().moments).items():
+            kind, _, name = label.partition("/")
+            state.setdefault(name, []).append((kind, tensor))
+        weights: Mapping[str, Tensor] = self.paged.weights() if self.paged is not None and not form else self._inner.parameters
         for shard in self.shards:
             for segment in shard.bucket.segments():
-                yield Part(WEIGHTS, segment.name, segment.first, weights[segment.name])
-                for kind in MOMENTS:
-                    if f"{kind}/{segment.name}" in moments:
-                        yield Part(kind, segment.name, segment.first, moments[f"{kind}/{segment.name}"])
-
-    def runs(self) -> Iterator[Part]:
-        """The weights of ``parts`` without their numbers (``values`` are on the device ``meta``)."""
-        for shard in self.shards:
-            for segment in shard.bucket.segments():
-                values = torch.empty(segment.last - segment.first, dtype=shard.bucket.like.dtype, device="meta")
-                yield Part(WEIGHTS, segment.name, segment.first, values)
+                own = weights[segment.name].detach()
+                yield Part(WEIGHTS, segment.name, segment.first, own.to("meta") if form else own)
+                for kind, tensor in state.get(segment.name, ()):
+                    yield Part(kind, segment.name, segment.first // numbers_each(kind), tensor)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Part], updates: int) -> None:
         """Take over what ``parts`` of an optimizer that is cut alike gave; weights that every rank holds are brought to all. Where the state
         lies in a file, one part is in memory at a time."""
-        paged, moments = self.paged, {}
+        paged = self.paged
         if paged is not None:
             paged.load_state(OptimizerState({}, 0))
-        for part in parts:
-            if paged is not None:
+            for part in parts:
                 paged.put(part.kind, part.name, part.values)
-            elif part.kind == WEIGHTS:
-                self._inner.parameters[part.name].copy_(part.values)
-            else:
-                moments[f"{part.kind}/{part.name}"] = part.values
-        if paged is not None:
             paged.updates = updates
         else:
+            moments, weights = {}, {}
+            for part in parts:
+                if part.kind == WEIGHTS:
+                    weights[part.name] = part.values
+                else:
+                    moments[f"{part.kind}/{part.name}"] = part.values
             self._inner.load_state(OptimizerState(moments, updates))
+            for name, values in weights.items():
+                self._inner.parameters[name].copy_(values)
         self._publish()
 
     @torch.no_grad()
@@ -164,36 +162,11 @@ class ShardedOptimizer:
             if pending is not None:
                 pending.wait()
 
-    @torch.no_grad()
     def state(self) -> OptimizerState:
-        held, whole = self._inner.state(), {}
-        if self.updates:
-            for shard in self.shards:
-                for kind in MOMENTS:
-                    own = shard.bucket.like.new_zeros(shard.bucket.part)
-                    for segment in shard.bucket.segments():
-                        own[segment.at : segment.at + segment.last - segment.first] = held.moments[f"{kind}/{segment.name}"]
-                    gathered = shard.bucket.ranks.all_gather(own, f"{kind} of {shard.bucket.label}")
-                    if shard.bucket.ranks.rank == 0:
-                        whole.update({f"{kind}/{name}": view.clone() for name, view in shard.bucket.views(gathered.view(-1)).items()})
-        return OptimizerState(whole, self.updates)
+        return self._inner.state()
 
     def load_state(self, state: OptimizerState) -> None:
-        expected = {
-            f"{kind}/{name}": torch.empty(bucket.shapes[name], dtype=parameter.dtype, device="meta")
-            for bucket in self.sums.buckets
-            for name, parameter in bucket.parameters.items()
-            for kind in MOMENTS
-        }
-        check_state(state, expected)
-        pieces = {}
-        if state.moments:
-            for shard in self.shards:
-                for segment in shard.bucket.segments():
-                    for kind in MOMENTS:
-                        flat = state.moments[f"{kind}/{segment.name}"].reshape(-1)
-                        pieces[f"{kind}/{segment.name}"] = flat[segment.first : segment.last]
-        self._inner.load_state(OptimizerState(pieces, state.updates))
+        self._inner.load_state(state)
 
     def rest(self) -> None:
         """Give back the weights that a pass without a backward left whole, where weights are cut."""

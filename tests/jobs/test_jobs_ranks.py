@@ -223,7 +223,7 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
         (["--parallel.data=0"], "it must be at least 1"),
         (["--parallel.tensor=2"], "does not divide the model's num_kv_heads 1"),
         (["--parallel.zero=1"], "there is one rank to cut between"),
-        (["--parallel.data=2", "--parallel.zero=2", "--trainer.optimizer=muon"], "set it to adamw, or parallel.zero to 0"),
+        (["--parallel.data=2", "--parallel.zero=2", "--trainer.offload=nvme"], "which one process does; this run has 2 ranks: set it to none"),
         (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),
         (["--parallel.data=2", "--inline"], "--inline is one process"),
     ],

@@ -10,14 +10,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.layout.training_bytes import (
-    checkpoint_bytes,
-    offloaded_bytes,
-    resident_state_bytes,
-    saved_bytes,
-    training_bytes,
-    waiting_passes,
-)
+from tandem.layout.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.trainer.optimizers import make_optimizer
@@ -50,7 +43,7 @@ def test_each_choice_is_counted() -> None:
     shapes = MODELS["qwen3"]
     plain = training_bytes(shapes, TrainerConfig(), 100)
     assert training_bytes(shapes, TrainerConfig(precision="bf16"), 100) - plain > weight_bytes(shapes, "float32")
-    assert resident_state_bytes(shapes, TrainerConfig(offload="nvme")) == 16 << 20
+    assert state_bytes(shapes, TrainerConfig(offload="nvme")) == 16 << 20
     assert optimizer_bytes(shapes, "adamw8bit") < optimizer_bytes(shapes, "muon") < optimizer_bytes(shapes)
 
 

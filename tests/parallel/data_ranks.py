@@ -1,6 +1,7 @@
 """One seeded model and batch trained by data-parallel ranks under any stage of ZeRO, through the sums that training takes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from model_ranks import LEARNING_RATE, Case, Trained, build, by_sequence, ranks_of, sequences_of, whole
 from ranks import Here
 
-from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import blank, collate
@@ -23,7 +23,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
     ``nvme``, to ``folder``."""
     torch.set_num_threads(1)
     model = build(case, here)
-    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01, **dict.fromkeys(offloaded, "nvme"))
+    config = replace(case.trainer, **dict.fromkeys(offloaded, "nvme"))
     replica = make_replica(model, config, ranks_of(here, case), zero, directory=folder)
     assert (replica.paged is not None, replica.pages_weights) == ("offload" in offloaded, "offload_parameters" in offloaded)
     if folder is not None and "offload_activations" in offloaded:

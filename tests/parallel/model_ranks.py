@@ -52,6 +52,11 @@ class Case:
     balance_loss: float = 0.0
     bias_rate: float = 0.0
     zero: Literal[0, 1, 2, 3] = 0
+    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        return TrainerConfig(learning_rate=LEARNING_RATE, dtype=self.dtype, weight_decay=0.01, optimizer=self.optimizer)
 
 
 @dataclass
@@ -119,8 +124,7 @@ def train(here: Here | None, case: Case) -> Trained:
         reduce(model, groups)
     gradients = whole(model, {name: p.grad for name, p in model.named_parameters()}, groups)
     trained = Trained(logits, logprobs, [], [], gradients, {})
-    config = TrainerConfig(learning_rate=LEARNING_RATE, dtype=case.dtype, weight_decay=0.01)
-    replica = make_replica(model, config, ranks_of(here, case), case.zero)
+    replica = make_replica(model, case.trainer, ranks_of(here, case), case.zero)
     for _ in range(case.steps):
         metrics = train_step(model, replica.optimizer, [micro_batch], loss_of, LEARNING_RATE, case.temperature, sums=replica.sums).metrics
         trained.losses.append(metrics["sft/loss"])

@@ -9,7 +9,6 @@ import torch
 from model_ranks import LEARNING_RATE, Case, reduce, sequences_of, weights_of
 from ranks import Here
 
-from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
 from tandem.layout.pipeline_stages import stage_spans
@@ -23,7 +22,7 @@ from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch, collate
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers import make_optimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.saved_pages import SavedPages
@@ -68,7 +67,7 @@ def alone(case: Case, bins: Any) -> dict[str, Any]:
     model = Decoder(case.shapes, select(case.kernels, getattr(torch, case.dtype)), dtype=getattr(torch, case.dtype))
     load_tensors(model, weights_of(case.shapes).items())
     micro_batches, loss_of = micro_batches_of(case, bins), make_cross_entropy_loss(counts_of(sequences_of(case)))
-    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
+    optimizer = make_optimizer(model, case.trainer)
     with torch.no_grad():
         logits = [model.logits(model(m.tokens, m.positions, PackedContext(m.cu_seqlens, m.max_seqlen))) for m in micro_batches]
     found: dict[str, Any] = {"logits": logits, "losses": [], "norms": [], "inferred": infer(model, micro_batches, 1.3)}
@@ -82,7 +81,7 @@ def alone(case: Case, bins: Any) -> dict[str, Any]:
         if step == 0:
             found["gradients"] = named(model, [p.grad for p in model.parameters()])
         squares = [p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None]
-        found["norms"].append(norm_of(squares, optimizer.max_grad_norm, model))
+        found["norms"].append(norm_of(squares, case.trainer.max_grad_norm, model))
         optimizer.step(LEARNING_RATE)
         found["losses"].append(total)
     found["parameters"] = named(model, list(model.parameters()))
@@ -106,7 +105,7 @@ def piped(
     pages = None if folder is None else SavedPages(model, folder, 0, in_flight_bytes=1 << 12, passes=ranks.size - ranks.rank)
     micro_batches = micro_batches_of(case, bins, (groups["data"].rank, groups["data"].size))
     loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
-    optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=LEARNING_RATE, weight_decay=0.01))
+    optimizer = make_optimizer(model, case.trainer)
     logits: list[torch.Tensor] = []
 
     def keep(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -128,7 +127,7 @@ def piped(
             found["gradients"] = named(model, [p.grad for p in model.parameters()])
         squares = [p.grad.double().square().sum().item() for n, p in model.named_parameters() if p.grad is not None and is_counted_here(model, n, groups)]
         squares = groups["world"].all_gather(torch.tensor([math.fsum(squares)], dtype=torch.float64), "the norm").view(-1).tolist()
-        found["norms"].append(norm_of(squares, optimizer.max_grad_norm, model))
+        found["norms"].append(norm_of(squares, case.trainer.max_grad_norm, model))
         optimizer.step(LEARNING_RATE)
         loss = groups["data"].all_reduce(torch.tensor([passed.loss], dtype=torch.float64), "the loss").item()
         found["losses"].append(loss)

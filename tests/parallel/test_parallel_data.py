@@ -11,8 +11,7 @@ from data_ranks import trained
 from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one, check, ranks_of, sequences_of
 from ranks import Here, Ranks
 
-from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import cut_by_zero
+from tandem.layout.bytes import cut_by_zero, optimizer_bytes
 from tandem.layout.mesh import MeshShape
 from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
@@ -22,6 +21,7 @@ from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_layers=3)
 
 
 @pytest.mark.parametrize("data", [2, 4])
@@ -131,7 +131,7 @@ def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int]:
     before = {t.untyped_storage().data_ptr() for t in all_tensors()}
     model = build(case, here)
     numbers = sum(p.numel() for p in model.parameters())
-    replica = make_replica(model, TrainerConfig(learning_rate=LEARNING_RATE), ranks_of(here, case), zero)
+    replica = make_replica(model, case.trainer, ranks_of(here, case), zero)
     every = sequences_of(case)
     own = every[here.groups["data"].rank :: here.groups["data"].size]
     loss = make_cross_entropy_loss(counts_of(every))
@@ -164,7 +164,18 @@ def vars_of(micro_batch: MicroBatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bytes_that_a_rank_holds_between_backward_passes_are_those_of_the_formula(zero: int, ranks: Ranks) -> None:
-    case = Case(replace(QWEN3, hidden_size=128, intermediate_size=384, num_layers=3), "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7))
+    case = Case(LARGER, "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7))
     for held, numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
         wanted = cut_by_zero(4 * numbers, 8 * numbers, 4, zero)
+        assert abs(held - wanted) < 0.05 * wanted, (held, wanted)
+
+
+OTHERS = [pytest.param(name, zero, marks=pytest.mark.full) for name in ("muon", "adamw8bit") for zero in (1, 2, 3) if (name, zero) != ("muon", 3)]
+
+
+@pytest.mark.parametrize(("optimizer", "zero"), [("muon", 3), *OTHERS])
+def test_bytes_of_other_optimizers_are_cut_alike(optimizer: Any, zero: int, ranks: Ranks) -> None:
+    case = Case(LARGER, "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7), optimizer=optimizer)
+    for held, numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
+        wanted = cut_by_zero(4 * numbers, optimizer_bytes(LARGER, optimizer), 4, zero)
         assert abs(held - wanted) < 0.05 * wanted, (held, wanted)

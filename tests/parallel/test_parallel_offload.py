@@ -17,8 +17,7 @@ from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.trainer import pager, saved_pages
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import OptimizerState
-from tandem.trainer.pages import MOMENTS
+from tandem.trainer.optimizer import MOMENTS
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.trainer.step import train_step
 from tandem.trainer.zero import ShardedOptimizer
@@ -91,12 +90,8 @@ def goes_on(here: Here, case: Case, zero: Any, folder: Path, offloaded: tuple[st
         other.optimizer.load_parts(one.optimizer.parts(), one.optimizer.updates)
         seen += [step(one), step(other)]
         state = one.optimizer.state()
-        names = [f"{kind}/{name}" for name in one.optimizer.parameters for kind in MOMENTS]
-        assert sorted(state.moments) == (sorted(names) if here.mesh.rank == 0 else [])
-        whole = {name: state.moments.get(name, torch.zeros(one.optimizer.parameters[name.split("/")[1]].shape)).contiguous() for name in names}
-        for name in names:
-            here.groups["world"].broadcast(whole[name], 0, name)
-        other.optimizer.load_state(OptimizerState(whole, state.updates))
+        assert state.moments.keys() == {f"{run.kind}/{run.name}" for run in one.optimizer.parts(form=True) if run.kind in MOMENTS}
+        other.optimizer.load_state(state)
         seen += [step(one), step(other)]
     return seen
 

@@ -96,8 +96,8 @@ def test_a_decoder_has_its_layers_matrices_under_muon_and_its_stacks_cut(make_mo
     for name, parameter in model.named_parameters():
         is_hidden = name.startswith("layers.") and parameter.ndim == 2
         assert kinds[name] == ({"momentum"} if is_hidden else {"exp_avg", "exp_avg_sq"})
-    assert optimizer._stacked["layers.0.qkv_proj.weight"] == (64, 32, 32)
-    assert optimizer._stacked["layers.1.gate_up_proj.weight"] == (48, 48)
+    assert optimizer.matrices.stacks["layers.0.qkv_proj.weight"].rows == (64, 32, 32)
+    assert optimizer.matrices.stacks["layers.1.gate_up_proj.weight"].rows == (48, 48)
 
 
 def test_a_muon_state_read_back_goes_on_bit_for_bit_and_adamws_is_refused():

@@ -5,35 +5,24 @@ cut along the names of the whole model, so that any other mesh can read it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box, whole_box
+from tandem.layout.boxes import Box
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
 from tandem.trainer.adamw_paged import PagedAdamW
+from tandem.trainer.blockwise import CODES, SCALES, is_coded
+from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
-from tandem.trainer.optimizer import Optimizer, OptimizerState
-from tandem.trainer.pages import MOMENTS
+from tandem.trainer.optimizer import MOMENTS, Optimizer, OptimizerState
 from tandem.types import UserError
 
 WEIGHTS = "weights"
-
-
-class Part(NamedTuple):
-    """The run of ``box.numel`` numbers from ``first`` on in the memory of the decoder's ``parameter`` is the part ``box`` of the
-    tensor ``name``."""
-
-    parameter: str
-    first: int
-    name: str
-    whole: tuple[int, ...]
-    box: Box
 
 
 def parts_of(decoder: Decoder) -> list[Part]:
@@ -86,17 +75,15 @@ def load_pages(contents: Contents, parts: list[Part], decoder: Decoder, optimize
 
 
 def named_shards(parts: list[Part], kind: str, tensors: Mapping[str, Tensor], decoder: Decoder) -> Iterator[Shard]:
-    """The shards of ``kind`` where ``tensors`` has one for each parameter of the decoder. One that has another shape than its
-    parameter (codes, scales) is kept as it is, under the parameter's own name."""
-    shapes = {name: p.shape for name, p in decoder.named_parameters()}
+    """The shards of ``kind``, of which ``tensors`` has one for parameters of the decoder."""
+    if is_coded(kind):
+        yield from (coded_shard(decoder, kind, name, 0, tensor) for name, tensor in tensors.items())
+        return
     for part in parts:
         tensor = tensors.get(part.parameter)
-        if tensor is not None and tensor.shape == shapes[part.parameter]:
+        if tensor is not None:
             run = tensor.view(-1)[part.first : part.first + part.box.numel]
             yield Shard(Key(kind, part.name), part.whole, part.box, run.view(part.box.shape))
-    for name, tensor in tensors.items():
-        if tensor.shape != shapes.get(name):
-            yield Shard(Key(kind, name), tuple(tensor.shape), whole_box(tuple(tensor.shape)), tensor)
 
 
 def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values: Tensor) -> list[Shard]:
@@ -121,20 +108,19 @@ def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updat
     weights = {name: torch.empty_like(p) for name, p in decoder.named_parameters()}
     shards = list(named_shards(parts, WEIGHTS, weights, decoder))
     moments: dict[str, Tensor] = {}
-    for kind in sorted({key.state for key in contents.held} - {WEIGHTS}):
+    for kind in sorted({key.state for key in contents.held if not is_coded(key.state)} - {WEIGHTS}):
         tensors = {}
         for name, parameter in decoder.named_parameters():
-            key = Key(kind, name)
-            if key in contents.stored:
-                whole, dtype = contents.whole(key)
-                tensors[name] = torch.empty(whole, dtype=dtype, device=parameter.device)
-            elif any(Key(kind, part.name) in contents.stored for part in parts if part.parameter == name):
+            if any(Key(kind, part.name) in contents.stored for part in parts if part.parameter == name):
                 tensors[name] = torch.empty_like(parameter)
         shards += named_shards(parts, kind, tensors, decoder)
         moments |= {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
     before = optimizer.state()
     try:
         contents.read(shards)
+        stored = StoredCodes(contents, decoder, parts)
+        for moment, name in stored.moments:
+            moments[f"{moment}{CODES}/{name}"], moments[f"{moment}{SCALES}/{name}"] = stored.read(moment, name)
         optimizer.load_state(OptimizerState(moments, updates))
     except (ValueError, UserError) as error:
         optimizer.load_state(before)

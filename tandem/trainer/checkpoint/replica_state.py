@@ -7,10 +7,11 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.model.huggingface import checked_tensors
-from tandem.trainer.checkpoint.model_state import WEIGHTS, Part, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
+from tandem.trainer.blockwise import CODES, SCALES, is_coded
+from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
+from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
-from tandem.trainer.pages import MOMENTS
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.zero import Part as Run
 from tandem.trainer.zero import ShardedOptimizer
@@ -46,20 +47,28 @@ class ReplicaState:
             load_state(contents, self._replica.model, optimizer, updates)
 
     def _load_runs(self, contents: Contents, optimizer: ShardedOptimizer, updates: int) -> None:
-        self._check(contents)
-        runs = [run._replace(kind=kind) for run in optimizer.runs() for kind in ((WEIGHTS, *MOMENTS) if updates else (WEIGHTS,))]
+        self._check(contents, optimizer)
+        model, plain, coded = self._replica.model, list[Run](), list[Run]()
+        stored = StoredCodes(contents, model, self._parts)
         try:
-            contents.check([shard for run in runs for shard in self._of_run(run)])
+            for run in optimizer.parts(form=True):
+                if run.kind == WEIGHTS or (updates and not is_coded(run.kind)):
+                    plain.append(run)
+                elif updates and run.kind.endswith(CODES):
+                    moment = run.kind.removesuffix(CODES)
+                    codes, scales = stored.read(moment, run.name, run.first, run.values.numel())
+                    coded += [run._replace(values=codes), run._replace(kind=moment + SCALES, values=scales)]
+            contents.check([shard for run in plain for shard in self._of_run(run)])
         except UserError as error:
-            raise UserError(f"checkpoint '{contents.folder}' is of another model: {error}") from None
+            raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: {error}") from None
 
         def read(run: Run) -> Run:
-            found = run._replace(values=torch.empty_like(run.values, device=self._replica.model.device))
+            found = run._replace(values=torch.empty_like(run.values, device=model.device))
             contents.read(self._of_run(found))
             return found
 
         # Read from a file to a file a part at a time; else all is read before the first is changed.
-        optimizer.load_parts(map(read, runs) if optimizer.paged is not None else [read(run) for run in runs], updates)
+        optimizer.load_parts(map(read, plain) if optimizer.paged is not None else [read(run) for run in plain] + coded, updates)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Where weights are paged on one process: every tensor by its Hugging Face name, in their order, as live views."""
@@ -81,11 +90,13 @@ class ReplicaState:
                 self._replica.paged.put(WEIGHTS, part.parameter, values, part.first)
 
     def _of_run(self, run: Run) -> list[Shard]:
+        if is_coded(run.kind):
+            return [coded_shard(self._replica.model, run.kind, run.name, run.first, run.values)]
         return run_shards(self._parts, run.kind, run.name, run.first, run.values)
 
-    def _check(self, contents: Contents) -> None:
+    def _check(self, contents: Contents, optimizer: ShardedOptimizer) -> None:
         names = {name for name, _ in parameters(self._replica.model.shapes)}
         found: Mapping[Key, Sequence[object]] = contents.stored
         for key in found:
-            if key.name not in names or key.state not in (WEIGHTS, *MOMENTS):
-                raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{key}', which ZeRO does not read")
+            if key.state not in (WEIGHTS, *optimizer.kinds) or (not is_coded(key.state) and key.name not in names):
+                raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{key}'")

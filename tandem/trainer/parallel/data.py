@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Pending
 from tandem.trainer.optimizer import Optimizer, OptimizerState
-from tandem.trainer.parallel.flat import Flat, flats
+from tandem.trainer.parallel.flat import ALIGNED, Flat, flats
 from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.parallel.ranks import Ranks
 
@@ -47,14 +47,16 @@ class GradientSums:
 
     ``each_backward``: sums are taken after every backward pass, and the whole gradients dropped; else once a step, when
     ``expect``'s number of backward passes has gone through. ``sum_tied`` adds to a part of the embedding's sum that of another
-    pipeline stage. ``own``: this rank's part of each bucket's sum, after ``finish``, but for those places that have a ``kept``."""
+    pipeline stage. ``own``: this rank's part of each bucket's sum, after ``finish``, but for those places that have a ``kept``. Parts are cut at
+    multiples of ``aligned`` numbers."""
 
     def __init__(
-        self, model: Decoder, ranks: Ranks, *, each_backward: bool = False, sum_tied: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+        self, model: Decoder, ranks: Ranks, *, each_backward: bool = False, sum_tied: Callable[[Tensor], Tensor] | None = None,
+        aligned: int = ALIGNED,
+    ) -> None:  # fmt: skip
         self.model, self.ranks, self.each_backward = model, ranks, each_backward
         where = {name: placement(model, name) for name, _ in model.named_parameters()}
-        self.buckets = flats(model.named_parameters(), lambda name: where[name].replicas, lambda group: ranks.groups[group])
+        self.buckets = flats(model.named_parameters(), lambda name: where[name].replicas, lambda group: ranks.groups[group], aligned)
         self.own: list[Tensor | None] = [None] * len(self.buckets)
         self.kept: dict[int, KeptSum] = {}
         self.factors: list[float] = []

@@ -1,7 +1,7 @@
 """The parameters of a layer laid end to end, and cut in equal parts between the ranks that hold the same numbers.
 
-Cuts and parameters begin at multiples of ``ALIGNED`` numbers: a vectorised update treats a number as it would in the whole
-tensor, so the cut changes no bit of it.
+Cuts and parameters begin at multiples of ``ALIGNED`` numbers, or of more where an optimizer asks for it: a vectorised update treats a
+number as it would in the whole tensor, so the cut changes no bit of it.
 """
 
 import re
@@ -29,14 +29,14 @@ class Segment:
 class Flat:
     """Parameters by name, in the order in which they lie in ``length`` numbers, ``part`` of them for each of ``ranks``."""
 
-    def __init__(self, label: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: Communicator) -> None:
+    def __init__(self, label: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: Communicator, aligned: int = ALIGNED) -> None:
         self.label, self.parameters, self.ranks = label, dict(parameters), ranks
         self.starts: dict[str, int] = {}
         at = 0
         for name, parameter in parameters:
             self.starts[name] = at
-            at += _aligned(parameter.numel())
-        self.part = _aligned(-(-at // ranks.size))
+            at += _up(parameter.numel(), aligned)
+        self.part = _up(-(-at // ranks.size), aligned)
         self.length = self.part * ranks.size
         self.shapes = {name: parameter.shape for name, parameter in parameters}
 
@@ -70,8 +70,9 @@ class Flat:
 
 
 def flats(
-    parameters: Iterable[tuple[str, nn.Parameter]], replicas: Callable[[str], GroupName], groups: Callable[[GroupName], Communicator]
-) -> list[Flat]:
+    parameters: Iterable[tuple[str, nn.Parameter]], replicas: Callable[[str], GroupName], groups: Callable[[GroupName], Communicator],
+    aligned: int = ALIGNED,
+) -> list[Flat]:  # fmt: skip
     """One ``Flat`` for each layer and group of replicas, in the order in which a backward pass completes their gradients: what
     stands behind the layers, the layers from the last, the embedding. Parameters without gradient are left out."""
     found: dict[tuple[float, str, GroupName], list[tuple[str, nn.Parameter]]] = {}
@@ -83,7 +84,7 @@ def flats(
             label = f"layer {layer}" if layer is not None else "the embedding" if is_embedding else "the head"
             group = replicas(name)
             found.setdefault((place, label, group), []).append((name, parameter))
-    return [Flat(label, held, groups(group)) for (_, label, group), held in sorted(found.items(), key=lambda item: item[0])]
+    return [Flat(label, held, groups(group), aligned) for (_, label, group), held in sorted(found.items(), key=lambda item: item[0])]
 
 
 def layer_number(name: str) -> int | None:
@@ -98,5 +99,5 @@ def layer_of(flat: Flat) -> int | None:
     return int(found[1]) if found else None
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

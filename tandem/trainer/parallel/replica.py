@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.trainer.adamw_paged import PagedAdamW
+from tandem.trainer.blockwise import BLOCK
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.optimizers import make_optimizer, offload_folder
+from tandem.trainer.optimizers import make_optimizer, make_piece_optimizer
 from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
+from tandem.trainer.parallel.flat import ALIGNED
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.step import ForwardBackward, Progress, in_turn
@@ -90,9 +93,11 @@ def make_replica(
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
-    sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied)
+    # Blocks of codes are not cut.
+    aligned = BLOCK if config.optimizer == "adamw8bit" else ALIGNED
+    sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied, aligned=aligned)
     if zero == 0:
         return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config, directory), sums, config.max_grad_norm), sums, pipeline)
-    assert config.optimizer == "adamw", "other optimizers cannot be cut anywhere"
-    folder = offload_folder(config, directory) if config.offload == "nvme" else None
-    return Replica(ranks, model, ShardedOptimizer(sums, config, zero, folder, is_filled), sums, pipeline)
+    make_inner = partial(make_piece_optimizer, model, config, buckets=sums.buckets, directory=directory)
+    sharded = ShardedOptimizer(sums, config.max_grad_norm, zero, make_inner, config.offload_parameters == "nvme", is_filled)
+    return Replica(ranks, model, sharded, sums, pipeline)
