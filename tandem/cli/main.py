@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from tandem.types import UserError
 
 COMMANDS = {
-    "train": "train a model from a recipe: warm-up, GRPO in a pod, evaluation, report",
+    "train": "train a model from a recipe: pretraining, fine-tuning, or GRPO in a pod",
     "resume": "go on with a run that was interrupted",
     "replay": "run one recorded step again and compare",
     "generate": "complete prompts with a model",
     "serve": "answer OpenAI's API over HTTP with a model",
-    "tokenize": "text to shards of token ids",
+    "tokenize": "text, or examples, to shards of token ids",
     "evaluate": "measure a model on a task's held-out prompts",
     "quantize": "store a model's weights in 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
     "convert": "write a model in another layout: Hugging Face, Megatron, our checkpoints",
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """Every command with its arguments; each module of ``tandem.cli`` adds its own."""
     main_parser = Parser(
         prog="tandem",
-        description="Reinforcement-learning post-training of language models.",
+        description="Pretraining, fine-tuning and reinforcement-learning post-training of language models.",
         epilog="example: tandem train recipes/sort.yaml --run.seed=1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

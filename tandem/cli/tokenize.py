@@ -19,10 +19,12 @@ examples:
 """
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem.data.documents import DocumentFormat
@@ -30,6 +32,7 @@ from tandem.data.tokenize import tokenize
 from tandem.data.tokenize_plan import TokenizeSettings
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.storage.files import open_storage
+from tandem.types import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +55,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if not 0 < options.shard_mib < math.inf:
+        raise UserError(f"--shard-mib is {options.shard_mib}; it must be above 0, and finite")
     suffixes = tuple(options.suffix or (() if options.examples else (".txt", ".md")))
     form = DocumentFormat(
         options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key
@@ -67,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         train_tokenizer(open_storage(options.source), settings.form, options.new_vocabulary, Path(options.tokenizer))
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.percentage:.0f}%  {task.fields[note]}"), TimeRemainingColumn())
     began = time.monotonic()
-    with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("", total=None, note="")
 
         def show(done: int, total: int, tokens: int) -> None:

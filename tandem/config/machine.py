@@ -5,6 +5,9 @@ from typing import Literal
 
 from tandem.types.errors import UserError
 
+MOST_THREADS = 1024
+"""Past some thousands OpenMP cannot start them and takes the process down."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
@@ -25,8 +28,8 @@ class MachineConfig:
     max_recoveries: int = 20
 
     def check(self) -> None:
-        if self.threads < 0:
-            raise UserError(f"'machine.threads' is {self.threads}; it must be 0 (all cores) or more")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise UserError(f"'machine.threads' is {self.threads}; it must be 0 (all cores) or at most {MOST_THREADS}")
         if self.memory_gib < 0:
             raise UserError(f"'machine.memory_gib' is {self.memory_gib}; it must be 0 (automatic) or more")
         if self.device == "cuda" and self.kernels == "cpu":

@@ -53,7 +53,12 @@ class Loader(Generic[T]):
         while not self._ended.is_set():
             try:
                 indices = batch_indices(step, self._batch_size, self._rank, self._ranks)
-                batch: list[T] | BaseException = [self._sequence(index) for index in indices]
+                sequences: list[T] = []
+                for index in indices:
+                    if self._ended.is_set():
+                        return
+                    sequences.append(self._sequence(index))
+                batch: list[T] | BaseException = sequences
             except BaseException as error:
                 batch = error
             while not self._ended.is_set():

@@ -1,14 +1,15 @@
-"""Shards on this machine: where they lie already, or in a folder that they are brought to once and verified."""
+"""Shards on this machine: where they lie already, or in a folder that they are brought to once. Each is verified before it is read."""
 
 import os
 import shutil
 from array import array
 from pathlib import Path
+from typing import BinaryIO
 
-from tandem.data.shards import Shard, ShardReader, read_lengths, verify
+from tandem.data.shards import AGAIN, LENGTH_BYTES, Shard, ShardReader, read_lengths, verify
 from tandem.data.tokenize import TokenizedDataset, read_dataset
 from tandem.storage.files import Storage, read
-from tandem.types import RunError
+from tandem.types import RunError, UserError
 
 CHUNK_BYTES = 2**20
 
@@ -23,12 +24,28 @@ class ShardFiles:
         self._readers: dict[int, ShardReader] = {}
 
     def open(self, number: int) -> ShardReader:
-        """The reader of shard ``number``."""
+        """The reader of shard ``number``. Raises ``RunError`` where its bytes are not those that were written."""
         if number not in self._readers:
             shard = self.dataset.shards[number]
             tar, lengths = (self._file(f"{shard.name}.{suffix}", shard) for suffix in ("tar", "lengths"))
-            self._readers[number] = ShardReader(tar, lengths, shard, self.dataset.dtype)
+            try:
+                reader = ShardReader(tar, lengths, shard, self.dataset.dtype)
+                with tar.open("rb") as file:
+                    self._verify(file, tar.name, shard)
+            except FileNotFoundError as error:
+                raise RunError(f"'{error.filename}' is gone; {AGAIN}") from None
+            self._readers[number] = reader
         return self._readers[number]
+
+    def check(self) -> None:
+        """Raises ``UserError`` where a shard is missing or has another size than it was written with; reads names and sizes alone."""
+        sizes = {file.name: file.size for file in self.storage.files()}
+        for shard in self.dataset.shards:
+            for name, size in ((f"{shard.name}.tar", shard.size), (f"{shard.name}.lengths", shard.documents * LENGTH_BYTES)):
+                if name not in sizes:
+                    raise UserError(f"'{self.storage.url}' lacks {name}; {AGAIN}")
+                if sizes[name] != size:
+                    raise UserError(f"{name} in '{self.storage.url}' has {sizes[name]} bytes and was written with {size}; remove it, and {AGAIN}")
 
     def lengths(self, number: int) -> "array[int]":
         """Tokens of each document of shard ``number``, without bringing the shard here. Raises ``RunError`` where they are damaged."""
@@ -36,7 +53,7 @@ class ShardFiles:
         try:
             return read_lengths(read(self.storage, f"{shard.name}.lengths"), shard)
         except FileNotFoundError:
-            raise RunError(f"'{self.storage.url}' lacks {shard.name}.lengths; tokenize its source again") from None
+            raise RunError(f"'{self.storage.url}' lacks {shard.name}.lengths; {AGAIN}") from None
 
     def _file(self, name: str, shard: Shard) -> Path:
         local = self.storage.local(name)
@@ -57,10 +74,13 @@ class ShardFiles:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
             if name.endswith(".tar"):
                 with fresh.open("rb") as file:
-                    if not verify(iter(lambda: file.read(CHUNK_BYTES), b""), shard):
-                        raise RunError(f"'{self.storage.url}/{name}' does not have the digest it was written with; tokenize its source again")
+                    self._verify(file, name, shard)
             fresh.replace(path)
         except OSError as error:
             raise RunError(f"'{path}' cannot be written: {error.strerror or error}; make room in the cache folder") from None
         finally:
             fresh.unlink(missing_ok=True)
+
+    def _verify(self, file: BinaryIO, name: str, shard: Shard) -> None:
+        if not verify(iter(lambda: file.read(CHUNK_BYTES), b""), shard):
+            raise RunError(f"{name} of '{self.storage.url}' does not have the digest it was written with; remove it, and {AGAIN}")

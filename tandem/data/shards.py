@@ -20,6 +20,8 @@ from tandem.types import RunError
 
 BLOCK_BYTES = 512
 NPY_HEADER_BYTES = 128
+LENGTH_BYTES = array("I").itemsize
+AGAIN = "give the command that made it (tandem tokenize) again"
 MASK_DTYPE = "uint8"
 TYPE_CODES: dict[str, Literal["B", "H", "I"]] = {MASK_DTYPE: "B", "uint16": "H", "uint32": "I"}
 
@@ -128,7 +130,7 @@ class ShardReader:
         with tar.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(self._memory) != shard.size or self.starts[-1] + 2 * BLOCK_BYTES != shard.size:
-            raise RunError(f"the shard '{tar}' has {len(self._memory)} bytes and should have {shard.size}; tokenize its source again")
+            raise RunError(f"the shard '{tar}' has {len(self._memory)} bytes and should have {shard.size}; remove it, and {AGAIN}")
 
     def tokens(self, document: int, start: int, stop: int) -> "memoryview[int]":
         """Tokens ``start .. stop - 1`` of a document, as a view into the file."""
@@ -152,7 +154,7 @@ class ShardReader:
 def read_lengths(content: bytes, shard: Shard) -> "array[int]":
     """Raises ``RunError`` where ``content`` is not what was written."""
     if hashlib.blake2b(content, digest_size=16).hexdigest() != shard.lengths_digest:
-        raise RunError(f"the lengths of shard '{shard.name}' are damaged; tokenize its source again")
+        raise RunError(f"the lengths of shard '{shard.name}' are damaged; remove {shard.name}.lengths, and {AGAIN}")
     lengths = array("I")
     lengths.frombytes(content)
     return lengths

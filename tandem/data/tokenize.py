@@ -7,7 +7,7 @@ is written last, commits the whole.
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tandem.data.documents import LINES, Part, divide
-from tandem.data.shards import Shard, token_dtype
+from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
 from tandem.data.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.runtime.calls import WorkerDied
 from tandem.runtime.processes import Threads, available_cores
@@ -92,20 +92,22 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     tokenizer = Tokenizer.from_folder(settings.tokenizer)
     if settings.append_end and not tokenizer.eos_token_ids:
         raise UserError(f"the tokenizer in '{settings.tokenizer}' names no end of sequence; set eos_token or do not append one")
-    source, destination = open_storage(settings.source), open_storage(settings.destination, create=True)
+    source = open_storage(settings.source)
     units = divide(source.files(), settings.form, settings.unit_bytes)
     if not units:
         kinds = ", ".join((*LINES, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
+    destination = open_storage(settings.destination, create=True)
     plan = make_plan(settings, units)
-    names = {file.name for file in destination.files()}
+    sizes = {file.name: file.size for file in destination.files()}
+    names = set(sizes)
     check_plan(destination, plan, names)
     end = tokenizer.eos_token_ids[0] if settings.append_end else None
     fingerprint, dtype = tokenizer_fingerprint(settings.tokenizer), token_dtype(tokenizer.vocab_size)
     with destination.scratch() as scratch:
         if PLAN not in names:
             _put(destination, PLAN, plan, scratch)
-        done = {number for number in range(len(units)) if _record(number) in names}
+        done = {number for number in range(len(units)) if _record(number) in names and _is_whole(destination, number, sizes)}
         _Crew(settings, units, dtype, end, scratch).work(sorted(set(range(len(units))) - done), done, on_progress)
         shards = tuple(Shard.from_json(json.loads(read(destination, _record(number)))) for number in range(len(units)))
         found = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards)
@@ -188,7 +190,8 @@ class _Crew:
                 "form": asdict(settings.form), "end": self.end, "side": settings.side, "held_out_share": settings.held_out_share,
             }
         )
-        return Worker(f"tokenizer {slot}", "tandem.data.tokenize_worker", ["--options", options], threads=Threads(1))
+        # A terminal's Ctrl-C is the command's: it ends its workers, which may be in the middle of their start.
+        return Worker(f"tokenizer {slot}", "tandem.data.tokenize_worker", ["--options", options], threads=Threads(1), new_session=True)
 
     def _size(self, number: int) -> int:
         return sum(part.stop - part.start for part in self.units[number])
@@ -196,6 +199,15 @@ class _Crew:
 
 def shard_name(number: int) -> str:
     return f"shard-{number:06d}"
+
+
+def _is_whole(destination: Storage, number: int, sizes: Mapping[str, int]) -> bool:
+    """Whether the files that the record of a unit speaks of are there in their sizes: a shard that was lost is made again."""
+    try:
+        shard = Shard.from_json(json.loads(read(destination, _record(number))))
+    except (ValueError, TypeError):
+        return False
+    return sizes.get(f"{shard.name}.tar") == shard.size and sizes.get(f"{shard.name}.lengths") == shard.documents * LENGTH_BYTES
 
 
 def _record(number: int) -> str:

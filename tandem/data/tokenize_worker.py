@@ -5,6 +5,7 @@ Imports no torch. The tokenizer's own batch call does the work, on one thread: t
 
 import argparse
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,7 @@ from tandem.runtime.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.worker_pipe import serve
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 BATCH_BYTES = 2**20
 
@@ -40,7 +41,14 @@ class TokenizeWorker:
         self.held_out_share = float(options["held_out_share"])
 
     def unit(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write the shard of ``parts`` and then the record that commits it."""
+        """Write the shard of ``parts`` and then the record that commits it. Raises ``RunError`` where a disk fails."""
+        try:
+            return self._unit(meta, progress)
+        except OSError as error:
+            where = error.filename or self.destination.url
+            raise RunError(f"'{where}': {error.strerror or error}; mend that or make room, then give the command again: what was done is kept") from None
+
+    def _unit(self, meta: Meta, progress: Progress) -> Reply:
         done = tokens = 0
         add = self._add_examples if self.form.examples else self._add_texts
         with TemporaryDirectory(dir=meta["scratch"]) as scratch:
@@ -140,6 +148,9 @@ def main() -> None:
     parser.add_argument("--options", required=True)
     parser.add_argument("--channel", type=int, required=True)
     options = parser.parse_args()
+    # What a user can mend is said by the command, once; the traceback of a defect is said here.
+    assert logging.lastResort is not None
+    logging.lastResort.addFilter(lambda record: record.exc_info is not None)
     serve({"unit": TokenizeWorker(json.loads(options.options)).unit}, options.channel)
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.data.documents import DocumentFormat, divide, documents
 from tandem.storage.files import Storage
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 END = "<|endoftext|>"
 BYTES = 256
@@ -16,7 +16,8 @@ BYTES = 256
 
 def train_tokenizer(source: Storage, form: DocumentFormat, vocabulary: int, folder: Path, most_bytes: int = 256 * 2**20) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``: ``vocabulary`` tokens, 0 being the end of sequence,
-    learned from the first ``most_bytes`` of ``source``. Any text can be encoded. Raises ``UserError``."""
+    learned from the first ``most_bytes`` of ``source``. Any text can be encoded. Raises ``UserError``, and ``RunError``
+    where the disk fails."""
     if vocabulary < BYTES + 1:
         raise UserError(f"the new vocabulary has {vocabulary} tokens; it needs at least {BYTES + 1}, one for each byte and the end of sequence")
     if (folder / "tokenizer.json").exists():
@@ -28,6 +29,13 @@ def train_tokenizer(source: Storage, form: DocumentFormat, vocabulary: int, fold
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
     backend.train_from_iterator(_texts(source, form, most_bytes), trainer)
+    try:
+        _write(backend, folder)
+    except OSError as error:
+        raise RunError(f"the tokenizer cannot be written to '{folder}': {error.strerror or error}; make room or name another folder") from None
+
+
+def _write(backend: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

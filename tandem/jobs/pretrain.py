@@ -3,6 +3,7 @@ or on the ranks of a mesh. The loop, and what it needs."""
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -187,7 +188,7 @@ class PretrainRun:
     def stop(self, step: int) -> NoReturn:
         """End here, with everything saved, as SIGTERM asks."""
         self.checkpoints.finish()
-        self.records.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {self.directory}' goes on")
+        self.records.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' goes on")
         raise KeyboardInterrupt
 
     def export(self) -> Path:

@@ -54,7 +54,8 @@ class RunCheckpoints:
         self._recipe, self._directory, self._start = recipe, directory, start
         self._replica, self._guard, self._ranks, self._records = replica, guard, ranks, records
         self.folder = directory / "checkpoints"
-        self.requests = SignalRequests()
+        # Where there is a supervisor, that one says it.
+        self.requests = SignalRequests(records.listener.message if records.board is None else None)
         self.last: int | None = None
         self._state = ReplicaState(replica)
         # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
@@ -72,8 +73,17 @@ class RunCheckpoints:
         self._boundary = 0
 
     def load(self, at_most: int | None = None) -> int:
-        """Take over the newest whole checkpoint, of step ``at_most`` or before; the step it is of, 0 without one."""
-        found = newest_whole(self.folder, self._ranks, at_most)
+        """Take over the newest whole checkpoint, of step ``at_most`` or before; the step it is of, 0 without one. Raises ``RunError`` where a run
+        has some and none is whole: to begin again would write over what it has."""
+        damaged: list[str] = []
+        found = newest_whole(self.folder, self._ranks, at_most, damaged.append)
+        if found is None and damaged and at_most is None:
+            raise RunError(
+                f"no checkpoint of this run is whole ({damaged[0]}); put one back, from a copy or with 'tandem resume NEW_FOLDER --from' what "
+                "'checkpoint.upload' was, or start a new run"
+            )
+        for why in damaged:
+            self._records.listener.message(why)
         if found is None:
             return 0
         state = found.manifest.state

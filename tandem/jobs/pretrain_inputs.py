@@ -18,7 +18,7 @@ from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.training_bytes import offloaded_bytes, run_bytes_on_disk, training_bytes
+from tandem.layout.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
@@ -48,21 +48,24 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
         datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
         for path, files in datasets:
+            files.check()
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
         tokens = recipe.most_tokens
+        batches = parallel.ranks_of_a_node * batch_bytes(recipe.data, parallel)
         if device == "cuda":
             # Supervised from here, all ranks stand on this machine.
             check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
             lines = [*lines, *_describe_gpus(parallel.world, on_gpu)]
-            needed = host_bytes_beside_gpu(shapes, recipe.trainer)
+            needed = host_bytes_beside_gpu(shapes, recipe.trainer) + batches
         else:
-            needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel)
+            needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel) + batches
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
+            largest = "data.sequences_per_step" if 2 * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower trainer.micro_batch_tokens, set trainer.recompute to "
+                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
                 "trainer.offload_activations nvme too"
             )

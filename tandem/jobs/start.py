@@ -1,6 +1,7 @@
 """Begin a run, or go on with one: its directory, its recipe, and which kind of run it is."""
 
 import contextlib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def restore(run_directory: str | Path, url: str) -> None:
 
     directory, storage = Path(run_directory), open_storage(url)
     if (directory / "config.yaml").exists():
-        raise UserError(f"the run '{directory}' is here; 'tandem resume {directory}' goes on with it, or name another folder")
+        raise UserError(f"the run '{directory}' is here; 'tandem resume {shlex.quote(str(directory))}' goes on with it, or name another folder")
     names = {file.name for file in storage.files()}
     if "config.yaml" not in names:
         raise UserError(f"'{url}' holds no run: it has no config.yaml; name what 'checkpoint.upload' was")
@@ -108,7 +109,7 @@ def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
             with contextlib.suppress(FileExistsError):
                 (parent / name).mkdir()
                 return parent / name
-            raise UserError(f"the run '{parent / name}' exists; use 'tandem resume {parent / name}' or another run.name")
+            raise UserError(f"the run '{parent / name}' exists; use 'tandem resume {shlex.quote(str(parent / name))}' or another run.name")
         number = 1
         while True:
             chosen = parent / (stem if number == 1 else f"{stem}-{number}")

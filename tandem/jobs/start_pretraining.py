@@ -122,6 +122,8 @@ def opened_run(
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load(at_most)
         if journal is not None and metrics is not None:
+            if step and at_most is None:
+                _tell_of_gaps(journal, metrics, step, listener)
             _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks, step, listener)
             journal.cut_after(step)
             checkpoints.journal_loaded()
@@ -131,6 +133,15 @@ def opened_run(
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
         yield PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
+
+
+def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, listener: Listener) -> None:
+    """Say what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole."""
+    if not journal.checkpoints():
+        listener.message(f"the journal has nothing of the {step} steps before this checkpoint: their evaluations and events are gone")
+    missing = step - len({row["step"] for row in metrics.rows() if row["step"] < step})
+    if missing:
+        listener.message(f"metrics.jsonl lacks {missing} of the {step} rows before this checkpoint: the curves have a gap")
 
 
 def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -199,6 +200,6 @@ def _commands(recipe: Recipe, model: Path, run: Run) -> tuple[str, ...]:
     text = run.prompts.held_out(1)[0].text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     quoted = f"$'{text}'" if "\\n" in text else f'"{text}"'
     return (
-        f"tandem generate {model} --prompt {quoted} --temperature 0",
-        f"tandem evaluate {model} --recipe {os.path.relpath(model.parent / 'config.yaml')}",
+        f"tandem generate {shlex.quote(str(model))} --prompt {quoted} --temperature 0",
+        f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
     )

@@ -60,7 +60,7 @@ def supervise(
         folder = Path(mkdtemp(prefix="tandem-ranks-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         listener.started(str(directory), recipe.run.max_steps, None)
-        requests = stack.enter_context(SignalRequests())
+        requests = stack.enter_context(SignalRequests(listener.message))
         shape, before, restarts = mesh_of(recipe.parallel), None, 0
         while True:
             with closing(RankProcesses(recipe, directory, shape, folder, restarts, resumed or restarts > 0, faults)) as ranks:
@@ -132,7 +132,7 @@ class RankProcesses:
             if all(process.poll() == 0 for process in self._processes):
                 self._hear(listener)
                 return self._ended[0][1] or {}
-            stuck = self._watch.look(states, time.time())
+            stuck = self._watch.look(states, time.monotonic())
             if stuck:
                 return self._stuck(stuck, states, listener)
             time.sleep(POLL_S)
@@ -177,10 +177,11 @@ class RankProcesses:
         # Every one that ended says that a collective did not: whoever is not in it, or is behind, is stuck.
         stuck = [state for state in states if self._processes[state.rank].poll() is None and not state.collective]
         said = next(text for kind, text, _ in self._ended.values() if kind == "collective")
-        return Loss("; ".join([state.describe(time.time()) for state in stuck] or [said]), tuple(s.rank for s in stuck), min(s.step for s in stuck or states))
+        text = "; ".join([state.describe(time.monotonic()) for state in stuck] or [said])
+        return Loss(text, tuple(state.rank for state in stuck), min(state.step for state in stuck or states))
 
     def _stuck(self, stuck: Sequence[RankState], states: Sequence[RankState], listener: Listener) -> Loss:
-        now = time.time()
+        now = time.monotonic()
         names = {state.rank for state in stuck}
         others = [state.describe(now) for state in states if state.rank not in names]
         text = "; ".join([*(state.describe(now) for state in stuck), *others])
@@ -196,10 +197,11 @@ class RankProcesses:
         if not living:
             return
         found = stacks_of({rank: (pid, self._stacks(rank)) for rank, pid in living.items()})
-        path, now = self._directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{self._start}.txt", time.time()
+        path, now = self._directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{self._start}.txt", time.monotonic()
         path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in found.items()), encoding="utf-8")
         for rank, text in found.items():
-            listener.message(f"rank {rank} stands in {innermost(text)}" if text else f"rank {rank} does not answer: it is stopped, or has not begun")
+            frame = innermost(text)
+            listener.message(f"rank {rank} stands in {frame}" if frame else f"rank {rank} does not answer: it is stopped, or has not begun")
         listener.message(f"the stacks of all ranks are in '{path}'")
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ from tandem.text.tokenizer import Tokenizer
 def try_command(model: Path, example: Piece | None) -> str:
     """Complete a text; where the model was taught by examples, answer ``example``."""
     if example is None:
-        return f'tandem generate {model} --prompt "import " --max-tokens 64'
+        return f'tandem generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64'
     prompt = shell_word(taught_prompt(example, model))
-    return f"tandem generate {model} --prompt {prompt} --max-tokens 64 --temperature 0"
+    return f"tandem generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0"
 
 
 def taught_prompt(example: Piece, folder: Path) -> str:

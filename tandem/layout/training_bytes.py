@@ -1,6 +1,7 @@
 """Bytes of a training process and of what it writes, by optimizer, precision and offload. Imports no torch."""
 
 from tandem.config.parallel import ParallelConfig
+from tandem.config.pretrain import DataConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.bytes import (
     DTYPE_BYTES,
@@ -22,6 +23,15 @@ STAGING_BYTES = 16 << 20
 """Of a pager's two buffers for two moments (``trainer.pager``); those for weights and gradients beside them take as much again."""
 ACTIVATIONS_IN_FLIGHT_BYTES = 32 << 20
 """Of offloaded activations so many are at most on their way to the file, and as many on their way back (``trainer.saved_pages``)."""
+
+SEQUENCE_BYTES, TOKEN_BYTES = 550, 100
+"""Measured: a sequence that waits in a batch (views of its shard), and each token of the batch at work (``TrainSequence`` and ``MicroBatch``)."""
+
+
+def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """Resident bytes of one rank's batches: those that are read ahead, the one that is being read and the one at work."""
+    sequences = -(-data.sequences_per_step // parallel.data)
+    return sequences * ((data.read_ahead + 2) * SEQUENCE_BYTES + data.sequence_length * TOKEN_BYTES)
 
 
 def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:

@@ -42,6 +42,8 @@ class LocalRegistry:
             raise UserError(f"the registry's folder '{folder}' cannot be made: {error.strerror}; name another one") from None
         if not create and not self._path.is_file():
             raise UserError(f"'{folder}' holds no registry; name the folder that 'registry.path' of a recipe names")
+        if not create and self._path.stat().st_size == 0:
+            raise RunError(f"the model registry: {self._path} is empty, as no registry is; restore it from a copy")
         self._connection = connect(self._path, "the model registry", _LAYOUT, _SCHEMA)
 
     def close(self) -> None:

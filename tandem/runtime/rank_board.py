@@ -2,7 +2,8 @@
 
 A rank writes its own record with plain stores to memory, which cost it nothing and need nobody to listen; the supervisor reads
 records of ranks that are stuck in C, stopped, or dead. A record that is read while it is written may be torn in its texts, never
-in what a deadline is computed from (``beat_s`` is one aligned number).
+in what a deadline is computed from (``beat_s`` is one aligned number). Seconds are of the machine's monotonic clock, which all of its
+processes share and nobody can set: a clock that jumps is no hang, and hides none.
 """
 
 import mmap
@@ -19,7 +20,7 @@ _SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """``beat_s``: unix seconds when it last got on with something, 0 before its first; ``step`` and ``phase``: where it is;
+    """``beat_s``: monotonic seconds when it last got on with something, 0 before its first; ``step`` and ``phase``: where it is;
     ``collective``, ``group``, ``since_s``: what it waits in (empty: in none). ``collectives``: how many it has begun, ``sent_bytes`` what
     it has sent in them, ``waited_s`` how long it has waited, all since its start. ``pid``: its process."""
 
@@ -101,7 +102,7 @@ class RankWriter:
         self.sent_bytes += sent_bytes
 
     def waits(self, group: str, name: str) -> None:
-        self._collective, self._group, self._since = name, group, time.time()
+        self._collective, self._group, self._since = name, group, time.monotonic()
         self._write()
 
     def waited(self, seconds: float) -> None:
@@ -112,6 +113,6 @@ class RankWriter:
     def _write(self) -> None:
         with self._lock:
             _RECORD.pack_into(
-                self._memory, self._at, time.time(), self._since, os.getpid(), self.step, self.collectives, self.sent_bytes,
+                self._memory, self._at, time.monotonic(), self._since, os.getpid(), self.step, self.collectives, self.sent_bytes,
                 self.waited_s, self.phase.encode()[:47], self._group.encode()[:15], self._collective.encode()[:63],
             )  # fmt: skip

@@ -35,7 +35,7 @@ def connect(
 def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool, durable: bool) -> None:
     damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
-        raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[0]}); restore it from a copy or start a new run")
+        raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[-1]}); restore it from a copy or start a new run")
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found not in (version, 0):
         raise RunError(f"{what}: {path} has layout {found} and this version of tandem reads {version}; use the version that wrote it")

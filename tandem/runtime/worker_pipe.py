@@ -54,15 +54,16 @@ class Worker:
         threads: Threads,
         output: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        new_session: bool = False,
     ) -> None:
-        """Start ``python -m module ARGUMENTS --channel FD``, a process that calls ``serve`` on that descriptor."""
+        """Start ``python -m module ARGUMENTS --channel FD``, a process that calls ``serve`` on that descriptor. ``new_session``: see ``spawn``."""
         self.name = name
         ours, theirs = socket.socketpair()
         with theirs:
             channel = ("--channel", str(theirs.fileno()))
             self.process: subprocess.Popen[bytes] = spawn(
                 module, [*arguments, *channel], threads=threads, output=output, environment=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno()], new_session=new_session,
             )  # fmt: skip
         self._socket = ours
         self._lock = threading.Lock()

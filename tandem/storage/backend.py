@@ -31,6 +31,6 @@ def connect(url: str, options: Mapping[str, Any] | None = None, *, is_cached: bo
         backend, root = fsspec.core.url_to_fs(url, **found)
     except ImportError:
         raise UserError(f"'{url}' needs a library that is not installed; pip install '{extra}'") from None
-    except ValueError as error:
-        raise UserError(f"'{url}' cannot be read: {error}") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"'{url}' cannot be read: {' '.join(str(error).split())}") from None
     return backend, root.rstrip("/")

@@ -4,6 +4,7 @@ Names are relative to the storage's root and have forward slashes. A file is the
 rename, an object store by the end of its upload.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -55,8 +56,8 @@ class Storage(Protocol):
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """A passing folder on this machine for what will be put here. One that a killed process left is cleared away, where
-        it can be known."""
+        """A passing folder on this machine for what will be put here, of one process at a time. One that a killed process left is cleared
+        away, where it can be known. Raises ``UserError`` where another process has one now."""
         ...
 
 
@@ -150,13 +151,14 @@ class FolderStorage:
     def scratch(self) -> Iterator[Path]:
         # On the same disk, so that putting a file here is a rename.
         folder = self.root / ".scratch"
-        shutil.rmtree(folder, ignore_errors=True)
-        with _disk(folder):
-            folder.mkdir()
-        try:
-            yield folder
-        finally:
+        with _locked(self.root):
             shutil.rmtree(folder, ignore_errors=True)
+            with _disk(folder):
+                folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,19 @@ class RemoteStorage:
 def _passing_folder() -> Iterator[Path]:
     with TemporaryDirectory(prefix="tandem-data-") as name:
         yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing to '{folder}'; wait for its end, or name another folder") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

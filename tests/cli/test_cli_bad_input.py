@@ -36,6 +36,8 @@ def untouched(recipe: Path) -> bool:
         (("evaluate", "nowhere", "--task", "sort", "--prompts", "0"), "--prompts is 0"),
         (("evaluate", "nowhere", "--task", "sort"), "nowhere"),
         (("generate", "nowhere", "--prompt", "x"), "nowhere"),
+        (("tokenize", "nowhere", "there", "--tokenizer", "x", "--shard-mib", "nan"), "--shard-mib is nan"),
+        (("tokenize", "nowhere", "there", "--tokenizer", "x", "--shard-mib", "inf"), "--shard-mib is inf"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, says) -> None:
@@ -82,6 +84,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--task.min_digits=99", "from 2 to 64"),
         ("--machine.kernels=gpu", "must be one of"),
         ("--machine.threads=-1", "machine.threads"),
+        ("--machine.threads=100000", "at most 1024"),
         ("--trainer.dtype=float64", "float32"),
         ("--algorithm.name=ppo", "use grpo"),
     ],

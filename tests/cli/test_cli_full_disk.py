@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers_cli import real
 
+from tandem.config.model import NewModelConfig
+from tandem.pod.create_model import create_model
 from tandem.runtime.run_lock import RunLock
 
 
@@ -56,6 +58,29 @@ def test_a_run_that_a_full_disk_ended_goes_on_when_there_is_room(recipe) -> None
     done = real("resume", directory, "--inline")
     assert done.code == 0, done.err
     assert (directory / "model" / "model.safetensors").is_file()
+
+
+def test_a_full_disk_ends_tokenizing_and_conversion_in_one_line_and_they_go_on_when_there_is_room(tmp_path) -> None:
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 1024, 3 * 1024))
+
+    model = tmp_path / "model"
+    create_model(NewModelConfig(hidden_size=32, num_layers=1, head_dim=8, characters="0123456789= "), 0, model)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.txt").write_text("1234 " * 9000)
+    tokens, megatron, tokenizer = tmp_path / "tokens", tmp_path / "megatron", tmp_path / "tokenizer"
+    for arguments in (
+        ("tokenize", tmp_path / "source", tokens, "--tokenizer", model),
+        ("tokenize", tmp_path / "source", tokens, "--tokenizer", tokenizer, "--new-vocabulary", "300"),
+        ("convert", model, megatron, "--to", "megatron"),
+        ("convert", model, tmp_path / "copy"),
+    ):
+        said = real(*arguments, before=full).refusal(1)
+        assert "File too large" in said or "could not write all of it" in said
+        assert "'" + str(tmp_path) in said
+    assert not megatron.exists() and not (tmp_path / "copy").exists() and not (tokenizer / "tokenizer.json").exists()
+    done = real("tokenize", tmp_path / "source", tokens, "--tokenizer", model)
+    assert done.code == 0, done.err
 
 
 def test_a_second_run_in_a_directory_in_use_is_refused_with_its_holder(command, recipe) -> None:

@@ -139,6 +139,18 @@ def test_loader_counts_the_seconds_in_which_compute_waits() -> None:
         assert 0.2 < loader.idle_s < 5
 
 
+def test_loader_ends_in_the_middle_of_a_batch_that_would_never_be_whole() -> None:
+    begun = threading.Event()
+
+    def sequence(index: int) -> int:
+        begun.set()
+        return index
+
+    with Loader(sequence, 10**15, ahead=1):
+        assert begun.wait(10)
+    assert not any(thread.name == "loader" for thread in threading.enumerate())
+
+
 def test_error_in_reading_reaches_the_consumer_at_its_step() -> None:
     def broken(index: int) -> int:
         if index == 5:

@@ -1,5 +1,6 @@
 """Distributed tokenizing: the shards are a function of the source, the tokenizer and the settings, whatever dies meanwhile."""
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -7,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -158,14 +158,47 @@ def test_killed_command_goes_on_where_it_was(source: Path, tokenizer_folder: Pat
     assert hidden == [] and contents(tmp_path / "storm") == contents(tmp_path / "calm")
 
 
+def test_second_command_on_a_destination_is_refused_and_harms_neither(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def again(done: int, total: int, tokens: int) -> None:
+        if not refused:
+            with pytest.raises(UserError) as caught:
+                tokenize(settings(source, tmp_path / "both", tokenizer_folder))
+            refused.append(str(caught.value))
+
+    tokenize(settings(source, tmp_path / "both", tokenizer_folder, workers=1), again)
+    tokenize(settings(source, tmp_path / "one", tokenizer_folder))
+    assert "another process is writing to" in refused[0] and contents(tmp_path / "both") == contents(tmp_path / "one")
+
+
+def test_command_in_a_terminal_shows_a_bar_with_the_rate(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [
+        sys.executable, "-m", "tandem.cli.main", "tokenize", str(source), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder),
+        "--shard-mib", "0.005", "--workers", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal whose other side has gone ends
+        while data := os.read(ours, 1 << 16):
+            shown += data
+    os.close(ours)
+    assert process.communicate()[0].startswith(b"300 documents") and process.returncode == 0
+    assert b"tokenizing" in shown and b" tokens, " in shown and b"/s" in shown
+
+
 def test_interrupted_command_says_so_in_one_line_and_leaves_no_process(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     big = tmp_path / "big"
     big.mkdir()
     (big / "a.jsonl").write_text((json.dumps({"text": "word " * 2000}) + "\n") * 3000)
     command = [sys.executable, "-m", "tandem.cli.main", "tokenize", str(big), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder), "--workers", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True)
-    timer = threading.Timer(1.5, lambda: os.killpg(process.pid, signal.SIGINT))
-    timer.start()
+    while not (tmp_path / "t" / "plan.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and error == "tandem: interrupted\n"
 
@@ -186,6 +219,30 @@ def test_broken_document_is_one_line_with_file_and_place(content: bytes, said: s
     with pytest.raises(UserError) as caught:
         tokenize(settings(tmp_path / "s", tmp_path / "t", tokenizer_folder))
     assert "broken.jsonl, " in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_shard_that_was_lost_cut_or_whose_record_is_damaged_is_made_again(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "t"
+    tokenize(settings(source, tokens, tokenizer_folder))
+    whole = contents(tokens)
+    (tokens / "shard-000000.tar").unlink()
+    os.truncate(tokens / "shard-000001.tar", 100)
+    (tokens / "shard-000002.lengths").unlink()
+    (tokens / "units" / "000003.json").write_text("{")
+    tokenize(settings(source, tokens, tokenizer_folder))
+    assert contents(tokens) == whole
+
+
+def test_command_says_of_a_broken_document_one_line_and_makes_no_folder_for_nothing(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "broken.jsonl").write_bytes(b"[]\n")
+    command = [sys.executable, "-m", "tandem.cli.main", "tokenize", str(tmp_path / "s"), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "broken.jsonl, the line at byte 0" in done.stderr
+    (tmp_path / "s" / "broken.jsonl").unlink()
+    with pytest.raises(UserError, match="holds no document"):
+        tokenize(settings(tmp_path / "s", tmp_path / "u", tokenizer_folder))
+    assert not (tmp_path / "u").exists()
 
 
 def test_broken_documents_can_be_skipped_and_are_counted(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:

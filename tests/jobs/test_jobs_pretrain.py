@@ -1,5 +1,6 @@
 """Pretraining: the curve is that of a plain loop over transformers' model, and a run that died goes on to the same bits."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,10 +24,13 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
+from tandem.jobs.pretrain_records import Records
 from tandem.jobs.start import train
-from tandem.runtime.metrics import VOLATILE
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.runtime.metrics import VOLATILE, MetricsFile
 from tandem.storage.files import open_storage
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")
 
@@ -232,6 +236,8 @@ def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undis
     process.send_signal(signal.SIGINT)
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "Traceback" not in out
+    assert "once more ends at once" in out and "which is saved: 'tandem resume" in out
+    assert (tmp_path / "run" / "checkpoints" / f"step-{len(rows(tmp_path))}" / "COMMIT").is_file()
     shutil.copytree(undisturbed / "run", tmp_path / "done")
     before = (tmp_path / "done" / "metrics.jsonl").read_bytes()
     status, out, error = finish(command(tmp_path, "resume", "done"))
@@ -244,6 +250,20 @@ def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path
     assert "<h2>Loss</h2>" in page and "held-out loss" in page and "Rollout and trainer agree" not in page
     status, _, error = finish(command(undisturbed, "generate", "run/model", "--prompt", "import ", "--max-tokens", "4", "--temperature", "0"))
     assert status == 0, error
+
+
+def test_held_out_loss_is_taken_at_the_start_every_so_many_steps_and_at_the_end(undisturbed: Path) -> None:
+    with Journal(undisturbed / "run" / "journal.sqlite", read_only=True) as journal:
+        losses = {step: result["loss"] for step, kind, result in journal.evaluations() if kind == "held_out"}
+    assert list(losses) == [0, 10, 12] and losses[0] > losses[10] > losses[12]
+
+
+def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Path) -> None:
+    with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
+        records = Records(None, metrics, Listener())
+        for step, waited_s in enumerate((0.25, 1.5)):
+            records.row({"step": step}, 100, waited_s)
+        assert [row["timing_s/data_wait"] for row in metrics.rows()] == [0.25, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -261,6 +281,7 @@ def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path
         ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
         ({"model": {"create": {"tokenizer": "nix"}}}, "has no tokenizer.json"),
         ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),
+        ({"data": {"sequences_per_step": 10**10}}, "lower data.sequences_per_step"),
     ],
 )
 def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
@@ -272,6 +293,55 @@ def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed:
         train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=run"]))
     assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "is_begun"),
+    [
+        (lambda shard: shard.unlink(), "lacks shard-000000.tar", False),
+        (lambda shard: os.truncate(shard, 5000), "shard-000000.tar in '{tokens}' has 5000 bytes and was written with", False),
+        (lambda shard: shard.with_suffix(".lengths").unlink(), "lacks shard-000000.lengths", False),
+        (lambda shard: flip(shard), "shard-000000.tar of '{tokens}' does not have the digest it was written with", True),
+    ],
+    ids=["missing", "truncated", "no lengths", "flipped byte"],
+)
+def test_damaged_shard_is_refused_by_name_and_nothing_is_learned_from_it(
+    damage: Callable[[Path], None], said: str, is_begun: bool, data: Path, tmp_path: Path
+) -> None:
+    tokens = shutil.copytree(data / "json", tmp_path / "tokens")
+    damage(tokens / "shard-000000.tar")
+    sections = recipe(data, data={"train": [{"path": str(tokens)}]})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises((UserError, RunError)) as caught:
+        train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", "--run.name=run"]))
+    assert said.replace("{tokens}", str(tokens)) in str(caught.value) and "tandem tokenize" in str(caught.value)
+    assert (tmp_path / "run").exists() == is_begun and not (is_begun and (tmp_path / "run" / "metrics.jsonl").read_bytes())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_resume_says_what_is_damaged_or_gone_and_never_begins_again_over_a_run(undisturbed: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(undisturbed / "run", tmp_path / "run")
+    newest, before = sorted((run / "checkpoints").glob("step-*"), key=lambda path: -int(path.name.split("-")[1]))
+    flip(newest / "rank-00000.safetensors")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[3:]))
+    (run / "journal.sqlite").write_bytes(b"")
+    status, out, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 0, error
+    step = int(before.name.split("-")[1])
+    assert f"{newest.name}' is skipped" in out and f"metrics.jsonl lacks 3 of the {step} rows" in out
+    assert f"the journal has nothing of the {step} steps" in out
+    for folder in (run / "checkpoints").glob("step-*"):
+        flip(folder / "rank-00000.safetensors")
+    kept = (run / "metrics.jsonl").read_bytes()
+    status, _, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 1 and "no checkpoint of this run is whole" in error and len(error.splitlines()) == 1
+    assert (run / "metrics.jsonl").read_bytes() == kept
 
 
 def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_path: Path) -> None:

@@ -81,6 +81,18 @@ def test_tensor_ranks_have_the_run_of_one_process_which_goes_on_from_their_check
 
 
 @pytest.mark.full
+def test_residual_stream_is_divided_where_the_recipe_says_so_with_the_same_curve(one: Path, data: Path, tmp_path: Path) -> None:
+    collectives = []
+    for value in ("true", "false"):
+        (tmp_path / value).mkdir()
+        run(tmp_path / value, data, "--parallel.tensor=2", f"--parallel.sequence_parallel={value}")
+        check_same_run(tmp_path / value, one)
+        collectives.append(rows(tmp_path / value)[1]["comm/collectives"])
+    # A sum of this size is one exchange where all ranks need all of it, and a reduce-scatter and an all-gather where they share its rows.
+    assert collectives[0] > collectives[1]
+
+
+@pytest.mark.full
 def test_deterministic_tensor_ranks_take_the_first_step_with_the_loss_bits_of_one_process(one: Path, data: Path, tmp_path: Path) -> None:
     run(tmp_path, data, "--parallel.tensor=2", "--parallel.deterministic=true")
     assert rows(tmp_path)[0]["train/loss"] == rows(one)[0]["train/loss"]

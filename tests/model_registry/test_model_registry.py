@@ -127,6 +127,9 @@ def test_damaged_registry_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the model registry: .* is damaged") as caught:
         LocalRegistry(tmp_path / "registry")
     assert "\n" not in str(caught.value) and not isinstance(caught.value, sqlite3.Error)
+    (tmp_path / "registry" / "registry.sqlite").write_bytes(b"")
+    with pytest.raises(RunError, match="is empty"):
+        LocalRegistry(tmp_path / "registry")
 
 
 def test_two_registries_or_a_name_with_a_slash_are_refused() -> None:

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import LLAMA, QWEN3, QWEN3_MOE, Case, Trained, by_one, check, train
+from model_ranks import LLAMA, QWEN3, QWEN3_MOE, Case, Trained, build, by_one, check, sequences_of, train
 from ranks import Here, Ranks
 
 from tandem.layout.mesh import MeshShape
+from tandem.model.decoder import PackedContext
+from tandem.trainer.micro_batch import collate
 
 FULL = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,3 +55,24 @@ def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, s
 def test_tensor_ranks_times_data_ranks(ranks: Ranks, zero, recompute) -> None:
     case = Case(QWEN3, sequence=True, zero=zero, recompute=recompute)
     check(ranks.run(MeshShape(data=2, tensor=2), trained, case), by_one(case))
+
+
+def rows_and_saved_bytes(here: Here, case: Case) -> tuple[int, int]:
+    """Rows of the residual stream that this rank has of a batch, and bytes that the forward keeps for the backward."""
+    model, batch = build(case, here), collate(sequences_of(case), torch.float64)
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = model(batch.tokens, batch.positions, PackedContext(batch.cu_seqlens, batch.max_seqlen))
+    return len(hidden), sum(kept.values())
+
+
+def test_sequence_parallel_ranks_keep_their_share_of_the_residual_streams_tokens_and_others_all(ranks: Ranks) -> None:
+    tokens = len(collate(sequences_of(Case(LLAMA))).tokens)
+    whole, shared = (ranks.run(MeshShape(tensor=2), rows_and_saved_bytes, Case(LLAMA, sequence=sequence)) for sequence in (False, True))
+    assert [rows for rows, _ in whole] == [tokens] * 2 and [rows for rows, _ in shared] == [-(-tokens // 2)] * 2
+    assert all(a < b for (_, a), (_, b) in zip(shared, whole, strict=True))

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,17 @@ def test_board_says_what_a_rank_does_and_waits_for(tmp_path: Path) -> None:
     assert other.states()[1].collective == "" and other.states()[1].waited_s == 0.5
     board.clear()
     assert other.states()[1].beat_s == 0
+
+
+def test_clock_of_the_day_that_jumps_is_no_hang_and_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = RankBoard(tmp_path / "board", 1)
+    writer, began = board.writer(0), time.monotonic()
+    for jump_s in (0.0, 1e6, -1e6):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: 2e9 + jump_s)
+        writer.waits("tokens", "the loss")
+        (state,) = board.states()
+        assert began <= state.since_s <= state.beat_s <= time.monotonic()
+        assert StallWatch(10.0, 1.0).look([state], time.monotonic()) == [] and StallWatch(10.0, 1.0).look([state], time.monotonic() + 11) == [state]
 
 
 def watched(pause_s: float, steps: int, watch: StallWatch) -> float:

@@ -72,12 +72,27 @@ def test_shards_elsewhere_are_brought_here_once_and_verified(url: str, tmp_path:
 
 def test_scratch_of_a_killed_process_is_cleared_away_and_nothing_stays(url: str) -> None:
     storage = open_storage(url, create=True)
+    root = storage.local("")
+    if root is not None:
+        # The kernel has given back the lock of a process that was killed.
+        (root / ".scratch").mkdir()
+        (root / ".scratch" / "left").write_text("x")
     with storage.scratch() as folder:
-        (folder / "left").write_text("x")
+        assert list(folder.iterdir()) == []
+        (folder / "mine").write_text("x")
         assert storage.files() == []
-        with storage.scratch() as again:
-            assert list(again.iterdir()) == []
     assert not folder.exists() and storage.files() == []
+
+
+def test_scratch_of_a_process_that_lives_is_left_alone(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    with storage.scratch() as folder:
+        (folder / "mine").write_text("x")
+        with pytest.raises(UserError, match="another process is writing to"), storage.scratch():
+            pass
+        assert (folder / "mine").exists()
+    with storage.scratch() as folder:
+        assert list(folder.iterdir()) == []
 
 
 def test_address_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Nothing in a file is run: it is read with ``weights_only``, and what Megatron's 
 stand-in.
 """
 
+import errno
 import hashlib
 import pickle
 import re
@@ -41,7 +42,10 @@ def write_megatron(
             model[entry.name] = part.clone(memory_format=torch.contiguous_format)
         path = folder / name / mesh.folder(rank) / FILE
         path.parent.mkdir(parents=True)
-        torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": iteration, "model": model, RANK: tuple(rank)}, path)
+        try:
+            torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": iteration, "model": model, RANK: tuple(rank)}, path)
+        except RuntimeError:  # torch's name for a write that failed, which it gives no errno
+            raise OSError(errno.EIO, "torch could not write all of it", str(path)) from None
         with path.open("rb") as file:
             sums.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
     (folder / SUMS).write_text("".join(sums), encoding="ascii")

@@ -1,7 +1,7 @@
 """Which checkpoint to go on from, and which ones to let go."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +23,11 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
-def newest_whole(checkpoints: Path, ranks: Communicator, at_most: int | None = None) -> Found | None:
+def newest_whole(
+    checkpoints: Path, ranks: Communicator, at_most: int | None = None, passed_over: Callable[[str], None] | None = None
+) -> Found | None:
     """The newest checkpoint of which every byte is as it was written, of step ``at_most`` or before; the ranks share the reading
-    and find the same. Damaged ones are named in the log and skipped."""
+    and find the same. Damaged ones are named in the log and skipped; ``passed_over`` hears of them on every rank."""
     [steps, *_] = gather_values(ranks, committed_steps(checkpoints), "the checkpoints that there are")
     for step in reversed(steps):
         if at_most is not None and step > at_most:
@@ -39,8 +41,11 @@ def newest_whole(checkpoints: Path, ranks: Communicator, at_most: int | None = N
         troubles = gather_values(ranks, trouble, f"the checkpoint of step {step}")
         if found is not None and not any(troubles):
             return Found(step, folder, found[1], found[0])
+        why = f"checkpoint '{folder}' is skipped: {next(text for text in troubles if text)}"
         if ranks.rank == 0:
-            logger.warning("checkpoint '%s' is skipped: %s", folder, next(text for text in troubles if text))
+            logger.warning("%s", why)
+        if passed_over is not None:
+            passed_over(why)
     return None
 
 
