@@ -147,6 +147,11 @@ def _bring_up(pod: Pod, journal: Journal) -> int:
     while True:
         try:
             step = pod.start_trainer()
+            if pod.all_damaged and journal.checkpoints():
+                raise RunError(
+                    "no checkpoint of this run is whole (logs/trainer_worker.log says what is wrong with each), and to begin again would write over "
+                    "what it has; put one back from a copy, or start a new run"
+                )
             if not journal.checkpoints():
                 pod.checkpoint(step)
             return step

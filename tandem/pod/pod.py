@@ -50,6 +50,7 @@ class Pod:
     trainer_step: int | None = None
     engine_step: int | None = None
     online: bool = False
+    all_damaged: bool = False
     recoveries: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
@@ -57,12 +58,14 @@ class Pod:
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
     def start_trainer(self, step: int | None = None) -> int:
-        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step it stands at."""
+        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step it stands at. ``all_damaged`` says
+        whether that is 0 for want of a whole one."""
         with self._trainer_does(TrainerState.START, step or 0):
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
             loaded = self.trainer.load(self.start, step)
             self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
+            self.all_damaged = bool(loaded["damaged"])
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
         return self.trainer_step
 

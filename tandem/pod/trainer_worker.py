@@ -28,7 +28,7 @@ from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.trainer.optimizer import Optimizer
 from tandem.trainer.optimizers import make_optimizer
-from tandem.trainer.save import load_checkpoint, newest_committed, prune, save_checkpoint
+from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 
@@ -110,7 +110,7 @@ class TrainerWorker:
     # -- the state ---------------------------------------------------------------------------------------------------
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Stand at checkpoint ``step`` or before (``None``: the newest), or at the start model where there is none."""
+        """Stand at checkpoint ``step`` or before (``None``: the newest), or at the start model where there is none, or ``damaged`` ones alone."""
         start = self.start = Path(meta["start"])
         self.model = load_model(start, self.kernels)
         self.model.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
@@ -119,13 +119,14 @@ class TrainerWorker:
         if self.recipe.algorithm.kl_coefficient > 0:
             self.reference = load_model(start, self.kernels).requires_grad_(False)
             self.reference.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
-        found = newest_committed(self.directory / "checkpoints", meta["step"])
+        checkpoints = self.directory / "checkpoints"
+        found = newest_committed(checkpoints, meta["step"])
         self.steps = 0
         if found is not None:
             load_checkpoint(found.folder, self.model, self.optimizer)
             self.steps = found.step
         self.inferred = self.converted = None
-        return {"step": self.steps, "kernels": self.kernels.name}, {}
+        return {"step": self.steps, "kernels": self.kernels.name, "damaged": found is None and bool(committed_steps(checkpoints))}, {}
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Commit the checkpoint of ``step`` and remove those that the recipe does not keep."""

@@ -101,4 +101,12 @@ def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refuse
     assert refused.returncode == 2
     assert "thread" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert difference(run, undisturbed) == [], "a refused resume changes nothing"
-    assert run.left_behind() == []
+    config.write_text(config.read_text().replace("threads: 2", "threads: 1"))
+    for folder in (run.directory / "checkpoints").glob("step-*"):
+        os.truncate(max(folder.iterdir(), key=lambda path: path.stat().st_size), 1000)
+    before = {path: path.read_bytes() for path in (run.directory / "metrics.jsonl", *run.directory.glob("checkpoints/*/*"))}
+    refused = run.resume()
+    assert refused.returncode == 1
+    assert "no checkpoint of this run is whole" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert {path: path.read_bytes() for path in before} == before
+    assert run.rows() == undisturbed.rows() and run.left_behind() == []
