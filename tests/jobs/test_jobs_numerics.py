@@ -2,7 +2,6 @@
 finite is left out and counted."""
 
 import itertools
-import json
 import math
 import shutil
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from data_runs import rows
 from package_data import make_datasets
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
 from tandem.runtime.listener import Listener
-from tandem.runtime.metrics import VOLATILE
 from tandem.trainer.kept_batch import read_batch
 from tandem.types import RunError, UserError
 
@@ -56,11 +55,6 @@ def begin(data: Path, directory: Path, *overrides: str, listener: Listener | Non
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     train(load_config(directory / "recipe.yaml", list(overrides)), listener=listener)
     return directory / "run"
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
 
 
 CHOICES = {

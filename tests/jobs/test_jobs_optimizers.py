@@ -1,21 +1,18 @@
 """``tandem train`` with Muon and 8-bit AdamW on ranks: the run of one process, the same bits after a death, and on with other ranks."""
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from data_runs import command, rows
 from package_data import make_datasets
 from sharded import is_same, tensors_of
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import train
-from tandem.runtime.metrics import VOLATILE
 
 STEPS = 6
 SPARSE = {"architecture": "qwen3_moe", "num_experts": 4, "expert_intermediate_size": 32}
@@ -54,20 +51,8 @@ def alone(folder: Path, data: Path, optimizer: str, **create: Any) -> Path:
     return folder
 
 
-def command(*arguments: str, status: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], capture_output=True, text=True, timeout=400)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
-
-
 def check_curve(folder: Path, other: Path, close: float) -> None:
-    found, wanted = rows(folder), rows(other)
+    found, wanted = rows(folder / "run"), rows(other / "run")
     assert [row["step"] for row in found] == list(range(STEPS))
     assert wanted[0]["train/loss"] - wanted[-1]["train/loss"] > 0.1, "it learns, so equal curves mean something"
     for mine, its in zip(found, wanted, strict=True):
@@ -109,7 +94,7 @@ def test_killed_rank_leaves_the_same_bits_and_one_process_goes_on_from_four(opti
         recipe = write_recipe(tmp_path / name, data, optimizer)
         command("train", str(recipe), *FOUR, "--parallel.zero=2", *fault, status=int(name == "cut"))
     whole, killed, cut = (tmp_path / name for name in ("whole", "killed", "cut"))
-    assert rows(killed) == rows(whole) and is_same(killed / "run/checkpoints/step-6", whole / "run/checkpoints/step-6")
+    assert rows(killed / "run") == rows(whole / "run") and is_same(killed / "run/checkpoints/step-6", whole / "run/checkpoints/step-6")
     is_coded = any("_codes/" in name and "@tensor-1-of-2" in name for name in tensors_of(whole / "run/checkpoints/step-6"))
     assert is_coded == (optimizer == "adamw8bit")
     command("resume", str(cut / "run"), "--parallel.data=1", "--parallel.tensor=1", "--parallel.zero=0")

@@ -162,7 +162,6 @@ def test_the_report_shows_the_traced_step_and_its_bubble_measured_beside_predict
         (["--parallel.schedule=interleaved", "--parallel.virtual_stages=2"], "needs 2 ranks or more"),
         (["--parallel.virtual_stages=0"], "must be at least 1"),
         (["--parallel.pipeline=2", "--parallel.data=2", "--parallel.zero=2", "--parallel.schedule=gpipe"], "set parallel.schedule to 1f1b"),
-        (["--parallel.pipeline=2", "--trainer.router_bias_rate=0.001"], "set parallel.pipeline to 1"),
         (["--run.trace_steps=[-1]"], "counted from 0"),
     ],
 )

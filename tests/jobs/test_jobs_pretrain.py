@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from data_runs import rows
 from transformers import AutoModelForCausalLM
 
 from tandem.config.recipe import load_config
@@ -28,7 +29,7 @@ from tandem.jobs.pretrain_records import Records
 from tandem.jobs.start import train
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
-from tandem.runtime.metrics import VOLATILE, MetricsFile
+from tandem.runtime.metrics import MetricsFile
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
@@ -98,11 +99,6 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -152,7 +148,7 @@ def plain_losses(folder: Path, data: Path, steps: int) -> list[float]:
 
 
 def test_loss_curve_is_that_of_a_plain_loop_over_transformers(undisturbed: Path, data: Path) -> None:
-    losses = [row["train/loss"] for row in rows(undisturbed)]
+    losses = [row["train/loss"] for row in rows(undisturbed / "run")]
     expected = plain_losses(undisturbed, data, 12)
     assert losses[0] - losses[-1] > 0.5, "it learns, so equal curves mean something"
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
@@ -162,7 +158,7 @@ def test_loss_curve_is_that_of_a_plain_loop_over_transformers(undisturbed: Path,
 def test_loss_curve_is_that_of_a_plain_loop_over_a_hundred_steps(data: Path, tmp_path: Path) -> None:
     status, _, error = finish(begin(tmp_path, recipe(data, run={"max_steps": 100})))
     assert status == 0, error
-    losses = [row["train/loss"] for row in rows(tmp_path)]
+    losses = [row["train/loss"] for row in rows(tmp_path / "run")]
     expected = plain_losses(tmp_path, data, 100)
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
 
@@ -176,10 +172,10 @@ def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data:
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
-    assert len(rows(tmp_path)) < 12
+    assert len(rows(tmp_path / "run")) < 12
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 0, error
-    assert rows(tmp_path) == rows(undisturbed)
+    assert rows(tmp_path / "run") == rows(undisturbed / "run")
     for name in ("model/model.safetensors", *(f"checkpoints/step-{n}/{file}" for n in (10, 12) for file in CHECKPOINT_FILES)):
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / "run" / name).read_bytes()
 
@@ -205,20 +201,20 @@ def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the
     process.send_signal(signal.SIGTERM)
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "which is saved: 'tandem resume" in out
-    stopped = len(rows(tmp_path))
+    stopped = len(rows(tmp_path / "run"))
     assert stopped < steps and (tmp_path / "run" / "checkpoints" / f"step-{stopped}" / "COMMIT").is_file()
     assert any("timing_s/checkpoint_stall" in line for line in path.read_text().splitlines())
     shutil.rmtree(tmp_path / "run")
     status, _, error = finish(command(tmp_path, "resume", "run", "--from", str(target)))
     assert status == 0, error
-    assert rows(tmp_path) == rows(whole)
+    assert rows(tmp_path / "run") == rows(whole / "run")
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == (whole / "run/model/model.safetensors").read_bytes()
     status, listed, error = finish(command(tmp_path, "models", "list", "--registry", "registry", "--json"))
     assert status == 0, error
     versions = [json.loads(line) for line in listed.splitlines()]
     assert [v["version"] for v in versions] == list(range(1, len(versions) + 1)) and {stopped, steps} < {v["step"] for v in versions}
     assert versions[-1]["path"] == str(tmp_path / "run" / "checkpoints" / f"step-{steps}") and len(versions[-1]["data"]) == 3
-    assert versions[-1]["metrics"]["train/loss"] == rows(whole)[-1]["train/loss"] and "held_out/loss" in versions[-1]["metrics"]
+    assert versions[-1]["metrics"]["train/loss"] == rows(whole / "run")[-1]["train/loss"] and "held_out/loss" in versions[-1]["metrics"]
     status, _, error = finish(command(tmp_path, "resume", "other", "--from", str(tmp_path / "run" / "checkpoints")))
     assert status == 2 and "holds no run" in error and len(error.splitlines()) == 1
     sections = recipe(data, checkpoint={"upload": str(target)})
@@ -237,7 +233,7 @@ def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undis
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "Traceback" not in out
     assert "once more ends at once" in out and "which is saved: 'tandem resume" in out
-    assert (tmp_path / "run" / "checkpoints" / f"step-{len(rows(tmp_path))}" / "COMMIT").is_file()
+    assert (tmp_path / "run" / "checkpoints" / f"step-{len(rows(path.parent))}" / "COMMIT").is_file()
     shutil.copytree(undisturbed / "run", tmp_path / "done")
     before = (tmp_path / "done" / "metrics.jsonl").read_bytes()
     status, out, error = finish(command(tmp_path, "resume", "done"))

@@ -4,14 +4,13 @@ die or hang."""
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from data_runs import command, rows
 from package_data import make_datasets
 from safetensors.torch import load_file
 from sharded import is_same, tensors_of
@@ -19,7 +18,6 @@ from sharded import is_same, tensors_of
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
 from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import VOLATILE
 from tandem.trainer.checkpoint.write import PHASES
 
 STEPS = 12
@@ -56,19 +54,7 @@ def write_recipe(folder: Path, data: Path) -> None:
 def run(folder: Path, data: Path, *arguments: str, status: int = 0) -> str:
     """Train in ``folder``/run; what the command printed."""
     write_recipe(folder, data)
-    return command(folder, "train", "recipe.yaml", "--machine.threads=1", *arguments, status=status)
-
-
-def command(folder: Path, *arguments: str, status: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=400)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
+    return command("train", "recipe.yaml", "--machine.threads=1", *arguments, status=status, folder=folder)
 
 
 def recoveries(folder: Path) -> list[dict[str, Any]]:
@@ -77,8 +63,8 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_same_run(folder: Path, other: Path) -> bool:
-    model, saved = "run/model/model.safetensors", f"run/checkpoints/step-{STEPS}"
-    return rows(folder) == rows(other) and (folder / model).read_bytes() == (other / model).read_bytes() and is_same(folder / saved, other / saved)
+    one, two, model, saved = folder / "run", other / "run", "model/model.safetensors", f"checkpoints/step-{STEPS}"
+    return rows(one) == rows(two) and (one / model).read_bytes() == (two / model).read_bytes() and is_same(one / saved, two / saved)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +93,7 @@ def two_heads(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_curve_of(folder: Path, other: Path) -> bool:
-    found, wanted = rows(folder), rows(other)
+    found, wanted = rows(folder / "run"), rows(other / "run")
     assert [row["step"] for row in found] == list(range(STEPS))
     assert wanted[0]["train/loss"] - wanted[-1]["train/loss"] > 0.3, "it learns, so equal curves mean something"
     names = ("train/loss", "train/entropy", "actor/grad_norm")
@@ -165,8 +151,8 @@ def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, two_head
 def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: Path, tmp_path: Path) -> None:
     run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     again = ("--parallel.data=4", "--parallel.zero=2", "--fault=rank3:before:train:10")
-    command(tmp_path, "resume", "run", *again, status=1)
-    command(tmp_path, "resume", "run", "--parallel.data=1", "--parallel.zero=0")
+    command("resume", "run", *again, status=1, folder=tmp_path)
+    command("resume", "run", "--parallel.data=1", "--parallel.zero=0", folder=tmp_path)
     assert is_curve_of(tmp_path, one)
 
 
@@ -223,7 +209,7 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
         (["--parallel.data=0"], "it must be at least 1"),
         (["--parallel.tensor=2"], "does not divide the model's num_kv_heads 1"),
         (["--parallel.zero=1"], "there is one rank to cut between"),
-        (["--parallel.data=2", "--parallel.zero=2", "--trainer.offload=nvme"], "which one process does; this run has 2 ranks: set it to none"),
+        (["--parallel.data=2", "--trainer.offload=nvme", "--trainer.offload_parameters=nvme"], "set parallel.zero to 3, or trainer.offload_parameters"),
         (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),
         (["--parallel.data=2", "--inline"], "--inline is one process"),
     ],

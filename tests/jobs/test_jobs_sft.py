@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from data_runs import rows
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -31,7 +32,6 @@ from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
-from tandem.runtime.metrics import VOLATILE
 from tandem.storage.files import open_storage
 from tandem.types import UserError
 
@@ -69,9 +69,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     form = DocumentFormat(suffixes=(), examples=True)
-    for name, rows in (("pairs", PAIRS), ("chats", CHATS), ("held-out", HELD_OUT)):
+    for name, examples in (("pairs", PAIRS), ("chats", CHATS), ("held-out", HELD_OUT)):
         (folder / "source" / name).mkdir(parents=True)
-        (folder / "source" / name / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "source" / name / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
         tokenize(TokenizeSettings(str(folder / "source" / name), str(folder / name), str(folder / "model"), form, workers=1))
     (folder / "source" / "text").mkdir()
     (folder / "source" / "text" / "a.txt").write_text("plain text")
@@ -97,11 +97,6 @@ def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
         sections[name] = {**sections.get(name, {}), **values}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
     return folder / "recipe.yaml"
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in found]
 
 
 class Heard(Listener):
@@ -161,7 +156,7 @@ def test_loss_curve_is_that_of_a_plain_loop_over_transformers(undisturbed: Path,
     model = AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32, attn_implementation="eager")
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decayed], "weight_decay": 0.1 * decayed} for decayed in (True, False)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
-    found = rows(undisturbed)
+    found = rows(undisturbed / "run")
     for step, batch in enumerate(batches(data, 12)):
         optimizer.zero_grad()
         parts = [summed(model, data, row) for row in batch]
@@ -203,9 +198,9 @@ def test_two_data_parallel_ranks_have_the_curve_of_one_process(undisturbed: Path
     overrides = ["--parallel.data=2", "--parallel.zero=1", "--run.max_steps=10", "--evaluation.sequences=1"]
     train(load_config(write_recipe(tmp_path, data), overrides))
     names = ("train/loss", "actor/grad_norm", "train/learned_tokens", "train/step_tokens")
-    found = rows(tmp_path)
+    found = rows(tmp_path / "run")
     assert len(found) == 10
-    assert all(math.isclose(a[name], b[name], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed), strict=False) for name in names)
+    assert all(math.isclose(a[name], b[name], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed / "run"), strict=False) for name in names)
     with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
         measured = [result for step, _, result in journal.evaluations() if step == 0]
     model = AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32, attn_implementation="eager")
@@ -224,14 +219,14 @@ def test_every_mesh_has_the_curve_of_one_process_though_a_rank_is_killed(mesh: s
     train(recipe, faults=FaultPlan.parse("rank1:before:forward:12"))
     with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
         assert [event.detail["ranks"] for event in journal.events() if event.kind == "recovery"] == [[1]]
-    found = rows(tmp_path)
+    found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == list(range(15))
-    assert all(math.isclose(a["train/loss"], b["train/loss"], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed), strict=False))
+    assert all(math.isclose(a["train/loss"], b["train/loss"], rel_tol=2e-5) for a, b in zip(found, rows(undisturbed / "run"), strict=False))
 
 
 def is_same_run(folder: Path, other: Path) -> bool:
     names = ("model/model.safetensors", f"checkpoints/step-{STEPS}/rank-00000.safetensors")
-    return rows(folder) == rows(other) and all((folder / "run" / name).read_bytes() == (other / "run" / name).read_bytes() for name in names)
+    return rows(folder / "run") == rows(other / "run") and all((folder / "run" / name).read_bytes() == (other / "run" / name).read_bytes() for name in names)
 
 
 class Failing(Listener):
@@ -244,7 +239,7 @@ def test_run_that_failed_goes_on_to_the_same_bits(undisturbed: Path, data: Path,
     before = torch.get_num_threads()
     with pytest.raises(OSError, match="this listener fails"):
         train(load_config(write_recipe(tmp_path, data)), listener=Failing())
-    assert len(rows(tmp_path)) == 14 and not (tmp_path / "run" / "model").exists()
+    assert len(rows(tmp_path / "run")) == 14 and not (tmp_path / "run" / "model").exists()
     resume(tmp_path / "run")
     torch.set_num_threads(before)
     assert is_same_run(tmp_path, undisturbed)
@@ -260,7 +255,7 @@ def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert len(rows(tmp_path)) < STEPS
+    assert len(rows(tmp_path / "run")) < STEPS
     before = torch.get_num_threads()
     resume(tmp_path / "run")
     torch.set_num_threads(before)
@@ -302,7 +297,7 @@ def test_pretraining_learns_every_token_of_examples_and_says_so(data: Path, tmp_
     train(recipe, listener=heard)
     torch.set_num_threads(before)
     assert any("marks what is to be learned, and pretraining learns all of it" in message for message in heard.messages)
-    (row,) = rows(tmp_path)
+    (row,) = rows(tmp_path / "run")
     assert row["train/tokens"] == PER_STEP * 48 and "train/examples" not in row
 
 
@@ -318,6 +313,6 @@ def test_replayed_step_of_examples_is_equal_bit_for_bit(data: Path, tmp_path: Pa
     torch.set_num_threads(1)
     train(load_config(write_recipe(tmp_path, data, run={"max_steps": 4, "name": "run", "directory": str(tmp_path)}, checkpoint={"every_steps": 2})))
     [found] = replay(tmp_path / "run", 3)
-    row = rows(tmp_path)[3]
+    row = rows(tmp_path / "run")[3]
     assert {"train/learned_tokens", "train/step_tokens", "train/examples"} < row.keys()
     assert (found.part, found.count, found.differences, found.how) == ("train", len(row), (), "equal bit for bit")

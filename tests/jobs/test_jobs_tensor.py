@@ -1,14 +1,12 @@
 """``tandem train`` on ranks that share the matrices, the tokens or the experts of a model: the run of one process."""
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from data_runs import command, rows
 from package_data import make_datasets
 from safetensors.torch import load_file
 from sharded import tensors_of
@@ -41,19 +39,8 @@ def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: An
     return command("train", str(folder / "recipe.yaml"), *arguments, status=status)
 
 
-def command(*arguments: str, status: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], capture_output=True, text=True, timeout=400)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_same_run(folder: Path, other: Path, close: float = 2e-5) -> None:
-    found, wanted = rows(folder), rows(other)
+    found, wanted = rows(folder / "run"), rows(other / "run")
     assert [row["step"] for row in found] == list(range(STEPS))
     assert wanted[0]["train/loss"] - wanted[-1]["train/loss"] > 0.1, "it learns, so equal curves mean something"
     for mine, its in zip(found, wanted, strict=True):
@@ -87,7 +74,7 @@ def test_residual_stream_is_divided_where_the_recipe_says_so_with_the_same_curve
         (tmp_path / value).mkdir()
         run(tmp_path / value, data, "--parallel.tensor=2", f"--parallel.sequence_parallel={value}")
         check_same_run(tmp_path / value, one)
-        collectives.append(rows(tmp_path / value)[1]["comm/collectives"])
+        collectives.append(rows(tmp_path / value / "run", every_key=True)[1]["comm/collectives"])
     # A sum of this size is one exchange where all ranks need all of it, and a reduce-scatter and an all-gather where they share its rows.
     assert collectives[0] > collectives[1]
 
@@ -95,7 +82,7 @@ def test_residual_stream_is_divided_where_the_recipe_says_so_with_the_same_curve
 @pytest.mark.full
 def test_deterministic_tensor_ranks_take_the_first_step_with_the_loss_bits_of_one_process(one: Path, data: Path, tmp_path: Path) -> None:
     run(tmp_path, data, "--parallel.tensor=2", "--parallel.deterministic=true")
-    assert rows(tmp_path)[0]["train/loss"] == rows(one)[0]["train/loss"]
+    assert rows(tmp_path / "run")[0]["train/loss"] == rows(one / "run")[0]["train/loss"]
     check_same_run(tmp_path, one)
 
 
@@ -129,7 +116,7 @@ def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tm
     run(tmp_path / "one", data, *balance, **sparse)
     run(tmp_path / "ranks", data, *balance, "--parallel.expert=2", *arguments, **sparse)
     check_same_run(tmp_path / "ranks", tmp_path / "one")
-    assert [row["router/max_overload"] for row in rows(tmp_path / "ranks")] == [row["router/max_overload"] for row in rows(tmp_path / "one")]
+    assert [row["router/max_overload"] for row in rows(tmp_path / "ranks" / "run")] == [row["router/max_overload"] for row in rows(tmp_path / "one" / "run")]
 
 
 @pytest.mark.parametrize(
