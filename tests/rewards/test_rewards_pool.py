@@ -335,7 +335,7 @@ def test_a_regular_expression_that_explodes_costs_its_sample_alone() -> None:
 
     config = RewardsConfig(
         functions=(RewardFunctionConfig("format_checker", format=FormatCheckerConfig(pattern="(a+)+b")),),
-        deadline_s=60.0, sample_deadline_s=0.5,
+        deadline_s=12.0, sample_deadline_s=0.5,
     )  # fmt: skip
     with RewardPool(config) as pool:
         assert [score.value for score in judge(pool, "aab", "a" * 60, "b")] == [1.0, None, 0.0]
