@@ -22,10 +22,11 @@ from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.layout.training_bytes import saved_bytes, waiting_passes
+from tandem.layout.training_bytes import saved_bytes, training_bytes, waiting_passes
 from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
+from tandem.pod.residents import available_bytes
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
@@ -88,6 +89,9 @@ def train_on(
             return None
         return _finish(directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
 
+KEPT_TIMES = 3
+"""The most that a rank was seen to hold of what it is said to need, where freed memory is kept."""
+
 
 @contextlib.contextmanager
 def opened_run(
@@ -97,9 +101,6 @@ def opened_run(
     """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before. The other
     arguments are those of ``train_on``."""
     with ExitStack() as stack:
-        # What sums over ranks take and free between layers would cut up memory that is kept: several times what is held.
-        is_small = ranks.world.size > 1 and recipe.trainer.offloads
-        stack.enter_context(large_memory_given_back() if is_small else freed_memory_kept())
         journal = metrics = None
         if ranks.is_first:
             journal = stack.enter_context(Journal(directory / "journal.sqlite"))
@@ -111,6 +112,7 @@ def opened_run(
         # Nobody reads the model before it is written.
         ranks.world.barrier("the model to start from")
         start = _start_folder(recipe, directory)
+        stack.enter_context(freed_memory_kept() if _has_room_to_keep(recipe, start) else large_memory_given_back())
         data = open_data(recipe, journal)
         for note in data.notes if ranks.is_first else ():
             listener.message(note)
@@ -133,6 +135,16 @@ def opened_run(
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
         yield PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
+
+
+def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
+    """Whether this machine has room for freed memory that is kept. On ranks, what sums take and free between layers cuts it up:
+    several times what is held was measured, and steps a fifth slower where it is given back."""
+    parallel = recipe.parallel
+    if parallel.world == 1:
+        return True
+    held = parallel.ranks_of_a_node * training_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
+    return not recipe.trainer.offloads and KEPT_TIMES * held <= available_bytes(recipe.machine.memory_gib)
 
 
 def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, listener: Listener) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_jobs_numerics import begin, data, rows  # noqa: F401 - a fixture too
+from data_runs import rows
+from test_jobs_numerics import begin, data  # noqa: F401 - a fixture too
 
 from tandem.cli.main import main
 from tandem.config.recipe import load_config

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from data_runs import command
 from test_jobs_ranks import (  # noqa: F401 - fixtures too
     SYNCHRONOUS,
     TWO_HEADS,
-    command,
     data,
     is_curve_of,
     is_same_run,
@@ -65,24 +65,26 @@ def test_any_mesh_goes_on_from_checkpoints_of_offloaded_ranks_with_and_without_o
     first.mkdir()
     stop = ("--run.restart_budget=0", SYNCHRONOUS)
     run(first, data, "--parallel.data=2", "--parallel.zero=3", *offload(ALL, away), *stop, "--fault=rank0:before:train:5", status=1)
-    assert "cannot change when a run is resumed" in command(first, "resume", "run", "--trainer.learning_rate=1", status=2)
+    assert "cannot change when a run is resumed" in command("resume", "run", "--trainer.learning_rate=1", status=2, folder=first)
     shutil.copytree(first, second)
     none = [f"--trainer.{name}=none" for name in ALL]
-    command(first, "resume", "run", "--parallel.data=2", "--parallel.zero=1", *none, "--trainer.offload_folder=")
-    command(second, "resume", "run", "--parallel.data=2", "--parallel.zero=1", *none[1:])
+    command("resume", "run", "--parallel.data=2", "--parallel.zero=1", *none, "--trainer.offload_folder=", folder=first)
+    command("resume", "run", "--parallel.data=2", "--parallel.zero=1", *none[1:], folder=second)
     assert is_same_run(first, second) and is_curve_of(first, one)
     third = tmp_path / "third"
     third.mkdir()
     run(third, data, *stop, "--parallel.data=2", "--fault=rank0:before:train:5", status=1)
-    command(third, "resume", "run", "--parallel.data=3", "--parallel.zero=3", *offload(ALL, away), "--fault=rank0:before:train:10", status=1)
-    command(third, "resume", "run", "--parallel.data=1", "--parallel.zero=0")
+    command("resume", "run", "--parallel.data=3", "--parallel.zero=3", *offload(ALL, away), "--fault=rank0:before:train:10", status=1, folder=third)
+    command("resume", "run", "--parallel.data=1", "--parallel.zero=0", folder=third)
     assert is_curve_of(third, one) and list(away.iterdir()) == []
 
 
 WIDTHS = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 1536}
 
 
-def resident(folder: Path, data: Path, start: Path, mesh: list[str], names: tuple[str, ...]) -> tuple[int, int]:  # noqa: F811
+def resident(
+    folder: Path, data: Path, start: Path, mesh: list[str], names: tuple[str, ...] = (), memory_gib: float = 0  # noqa: F811
+) -> tuple[int, int]:
     """(bytes that the first rank has after two steps, those that are predicted besides the process itself)."""
     folder.mkdir()
     write_recipe(folder, data)
@@ -90,8 +92,9 @@ def resident(folder: Path, data: Path, start: Path, mesh: list[str], names: tupl
     # Made by nobody here: what is freed is kept.
     recipe = content | {"model": {"path": str(start)}, "data": content["data"] | {"held_out": ""}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    overrides = [*mesh, "--machine.threads=1", "--run.max_steps=2", "--checkpoint.every_steps=100", *(f"--trainer.{name}=nvme" for name in names)]
-    command(folder, "train", "recipe.yaml", *overrides)
+    size = ["--machine.threads=1", f"--machine.memory_gib={memory_gib}", "--run.max_steps=2", "--checkpoint.every_steps=100"]
+    overrides = [*mesh, *size, *(f"--trainer.{name}=nvme" for name in names)]
+    command("train", "recipe.yaml", *overrides, folder=folder)
     loaded = load_config(folder / "recipe.yaml", overrides)
     assert isinstance(loaded, PretrainRecipe)
     measured = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory/train/measured"]
@@ -106,11 +109,14 @@ def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp
     create_model(recipe.model.create, 3, tmp_path / "start")
     for zero, choices in ((0, [("offload",)]), (3, [("offload",), ("offload", "offload_parameters")])):
         mesh = ["--parallel.data=2", f"--parallel.zero={zero}"]
-        plain, of_plain = resident(tmp_path / f"plain-{zero}", data, tmp_path / "start", mesh, ())
+        plain, of_plain = resident(tmp_path / f"plain-{zero}", data, tmp_path / "start", mesh)
         for names in choices:
             paged, of_paged = resident(tmp_path / f"{len(names)}-{zero}", data, tmp_path / "start", mesh, names)
             assert of_plain - of_paged > 100 << 20 and plain - paged > 0.9 * (of_plain - of_paged), (zero, names, plain, paged)
             assert paged < PROCESS_BYTES + 1.3 * of_paged, (zero, names, paged, of_paged)
+    # Where there is room for what is needed and not for what is freed meanwhile, that goes back.
+    small, _ = resident(tmp_path / "small", data, tmp_path / "start", mesh, memory_gib=2.5 * 2 * of_plain / 2**30)
+    assert small < plain - (200 << 20) and small < PROCESS_BYTES + 1.6 * of_plain, (small, plain, of_plain)
 
 
 def lines(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
