@@ -69,7 +69,11 @@ def run(options: argparse.Namespace) -> int:
     settings.check()
     if options.new_vocabulary is not None:
         print(f"learning a tokenizer of {options.new_vocabulary:,} tokens", flush=True)
-        train_tokenizer(open_storage(options.source), settings.form, options.new_vocabulary, Path(options.tokenizer))
+        tokens = train_tokenizer(
+            open_storage(options.source), settings.form, options.new_vocabulary, Path(options.tokenizer), progress=sys.stderr.isatty()
+        )
+        if tokens < options.new_vocabulary:
+            print(f"the text has no more than {tokens:,} tokens to learn", flush=True)
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.percentage:.0f}%  {task.fields[note]}"), TimeRemainingColumn())
     began = time.monotonic()
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:

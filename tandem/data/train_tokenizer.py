@@ -14,10 +14,12 @@ END = "<|endoftext|>"
 BYTES = 256
 
 
-def train_tokenizer(source: Storage, form: DocumentFormat, vocabulary: int, folder: Path, most_bytes: int = 256 * 2**20) -> None:
+def train_tokenizer(
+    source: Storage, form: DocumentFormat, vocabulary: int, folder: Path, most_bytes: int = 256 * 2**20, progress: bool = False
+) -> int:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``: ``vocabulary`` tokens, 0 being the end of sequence,
-    learned from the first ``most_bytes`` of ``source``. Any text can be encoded. Raises ``UserError``, and ``RunError``
-    where the disk fails."""
+    learned from the first ``most_bytes`` of ``source``. Any text can be encoded. Returns how many tokens there are, fewer where the text has no
+    more. ``progress``: with the library's bars. Raises ``UserError``, and ``RunError`` where the disk fails."""
     if vocabulary < BYTES + 1:
         raise UserError(f"the new vocabulary has {vocabulary} tokens; it needs at least {BYTES + 1}, one for each byte and the end of sequence")
     if (folder / "tokenizer.json").exists():
@@ -26,13 +28,14 @@ def train_tokenizer(source: Storage, form: DocumentFormat, vocabulary: int, fold
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=progress
     )
     backend.train_from_iterator(_texts(source, form, most_bytes), trainer)
     try:
         _write(backend, folder)
     except OSError as error:
         raise RunError(f"the tokenizer cannot be written to '{folder}': {error.strerror or error}; make room or name another folder") from None
+    return backend.get_vocab_size()
 
 
 def _write(backend: Tokenizer, folder: Path) -> None:

@@ -271,7 +271,7 @@ def test_sides_divide_the_documents_without_overlap(source: Path, tokenizer_fold
 
 
 def test_learned_tokenizer_encodes_any_text_and_is_not_written_over(source: Path, tmp_path: Path) -> None:
-    train_tokenizer(open_storage(str(source)), DocumentFormat(), 500, tmp_path / "t")
+    assert train_tokenizer(open_storage(str(source)), DocumentFormat(), 500, tmp_path / "t") == 500
     tokenizer = Tokenizer.from_folder(tmp_path / "t")
     assert tokenizer.vocab_size == 500 and tokenizer.eos_token_ids == (0,)
     for text in ("naïve 数 café", "\0\x7f 🎉 nothing like it was seen", " \n\t "):
@@ -279,6 +279,9 @@ def test_learned_tokenizer_encodes_any_text_and_is_not_written_over(source: Path
     assert len(tokenizer.encode("document 7: naïve")) < 10, "it has learned what is frequent"
     with pytest.raises(UserError, match="has a tokenizer already"):
         train_tokenizer(open_storage(str(source)), DocumentFormat(), 500, tmp_path / "t")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "a.txt").write_text("aa aa")
+    assert train_tokenizer(open_storage(str(tmp_path / "small")), DocumentFormat(suffixes=(".txt",)), 10**6, tmp_path / "few") == 257 + 2
     with pytest.raises(UserError, match="at least 257"):
         train_tokenizer(open_storage(str(source)), DocumentFormat(), 100, tmp_path / "u")
 
