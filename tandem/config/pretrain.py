@@ -118,11 +118,6 @@ class PretrainRecipe:
             )
         if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
             raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
-        if self.parallel.zero >= 2 and self.parallel.pipeline > 1 and self.parallel.schedule != "1f1b":
-            raise UserError(
-                f"'parallel.zero' is {self.parallel.zero} with parallel.schedule '{self.parallel.schedule}', under which several micro-batches need "
-                "the gradients and weights that it drops; set parallel.schedule to 1f1b, or parallel.zero to 1"
-            )
         self._check_offload()
 
     def _check_offload(self) -> None:

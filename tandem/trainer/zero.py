@@ -4,7 +4,7 @@ Every layer's parameters lie end to end in one flat tensor of n equal parts, one
 optimizer's moments: a rank updates its part of the weights, and an all-gather brings the others'. Stage 2 cuts the gradients too: each backward
 pass ends in a reduce-scatter of every layer, after which the whole gradients are dropped. Stage 3 cuts the weights too: a layer
 is gathered before its forward and again before its backward, and dropped after each; embedding and head are held whole from the
-start of a forward pass to the end of its backward. With P numbers of b bytes, what stays from one backward pass to the next is
+start of a forward pass to the end of its backward, in a pipeline of all that wait. With P numbers of b bytes, what stays from one backward pass to the next is
 
     0: b (P + P + 2 P)    1: b (P + P + 2 P / n)    2: b (P + P / n + 2 P / n)    3: b (P / n + P / n + 2 P / n)
 

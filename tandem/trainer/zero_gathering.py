@@ -23,6 +23,8 @@ class Gathering:
             (self._ends if layer is None else self._layers.setdefault(layer, [])).append(shard)
         self._shard_of = {id(shard.bucket): shard for shard in shards}
         self._in_backward: set[int] = set()
+        self._waiting = dict.fromkeys(map(id, self._ends), 0)
+        """Forward passes whose backward still needs an end, by the end: a pipeline may have several."""
         sums.after_sum = self._after_sum
         sums.model.around_layer = self._around
         sums.model.register_forward_pre_hook(lambda *_: self._before_all())
@@ -31,6 +33,7 @@ class Gathering:
         self._in_backward.clear()
         for shard in self._ends:
             shard.gather()
+            self._waiting[id(shard)] += torch.is_grad_enabled()
         self._start(min(self._layers, default=-1), 1)
 
     def _start(self, index: int, toward: int) -> None:
@@ -64,4 +67,9 @@ class Gathering:
 
     def _after_sum(self, bucket: Flat) -> None:
         """All gradients of ``bucket`` are there: nothing reads its weights any more in this backward pass."""
-        self._shard_of[id(bucket)].free()
+        shard = self._shard_of[id(bucket)]
+        if id(shard) in self._waiting:
+            self._waiting[id(shard)] -= 1
+            if self._waiting[id(shard)] > 0:
+                return
+        shard.free()

@@ -231,6 +231,9 @@ def steps_of(model: Decoder, case: Case, bins: Any, ranks: AllRanks, zero: Any =
         (MeshShape(pipeline=2, data=2), 1, "1f1b", 1),
         (MeshShape(pipeline=2, data=2), 2, "1f1b", 1),
         (MeshShape(pipeline=2, data=2), 3, "1f1b", 1),
+        (MeshShape(pipeline=2, data=2), 2, "interleaved", 2),
+        (MeshShape(pipeline=2, data=2), 3, "gpipe", 1),
+        (MeshShape(pipeline=2, data=2), 3, "interleaved", 2),
     ],
 )
 @pytest.mark.parametrize("shapes", [TIED, UNTIED], ids=["tied", "untied"])
