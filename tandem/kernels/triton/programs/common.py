@@ -70,6 +70,28 @@ def sequence_with(token, starts, count):
 
 
 @triton.jit
+def heads_of_token(query_heads, kv_heads, BLOCK_H: tl.constexpr):
+    """The token and the ``BLOCK_H`` heads of its fused projection that this program has, of how many, and which of them are queries, keys and
+    values. Grid: (T, head tiles)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    all_heads = query_heads + 2 * kv_heads
+    is_query = heads < query_heads
+    is_key = (heads >= query_heads) & (heads < query_heads + kv_heads)
+    is_value = (heads >= query_heads + kv_heads) & (heads < all_heads)
+    return token, heads, all_heads, is_query, is_key, is_value
+
+
+@triton.jit
+def rotation(positions, cos_sin, token, h, in_half, D: tl.constexpr):
+    """The cosines and sines [1, HALF] that ``token`` is turned by."""
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cos_sin + position * D + h, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * D + D // 2 + h, mask=in_half, other=0.0)[None, :]
+    return cos, sin
+
+
+@triton.jit
 def decode_fp8(codes):
     """``codes`` uint8 of e4m3 -> fp32, exactly. Its bits stand in an fp16 whose exponent counts from 8 less."""
     wide = codes.to(tl.int16)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import encode_fp8, encode_int8
+from tandem.kernels.triton.programs.common import encode_fp8, encode_int8, heads_of_token, rotation
 
 
 @triton.jit
@@ -35,12 +35,7 @@ def rope(
 ):  # fmt: skip
     """``BLOCK_H`` of the heads of one token of ``qkv[T, (Hq + 2 Hkv) D]``: queries to ``q[T, Hq, D]``, keys and values to ``k`` and ``v`` [T, Hkv, D], or
     with ``TO_CACHE`` to their slot of a cache (see ``KVLayer``). ``HALF``: D / 2 and padding. Grid: (T, head tiles)."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    all_heads = query_heads + 2 * kv_heads
-    is_query = heads < query_heads
-    is_key = (heads >= query_heads) & (heads < query_heads + kv_heads)
-    is_value = (heads >= query_heads + kv_heads) & (heads < all_heads)
+    token, heads, all_heads, is_query, is_key, is_value = heads_of_token(query_heads, kv_heads, BLOCK_H)
     h = tl.arange(0, HALF)
     is_inner = (h < D // 2)[None, :] & (heads < all_heads)[:, None]
     at = qkv + (token * all_heads + heads)[:, None] * D + h[None, :]
@@ -60,9 +55,7 @@ def rope(
         normed_second = (tl.where(is_query[:, None], q_second, k_second) * (second * rstd)).to(dtype).to(tl.float32)
         first = tl.where(is_value[:, None], first, normed_first)
         second = tl.where(is_value[:, None], second, normed_second)
-    position = tl.load(positions + token).to(tl.int64)
-    cos = tl.load(cos_sin + position * D + h, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin + position * D + D // 2 + h, mask=in_half, other=0.0)[None, :]
+    cos, sin = rotation(positions, cos_sin, token, h, in_half, D)
     turned_first = tl.where(is_value[:, None], first, first * cos - second * sin).to(dtype)
     turned_second = tl.where(is_value[:, None], second, second * cos + first * sin).to(dtype)
     to_q = q + (token * query_heads + heads)[:, None] * D + h[None, :]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton.programs.common import heads_of_token, rotation
+
 
 @triton.jit
 def rms_norm_backward(
@@ -57,12 +59,7 @@ def rope_backward(
 ):  # fmt: skip
     """From the gradients by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D] to that by ``qkv[T, (Hq + 2 Hkv) D]`` without norms: queries and keys are turned
     back. Grid: (T, head tiles)."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    all_heads = query_heads + 2 * kv_heads
-    is_query = heads < query_heads
-    is_key = (heads >= query_heads) & (heads < query_heads + kv_heads)
-    is_value = (heads >= query_heads + kv_heads) & (heads < all_heads)
+    token, heads, all_heads, is_query, is_key, is_value = heads_of_token(query_heads, kv_heads, BLOCK_H)
     h = tl.arange(0, HALF)
     in_half = h < D // 2
     key_head = heads - query_heads
@@ -74,9 +71,7 @@ def rope_backward(
     of_value = is_value[:, None] & in_half[None, :]
     first = tl.load(from_q, mask=of_query, other=0).to(tl.float32) + tl.load(from_k, mask=of_key, other=0).to(tl.float32)
     second = tl.load(from_q + D // 2, mask=of_query, other=0).to(tl.float32) + tl.load(from_k + D // 2, mask=of_key, other=0).to(tl.float32)
-    position = tl.load(positions + token).to(tl.int64)
-    cos = tl.load(cos_sin + position * D + h, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin + position * D + D // 2 + h, mask=in_half, other=0.0)[None, :]
+    cos, sin = rotation(positions, cos_sin, token, h, in_half, D)
     turned_first = first * cos + second * sin + tl.load(from_v, mask=of_value, other=0).to(tl.float32)
     turned_second = second * cos - first * sin + tl.load(from_v + D // 2, mask=of_value, other=0).to(tl.float32)
     to = grad_qkv + (token * all_heads + heads)[:, None] * D + h[None, :]
