@@ -4,7 +4,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.bytes import cut_by_zero, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, working_bytes
+from tandem.layout.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
 
 PIECE_BYTES = 16 << 20
 """Of offloaded moments: one piece of one moment (``trainer.adamw_host``)."""
@@ -25,8 +25,7 @@ def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int,
     copies = weights // 2 if trainer.precision != "fp32" else 0
     saved = gpu_saved_bytes(shapes, trainer, tokens)
     logits = min(tokens * shapes.vocab_size, LOGITS_AT_ONCE) * LOGIT_BYTES
-    sharing = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
-    return (held + copies) // parallel.pipeline + at_work + saved // sharing + logits
+    return (held + copies) // parallel.pipeline + at_work + saved // token_sharing(parallel) + logits
 
 
 def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:

@@ -50,15 +50,15 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
     saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel)
     if trainer.offload_activations == "nvme":
         # A layer's own are there while it computes, and in the backward pass as many gradients of them.
-        at_work = 2 * tokens * largest_layer_activation_bytes_per_token(shapes) // _sharing(parallel)
+        at_work = 2 * tokens * largest_layer_activation_bytes_per_token(shapes) // token_sharing(parallel)
         saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + at_work)
-    return held + copies + saved + min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES) // _sharing(parallel)
+    return held + copies + saved + min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES) // token_sharing(parallel)
 
 
 def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
     """What the layers of one process of the mesh save of one forward of ``tokens`` for its backward."""
     each = activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer)
-    return tokens * each // (_sharing(parallel) * parallel.pipeline)
+    return tokens * each // (token_sharing(parallel) * parallel.pipeline)
 
 
 def waiting_passes(parallel: ParallelConfig, stage: int = 0) -> int:
@@ -66,7 +66,7 @@ def waiting_passes(parallel: ParallelConfig, stage: int = 0) -> int:
     return parallel.pipeline - stage
 
 
-def _sharing(parallel: ParallelConfig) -> int:
+def token_sharing(parallel: ParallelConfig) -> int:
     """Among how many ranks the tokens of a forward are divided."""
     return parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
 

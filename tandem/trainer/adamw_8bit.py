@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.blockwise import BLOCK, CODES, SCALES, Coded, codebook
-from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, clip_gradients
+from tandem.trainer.optimizer import MOMENTS, HeldGradients, OptimizerState, check_state
 
 FEWEST_CODED = 4096
 """Smaller matrices keep fp32 moments, as norms and biases do: they weigh nothing."""
 
 
-class AdamW8bit:
+class AdamW8bit(HeldGradients):
     """AdamW (Loshchilov and Hutter, 2019) with block-wise 8-bit moments (Dettmers et al., 2022). Elementwise, in blocks.
 
     A step decodes one parameter's moments to fp32, updates as ``AdamW`` does, and codes them again. Parameters named in ``whole`` (the
@@ -29,22 +29,13 @@ class AdamW8bit:
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, whole: Iterable[str] = (),
         decayed: Collection[str] | None = None, coded: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        super().__init__(parameters, config)
         self._decayed = set(decayed) if decayed is not None else {name for name, p in self.parameters.items() if p.ndim >= 2}
         large = coded if coded is not None else {name for name in self._decayed if self.parameters[name].numel() >= FEWEST_CODED}
         self._coded = set(large) - set(whole)
-        self._config = config
         self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self._books = {moment: codebook(moment, self._device) for moment in MOMENTS}
         self._moments: dict[str, Tensor] = {}
-        self.updates = 0
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def clip(self, scale: float = 1.0) -> float:
-        return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.lanes import Lanes, lanes_of
-from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, clip_gradients
+from tandem.trainer.optimizer import MOMENTS, HeldGradients, OptimizerState, check_state
 from tandem.trainer.pages import Pages
 from tandem.types import RunError
 
@@ -18,7 +18,7 @@ SIDES = 3
 """Pieces of each moment on the GPU: one that comes, one that is worked on, one that goes back."""
 
 
-class HostAdamW:
+class HostAdamW(HeldGradients):
     """``AdamW`` with its bits, for parameters of one dtype. The moments of all parameters lie end to end in two tensors of the host's
     memory, pinned where the parameters are on a GPU; a step brings them there piece by piece and takes them back. ``decayed``: as in ``AdamW``.
     ``lanes``: how copies and updates stand side by side."""
@@ -29,8 +29,7 @@ class HostAdamW:
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None,
         lanes: Lanes | None = None, piece: int = PIECE,
     ) -> None:  # fmt: skip
-        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        self._config, self.updates = config, 0
+        super().__init__(parameters, config)
         self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
         self._pages = Pages(list(self.parameters.items()), MOMENTS, 0)
         # ZeRO may leave a rank nothing.
@@ -39,13 +38,6 @@ class HostAdamW:
         self._lanes = lanes or lanes_of(like.device)
         self._held = {kind: host_zeros(self._pages.length, like.dtype, like.is_cuda) for kind in MOMENTS}
         self._sides = [[torch.empty(self._piece, dtype=like.dtype, device=like.device) for _ in MOMENTS] for _ in range(SIDES)]
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def clip(self, scale: float = 1.0) -> float:
-        return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.matrices import Matrices, Stack
-from tandem.trainer.optimizer import MOMENTS, AdamW, OptimizerState, check_state, clip_gradients
+from tandem.trainer.optimizer import MOMENTS, AdamW, HeldGradients, OptimizerState, check_state
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
@@ -35,7 +35,7 @@ def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
     return found
 
 
-class Muon:
+class Muon(HeldGradients):
     """Muon (Jordan et al., 2024) for the parameters named in ``hidden``, each a matrix [M, N] or a stack [E, M, N]; ``AdamW`` for the rest.
     Not elementwise: a matrix must be whole.
 
@@ -53,22 +53,13 @@ class Muon:
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, hidden: Iterable[str], stacked: Stacked | None = None,
         matrices: Matrices | None = None, decayed: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        super().__init__(parameters, config)
         chosen, rows = set(hidden), stacked or {}
-        self._config = config
         self._hidden = {name: p for name, p in self.parameters.items() if name in chosen}
         whole = {name: Stack(p.shape, tuple(rows.get(name, p.shape[-2:-1]))) for name, p in self._hidden.items()}
         self.matrices = Matrices(whole) if matrices is None else matrices
         self._adamw = AdamW([(name, p) for name, p in self.parameters.items() if name not in chosen], config, decayed)
         self._momentum: dict[str, Tensor] = {}
-        self.updates = 0
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def clip(self, scale: float = 1.0) -> float:
-        return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

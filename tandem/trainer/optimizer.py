@@ -120,7 +120,23 @@ def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
             )
 
 
-class AdamW:
+class HeldGradients:
+    """What optimizers share whose parameters and gradients all lie in memory."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig) -> None:
+        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._config = config
+        self.updates = 0
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def clip(self, scale: float = 1.0) -> float:
+        return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
+
+
+class AdamW(HeldGradients):
     """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters. Elementwise.
 
     Matrices are decayed; norms and biases (fewer than two axes) are not. ``decayed``, where given, names those that are. torch's fused
@@ -131,9 +147,7 @@ class AdamW:
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None
     ) -> None:
-        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        self.max_grad_norm = config.max_grad_norm
-        self.updates = 0
+        super().__init__(parameters, config)
         names = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
         self._adamw = torch.optim.AdamW(
             [
@@ -145,12 +159,6 @@ class AdamW:
             eps=config.epsilon,
             fused=True,
         )
-
-    def zero_grad(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
-
-    def clip(self, scale: float = 1.0) -> float:
-        return clip_gradients(self.parameters.values(), self.max_grad_norm, scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
