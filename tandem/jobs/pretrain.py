@@ -19,7 +19,6 @@ from tandem.jobs.pretrain_data import TrainData
 from tandem.jobs.pretrain_records import Records
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, save_model
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
 from tandem.runtime.tracing import NO_TRACE, Tracer
@@ -193,23 +192,8 @@ class PretrainRun:
 
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
-        folder = self.directory / "model"
-        is_cut = math.prod(self.ranks.groups[name].size for name in ("tensor", "expert", "pipeline")) > 1
-        if self.replica.pages_weights:
-            if self.ranks.is_first and not folder.exists():
-                save_model(self.model, folder, self.start, tensors=self.checkpoints.paged_weights())
-            return folder
-        if is_cut:
-            if self.ranks.is_first and not folder.exists():
-                # No rank holds the whole model; the last checkpoint does.
-                model = Decoder(self.model.shapes, self.model.kernels, dtype=self.model.dtype)
-                load_tensors(model, self.checkpoints.whole_weights())
-                save_model(model, folder, self.start)
-            return folder
-        with self.replica.whole():
-            if self.ranks.is_first and not folder.exists():
-                save_model(self.model, folder, self.start)
-        return folder
+        self.checkpoints.replica.export(self.directory / "model")
+        return self.directory / "model"
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
         """The row of ``step`` in ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""

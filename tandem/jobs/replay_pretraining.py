@@ -5,7 +5,7 @@ All of it happens in a folder of its own, which has the run's checkpoints and mo
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,15 +18,15 @@ from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.registry import RegistryConfig
-from tandem.jobs.supervise import Loss, RankProcesses
+from tandem.jobs.supervise import run_on_ranks
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.gpus import Device, chosen_device
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import VOLATILE, read_rows
-from tandem.runtime.processes import available_cores
 from tandem.runtime.requests import SignalRequests
 from tandem.runtime.run_lock import RunLock
+from tandem.runtime.worker_group import RanksLost
 from tandem.types import RunError, UserError
 
 Say = Callable[[str], None]
@@ -149,31 +149,26 @@ def _run_again(recipe: PretrainRecipe, scratch: Path, shape: MeshShape, step: in
 @contextmanager
 def _in_this_process(recipe: PretrainRecipe, scratch: Path, at_most: int, say: Say) -> Iterator[Any]:
     # A controller of ranks needs no torch.
-    import torch
-
     from tandem.config.recipe import load_config
-    from tandem.jobs.start_pretraining import opened_run, rank_device
-    from tandem.trainer.parallel.ranks import alone
+    from tandem.jobs.start_pretraining import opened_run, this_process
 
     quiet = load_config(scratch / "config.yaml")
     assert isinstance(quiet, PretrainRecipe)
-    torch.set_num_threads(recipe.machine.threads or available_cores())
-    device = rank_device(chosen_device(quiet.machine, 1), 0)
-    with opened_run(alone(device), quiet, scratch, _Telling(say), at_most=at_most) as run:
+    quiet = replace(quiet, machine=replace(quiet.machine, threads=recipe.machine.threads))
+    with opened_run(this_process(quiet, scratch), quiet, _Telling(say), at_most=at_most) as run:
         yield run
 
 
 def _on_ranks(recipe: PretrainRecipe, scratch: Path, shape: MeshShape, step: int, say: Say) -> None:
-    with ExitStack() as stack:
-        folder = scratch / "ranks"
-        folder.mkdir()
-        ranks = stack.enter_context(closing(RankProcesses(recipe, scratch, shape, folder, 0, False, None, step)))
-        requests = stack.enter_context(SignalRequests())
-        found = ranks.watch(_Telling(say), requests)
+    with SignalRequests() as requests:
+        try:
+            run_on_ranks(recipe, scratch, shape, scratch / "ranks", _Telling(say), requests, "replay", {"step": step})
+        except RanksLost as loss:
+            if requests.stop:
+                raise KeyboardInterrupt from None
+            raise RunError(f"{loss}; the run was not changed, ask for the replay again") from None
     if requests.stop:
         raise KeyboardInterrupt
-    if isinstance(found, Loss):
-        raise RunError(f"{found.text}; nothing of the run was changed, ask for the replay again")
 
 
 def _kept_step(

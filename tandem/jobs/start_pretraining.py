@@ -19,18 +19,14 @@ from tandem.jobs.try_command import try_command
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
-from tandem.kernels.mixed import in_precision, is_emulated
+from tandem.kernels.mixed import is_emulated
 from tandem.layout.mesh import MeshShape
-from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.layout.training_bytes import saved_bytes, training_bytes, waiting_passes
-from tandem.model.huggingface import load_model, read_tensors, unfilled_model
+from tandem.layout.training_bytes import training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.pod.residents import available_bytes
 from tandem.report.run_report import report_run
-from tandem.runtime.communicator import Communicator
-from tandem.runtime.faults import FaultPoint, no_fault
-from tandem.runtime.gpus import Device, chosen_device
+from tandem.runtime.gpus import chosen_device
 from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
@@ -38,48 +34,37 @@ from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.processes import available_cores
-from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
-from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.build import ReplicaSettings, build_replica
 from tandem.trainer.grad_scaler import GradScaler
-from tandem.trainer.offload.activations import ActivationOffload
-from tandem.trainer.optimizers.make import offload_folder
-from tandem.trainer.parallel.pipeline import Pipeline
-from tandem.trainer.parallel.ranks import Ranks, alone
-from tandem.trainer.parallel.replica import Replica, make_replica
-from tandem.trainer.parallel.router_balance import make_balance
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.parallel.replica import Replica
+from tandem.trainer.rank_process import Rank, rank_alone, rank_device
 
 
 def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> PretrainResult:
-    """Run ``recipe`` in ``directory`` in this process, from its newest whole checkpoint where there is one."""
+    """Run ``recipe`` in ``directory`` in this process, from its newest whole checkpoint if there is one."""
     with RunLock(directory):
         setup("trainer", directory / "logs")
         listener.started(str(directory), recipe.run.max_steps, None)
-        torch.set_num_threads(recipe.machine.threads or available_cores())
-        device = rank_device(chosen_device(recipe.machine, 1), 0)
-        found = train_on(alone(device), recipe, directory, listener, resumed=resumed)
+        found = train_on(this_process(recipe, directory), recipe, listener, resumed=resumed)
         assert found is not None
         return found
 
 
-def rank_device(kind: Device, rank: int) -> torch.device:
-    """What ``rank`` computes on: all ranks of a run stand on one machine, and rank r takes GPU r."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
+def this_process(recipe: PretrainRecipe, directory: Path) -> Rank:
+    """This process as the only rank of a run."""
+    threads = recipe.machine.threads or available_cores()
+    torch.set_num_threads(threads)
+    return rank_alone(directory, rank_device(chosen_device(recipe.machine, 1), 0), threads)
 
 
-def train_on(
-    ranks: Ranks, recipe: PretrainRecipe, directory: Path, listener: Listener, *, resumed: bool, board: RankWriter | None = None,
-    fault_point: FaultPoint = no_fault, saving: Communicator | None = None,
-) -> PretrainResult | None:
-    """Run ``recipe`` on this rank, from the run's newest whole checkpoint where there is one; what it has come to, on the first rank.
+def train_on(rank: Rank, recipe: PretrainRecipe, listener: Listener, *, resumed: bool) -> PretrainResult | None:
+    """Run ``recipe`` on this rank, from the run's newest whole checkpoint if there is one; its result, on the first rank.
 
-    ``listener`` is asked on the first rank only. ``saving``: of all ranks, for the checkpoints alone (``None``: there is but one)."""
-    with opened_run(ranks, recipe, directory, listener, resumed=resumed, board=board, fault_point=fault_point, saving=saving) as run:
+    ``listener`` is asked on the first rank only."""
+    with opened_run(rank, recipe, listener, resumed=resumed) as run:
         with run.checkpoints.requests:
             steps = pretrain(run)
         run.records.sync()
@@ -87,7 +72,8 @@ def train_on(
         model, journal = run.export(), run.records.journal
         if journal is None:
             return None
-        return _finish(directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
+        return _finish(rank.directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
+
 
 KEPT_TIMES = 3
 """The most that a rank was seen to hold of what it is said to need, where freed memory is kept."""
@@ -95,17 +81,16 @@ KEPT_TIMES = 3
 
 @contextlib.contextmanager
 def opened_run(
-    ranks: Ranks, recipe: PretrainRecipe, directory: Path, listener: Listener, *, resumed: bool = False, board: RankWriter | None = None,
-    fault_point: FaultPoint = no_fault, saving: Communicator | None = None, at_most: int | None = None,
+    rank: Rank, recipe: PretrainRecipe, listener: Listener, *, resumed: bool = False, at_most: int | None = None
 ) -> Iterator[PretrainRun]:
-    """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before. The other
-    arguments are those of ``train_on``."""
+    """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
+    ranks, directory = rank.ranks, rank.directory
     with ExitStack() as stack:
         journal = metrics = None
         if ranks.is_first:
             journal = stack.enter_context(Journal(directory / "journal.sqlite"))
             metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
-        records = Records(journal, metrics, listener if ranks.is_first else Listener(), board, fault_point)
+        records = Records(journal, metrics, listener if ranks.is_first else Listener(), rank.heartbeat, rank.fault_point)
         records.enter("load", 0)
         if ranks.is_first:
             _make_start_model(recipe, directory, listener)
@@ -116,9 +101,9 @@ def opened_run(
         data = open_data(recipe, journal)
         for note in data.notes if ranks.is_first else ():
             listener.message(note)
-        replica, kernels = _load(recipe, directory, ranks, listener)
+        replica, kernels = _load(recipe, directory, ranks, listener, start)
         guard = GradScaler(recipe.trainer)
-        checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, saving or ranks.world, records)
+        checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, rank.saving, records)
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
         torch.manual_seed(recipe.run.seed)
@@ -156,36 +141,20 @@ def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, listener: L
         listener.message(f"metrics.jsonl lacks {missing} of the {step} rows before this checkpoint: the curves have a gap")
 
 
-def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener) -> tuple[Replica, Kernels]:
+def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener, start: Path) -> tuple[Replica, Kernels]:
     """The model to start from and its optimizer, on this rank."""
-    start = _start_folder(recipe, directory)
-    if ranks.device.type == "cuda":
-        listener.message(DeviceSpeed(ranks.device, recipe.trainer.precision).describe())
-    parallel, stages, on_gpu = recipe.parallel, ranks.groups["pipeline"], ranks.device.type == "cuda"
-    kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
-    spans = spans_of(parallel, read_shapes(start))
-    is_paged = recipe.trainer.offload_parameters == "nvme"
-    make = unfilled_model if is_paged else load_model
-    model = make(start, kernels, device=ranks.device, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
-    model.router_balance = make_balance(model, recipe.trainer, ranks)
-    model.recompute = recipe.trainer.recompute
-    model.kernels = in_precision(kernels, recipe.trainer.precision, model.device)
-    if is_emulated(recipe.trainer.precision, model.device):
+    trainer, on_gpu = recipe.trainer, ranks.device.type == "cuda"
+    if on_gpu:
+        listener.message(DeviceSpeed(ranks.device, trainer.precision).describe())
+    if is_emulated(trainer.precision, ranks.device):
         listener.message(
-            f"trainer.precision {recipe.trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
+            f"trainer.precision {trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
             "which shows its numbers and not its speed"
         )
-    pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
-    if recipe.trainer.offload == "cpu" and not on_gpu:
+    if trainer.offload == "cpu" and not on_gpu:
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
-    replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
-    if recipe.trainer.offload_activations == "nvme":
-        expected = saved_bytes(model.shapes, recipe.trainer, recipe.most_tokens, parallel)
-        ActivationOffload(model, offload_folder(recipe.trainer, directory), expected, passes=waiting_passes(parallel, stages.rank))
-    if is_paged:
-        # Read straight into the file: the model need not fit in memory once.
-        ReplicaState(replica).fill(read_tensors(start))
-    return replica, kernels
+    kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
+    return build_replica(ReplicaSettings(start, directory, trainer, recipe.parallel, recipe.most_tokens), ranks, kernels), kernels
 
 
 def _kernels(recipe: PretrainRecipe, device: torch.device, head_dim: int) -> Kernels:

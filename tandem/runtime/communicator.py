@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.layout.mesh import AXES, GroupName, Mesh
-from tandem.types import RunError
+from tandem.types import CollectiveError
 
 FEW_BYTES = 1 << 16
 """An all-reduce of at most so many gathers every rank's whole tensor: one exchange in place of two, for the same sum."""
@@ -24,10 +24,6 @@ GROUPS: tuple[GroupName, ...] = (*AXES, "tokens", "expert", "expert_data", "worl
 HOST_GROUPS: tuple[GroupName, ...] = ("data", "world")
 """Those that exchange small values from the host's memory, over gloo on every device: nothing waits for a GPU to tell a loss. Gradients of
 data-parallel ranks travel over ``tokens``."""
-
-
-class CollectiveError(RunError):
-    """A collective failed or did not end: another rank is dead, stuck, or makes another call."""
 
 
 class Traffic(Protocol):

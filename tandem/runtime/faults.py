@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +62,10 @@ class FaultPlan:
     def __str__(self) -> str:
         return ",".join(map(str, self.faults))
 
-    def point(self, role: str, run_directory: Path) -> FaultPoint:
-        """The fault point of a process whose role is ``role``. The controller's also carries out the pod's faults."""
-        roles = {role, "pod"} if role == "controller" else {role}
+    def point(self, roles: str | Collection[str], run_directory: Path) -> FaultPoint:
+        """The fault point of a process that has ``roles``. The controller's also carries out the pod's faults."""
+        roles = {roles} if isinstance(roles, str) else set(roles)
+        roles |= {"pod"} if "controller" in roles else set()
         mine = {f"{f.when.replace('stall', 'before')}:{f.name}:{f.step}": f for f in self.faults if f.role in roles}
         if not mine:
             return no_fault

@@ -1,7 +1,7 @@
 """The named values that cross rooms. Imports nothing but the standard library."""
 
 from tandem.types.batch import Batch, TrainSequence
-from tandem.types.errors import RunError, UserError
+from tandem.types.errors import CollectiveError, RunError, UserError
 from tandem.types.prompt import Prompt
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
@@ -9,6 +9,7 @@ from tandem.types.weights import TensorEntry, WeightManifest
 
 __all__ = [
     "Batch",
+    "CollectiveError",
     "FinishReason",
     "Prompt",
     "RunError",

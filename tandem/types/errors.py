@@ -15,3 +15,7 @@ class RunError(UserError):
     """A run that cannot go on. One line, exit code 1."""
 
     exit_code = 1
+
+
+class CollectiveError(RunError):
+    """A collective failed or did not end: another rank is dead, hangs, or makes another call."""

@@ -1,0 +1,71 @@
+"""One rank's part of a model and its optimizer, from a Hugging Face folder: the same for every job."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.kernels.api import Kernels
+from tandem.kernels.mixed import in_precision
+from tandem.layout.pipeline_stages import own_spans, spans_of
+from tandem.layout.training_bytes import saved_bytes, waiting_passes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_model, read_tensors, unfilled_model
+from tandem.model.huggingface_config import read_shapes
+from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.offload.activations import ActivationOffload
+from tandem.trainer.optimizers.make import offload_folder
+from tandem.trainer.parallel.pipeline import Pipeline
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.parallel.router_balance import make_balance
+from tandem.types.kv_cache import KVCacheDtype
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """``start``: the Hugging Face folder. ``directory``: the run's, for what is offloaded. ``most_tokens``: of one micro-batch.
+    ``kv_cache_dtype``: what attention rounds keys and values to, as the rollout's cache does."""
+
+    start: Path
+    directory: Path
+    trainer: TrainerConfig
+    parallel: ParallelConfig
+    most_tokens: int
+    kv_cache_dtype: KVCacheDtype = "auto"
+
+
+def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> Replica:
+    """This rank's part of the actor, with its optimizer."""
+    trainer, parallel = settings.trainer, settings.parallel
+    is_paged = trainer.offload_parameters == "nvme"
+    model, pipeline = _load(settings, ranks, kernels, is_filled=not is_paged)
+    model.router_balance = make_balance(model, trainer, ranks)
+    model.recompute = trainer.recompute
+    replica = make_replica(model, trainer, ranks, parallel.zero, pipeline, settings.directory, is_filled=not is_paged)
+    if trainer.offload_activations == "nvme":
+        expected = saved_bytes(model.shapes, trainer, settings.most_tokens, parallel)
+        passes = waiting_passes(parallel, ranks.groups["pipeline"].rank)
+        ActivationOffload(model, offload_folder(trainer, settings.directory), expected, passes=passes)
+    if is_paged:
+        # Read straight into the file: the model need not fit in memory once.
+        ReplicaState(replica).fill(read_tensors(settings.start))
+    return replica
+
+
+def load_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> tuple[Decoder, Pipeline | None]:
+    """This rank's part of a model that is never updated, and the pipeline that its stages pass through."""
+    model, pipeline = _load(settings, ranks, kernels, is_filled=True)
+    return model.requires_grad_(False), pipeline
+
+
+def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
+    parallel, stages = settings.parallel, ranks.groups["pipeline"]
+    spans = spans_of(parallel, read_shapes(settings.start))
+    make = load_model if is_filled else unfilled_model
+    model = make(
+        settings.start, kernels, device=ranks.device, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank)
+    )
+    model.kernels = in_precision(kernels, settings.trainer.precision, model.device)
+    model.kv_cache_dtype = settings.kv_cache_dtype
+    return model, Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None

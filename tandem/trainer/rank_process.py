@@ -1,0 +1,122 @@
+"""The process of one rank: ``python -m tandem.trainer.rank_process SETTINGS --channel FD``.
+
+It meets the other ranks and answers the calls of the module that the settings name as ``target`` until its channel is closed. Such a module
+has ``CALLS``, their names, and ``make(settings)``, which returns them with the process's fault point.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.layout.mesh import Mesh, MeshShape
+from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.runtime.communicator import Communicator, connect, join
+from tandem.runtime.faults import FaultPlan, FaultPoint, no_fault
+from tandem.runtime.logs import log_uncaught, setup
+from tandem.runtime.rank_board import RankBoard, RankWriter
+from tandem.runtime.rank_settings import RankSettings
+from tandem.runtime.stacks import answer_with_stacks
+from tandem.runtime.worker_pipe import serve
+from tandem.trainer.parallel.ranks import Ranks, alone
+from tandem.types import UserError
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+CHECKPOINT_DEADLINE_S = 3600.0
+"""Seconds for a vote of the checkpoint's writers: a slow disk is no hang, and a rank that dies is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process as its target gets it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
+    ``heartbeat``: where it shows what it does (``None``: alone in its process, under no supervisor). ``threads``: of this process."""
+
+    ranks: Ranks
+    directory: Path
+    saving: Communicator
+    heartbeat: RankWriter | None = None
+    fault_point: FaultPoint = no_fault
+    threads: int = 1
+
+    def enter(self, phase: str, step: int) -> None:
+        """Show that this rank begins ``phase`` of ``step``."""
+        if self.heartbeat is not None:
+            self.heartbeat.phase_is(phase, step)
+
+    def beat(self) -> None:
+        """Show that this rank makes progress."""
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
+
+
+def rank_alone(directory: Path, device: torch.device | str = "cpu", threads: int = 1, fault_point: FaultPoint = no_fault) -> Rank:
+    """This process as the only rank, under no supervisor."""
+    ranks = alone(device)
+    return Rank(ranks, directory, ranks.world, fault_point=fault_point, threads=threads)
+
+
+def rank_device(kind: str, rank: int) -> torch.device:
+    """The device of ``rank``: all ranks of a run are on one machine, and rank r takes GPU r."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def start(settings: RankSettings, deterministic: bool = False, sequence: bool = False) -> Rank:
+    """Meet the other ranks of the mesh. ``deterministic``, ``sequence``: how tensor-parallel ranks cut a model."""
+    directory, mesh = Path(settings.directory), Mesh(MeshShape(**settings.shape), settings.rank)
+    torch.set_num_threads(settings.threads)
+    device = rank_device(settings.device, mesh.rank)
+    heartbeat = RankBoard(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
+    roles = [f"rank{mesh.rank}", *(["trainer_worker"] if mesh.rank == 0 else [])]
+    fault_point = FaultPlan.parse(settings.faults).point(roles, directory) if settings.faults else no_fault
+    if mesh.shape.world == 1:
+        lonely = alone(device)
+        return Rank(lonely, directory, lonely.world, heartbeat, fault_point, settings.threads)
+    store = dist.FileStore(settings.rendezvous, mesh.shape.world)
+    groups = join(mesh, store, device, settings.hang_timeout_s, heartbeat, LOOPBACK)
+    apart = dist.PrefixStore("checkpoints/", store)
+    saving = connect("checkpoints", mesh.rank, mesh.shape.world, apart, torch.device("cpu"), CHECKPOINT_DEADLINE_S)
+    return Rank(Ranks(mesh, groups, deterministic, sequence, device), directory, saving, heartbeat, fault_point, settings.threads)
+
+
+def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
+    """The calls of this rank, as the module ``settings.target`` makes them; where that fails, calls that all say why."""
+    target: Any = import_module(settings.target)
+    try:
+        made: tuple[Mapping[str, Method], FaultPoint] = target.make(settings)
+        return made
+    except Exception as error:
+        if not isinstance(error, UserError):
+            logger.exception("rank %d did not start", settings.rank)
+        reason = error
+
+    def fail(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        raise reason
+
+    return dict.fromkeys(target.CALLS, fail), no_fault
+
+
+def main(settings: RankSettings, channel: int) -> None:
+    setup(settings.log, Path(settings.directory) / "logs")
+    log_uncaught()
+    answer_with_stacks(Path(settings.stacks))
+    methods, fault_point = make_methods(settings)
+    serve(methods, channel, fault_point=fault_point)
+
+
+if __name__ == "__main__":
+    main(RankSettings.from_json(sys.argv[1]), int(sys.argv[sys.argv.index("--channel") + 1]))
+    logging.shutdown()
+    # Threads of the process groups may still wait for ranks that have gone.
+    os._exit(0)
