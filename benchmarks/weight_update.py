@@ -25,14 +25,14 @@ import torch
 from machine import machine, write_report
 from options import parser as shared_parser
 
-from tandem.checkpoint_engine.copying import address_of
-from tandem.checkpoint_engine.manifest import segment_bytes
-from tandem.checkpoint_engine.register import WeightWriter
-from tandem.checkpoint_engine.shared_memory import WeightBuffers, populate
-from tandem.checkpoint_engine.update import WeightReader
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import WeightVersion
+from tandem.weight_transfer.copying import address_of
+from tandem.weight_transfer.manifest import segment_bytes
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import WeightBuffers, populate
+from tandem.weight_transfer.update import WeightReader
 
 
 def shapes(vocabulary: int, hidden: int, layers: int, inner: int, heads: int) -> ModelShapes:

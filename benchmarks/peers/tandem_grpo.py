@@ -15,7 +15,6 @@ from pathlib import Path
 from clock import Stopwatch
 from lines import answer, command
 
-from tandem.checkpoint_engine.convert import convert
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.pod.prompts import prompt_source
@@ -25,6 +24,7 @@ from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.types import WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_scores
+from tandem.weight_transfer.convert import convert
 
 
 class Side:

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from tandem.checkpoint_engine.manifest import segment_bytes
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.jobs.replay_pretraining import replay_pretraining
@@ -34,6 +33,7 @@ from tandem.runtime.metrics import read_rows
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.run_lock import RunLock
 from tandem.types import RunError, Sample, Score, UserError
+from tandem.weight_transfer.manifest import segment_bytes
 
 Part = Literal["rollout", "rewards", "train"]
 PARTS: tuple[Part, ...] = ("rollout", "rewards", "train")

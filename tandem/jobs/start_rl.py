@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.checkpoint_engine.manifest import segment_bytes
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
 from tandem.jobs.rl import reinforce
@@ -30,6 +29,7 @@ from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.run_lock import RunLock
 from tandem.types import RunError, UserError
+from tandem.weight_transfer.manifest import segment_bytes
 
 
 @dataclass(frozen=True, slots=True)

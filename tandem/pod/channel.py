@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
 from tandem.pod.failures import Role, SidecarDied
 from tandem.runtime.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.faults import FaultPlan
@@ -21,6 +20,7 @@ from tandem.runtime.processes import Threads, describe_exit, kill, memory_of, sp
 from tandem.runtime.rpc import RpcClient
 from tandem.types import RunError
 from tandem.types.wire import Frame
+from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
 
 logger = logging.getLogger(__name__)
 

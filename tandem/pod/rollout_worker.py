@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-from tandem.checkpoint_engine.update import WeightReader
 from tandem.config.recipe import Recipe
 from tandem.engine.llm import LLM
 from tandem.pod.prompts import context_tokens
@@ -14,6 +13,7 @@ from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import RunError, WeightVersion
 from tandem.types.wire_records import decode_prompts, encode_samples
+from tandem.weight_transfer.update import WeightReader
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 
-from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.logs import log_uncaught, setup
@@ -20,6 +19,7 @@ from tandem.runtime.processes import Threads, memory_of
 from tandem.runtime.rpc import read_credential
 from tandem.runtime.rpc_server import RpcServer
 from tandem.runtime.worker_pipe import Worker
+from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.checkpoint_engine.convert import convert
-from tandem.checkpoint_engine.register import WeightWriter
-from tandem.checkpoint_engine.shared_memory import WeightBuffers
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
 from tandem.model.decoder import Decoder
@@ -31,6 +28,9 @@ from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
+from tandem.weight_transfer.convert import convert
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import WeightBuffers
 
 logger = logging.getLogger(__name__)
 

@@ -271,7 +271,7 @@ def test_the_control_channel_starts_without_torch():
     code = (
         "import sys, tandem.runtime.rpc, tandem.runtime.rpc_server, tandem.runtime.worker_pipe, tandem.runtime.journal, "
         "tandem.runtime.metrics, tandem.runtime.logs, tandem.runtime.numerics, tandem.runtime.coordination.embedded, "
-        "tandem.checkpoint_engine.shared_memory, tandem.checkpoint_engine.publication; "
+        "tandem.weight_transfer.shared_memory, tandem.weight_transfer.publication; "
         "print([m for m in ('torch', 'numpy', 'rich', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

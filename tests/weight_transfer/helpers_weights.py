@@ -1,10 +1,10 @@
-"""Processes for the tests of the checkpoint engine: ``python helpers_weights.py WHAT ARGUMENTS``."""
+"""Processes for the tests of the weight transfer: ``python helpers_weights.py WHAT ARGUMENTS``."""
 
 import sys
 import time
 from pathlib import Path
 
-from tandem.checkpoint_engine.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 
 def own(pod_id: str, folder: str) -> None:
@@ -18,9 +18,9 @@ def write_versions(store_path: str, first: str, second: str, count: str) -> None
     """A trainer's worker: publishes ``count`` versions as fast as it can; every tensor of step n is full of n."""
     import torch
 
-    from tandem.checkpoint_engine.register import WeightWriter
     from tandem.runtime.coordination.embedded import EmbeddedStore
     from tandem.types import WeightVersion
+    from tandem.weight_transfer.register import WeightWriter
 
     torch.set_num_threads(1)
     writer = WeightWriter(WeightBuffers.open((first, second)), EmbeddedStore(Path(store_path)), threads=1)
@@ -31,10 +31,10 @@ def write_versions(store_path: str, first: str, second: str, count: str) -> None
 
 def race(store_path: str, incarnation: str, steps: str) -> None:
     """Publishes its steps, one by one; prints those that were taken."""
-    from tandem.checkpoint_engine.manifest import make_manifest
-    from tandem.checkpoint_engine.publication import publish
     from tandem.runtime.coordination.embedded import EmbeddedStore
     from tandem.types import RunError, WeightVersion
+    from tandem.weight_transfer.manifest import make_manifest
+    from tandem.weight_transfer.publication import publish
 
     store = EmbeddedStore(Path(store_path))
     taken = []

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.checkpoint_engine.copying import Threads, address_of, copy_and_digest
-from tandem.checkpoint_engine.manifest import aligned
-from tandem.checkpoint_engine.publication import current, describe
-from tandem.checkpoint_engine.register import place
-from tandem.checkpoint_engine.shared_memory import FOLDER, Segment, populate
 from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest
+from tandem.weight_transfer.manifest import aligned
+from tandem.weight_transfer.publication import current, describe
+from tandem.weight_transfer.register import place
+from tandem.weight_transfer.shared_memory import FOLDER, Segment, populate
 
 logger = logging.getLogger(__name__)
 

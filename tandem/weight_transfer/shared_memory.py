@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.checkpoint_engine.manifest import aligned
 from tandem.types.errors import RunError
+from tandem.weight_transfer.manifest import aligned
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 import xxhash
 
-from tandem.checkpoint_engine.convert import convert
-from tandem.checkpoint_engine.copying import CHUNK_BYTES, address_of, balanced, copy_and_digest
-from tandem.checkpoint_engine.manifest import check, from_json, make_manifest, segment_bytes, to_json
-from tandem.checkpoint_engine.publication import KEY, current, publish
-from tandem.checkpoint_engine.register import WeightWriter
-from tandem.checkpoint_engine.shared_memory import FOLDER, WeightBuffers
-from tandem.checkpoint_engine.update import WeightReader
 from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import RunError, TensorEntry, WeightVersion
+from tandem.weight_transfer.convert import convert
+from tandem.weight_transfer.copying import CHUNK_BYTES, address_of, balanced, copy_and_digest
+from tandem.weight_transfer.manifest import check, from_json, make_manifest, segment_bytes, to_json
+from tandem.weight_transfer.publication import KEY, current, publish
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import FOLDER, WeightBuffers
+from tandem.weight_transfer.update import WeightReader
 
 HELPER = str(Path(__file__).parent / "helpers_weights.py")
 

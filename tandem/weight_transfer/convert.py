@@ -1,4 +1,4 @@
-"""From the trainer's decoder to Hugging Face's names: what the checkpoint engine moves."""
+"""From the trainer's decoder to Hugging Face's names: what is transferred to engines."""
 
 from collections.abc import Iterator
 

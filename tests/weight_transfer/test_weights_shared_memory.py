@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint_engine.shared_memory import FOLDER, Segment, WeightBuffers, sweep
 from tandem.types import RunError
+from tandem.weight_transfer.shared_memory import FOLDER, Segment, WeightBuffers, sweep
 
 HELPER = str(Path(__file__).parent / "helpers_weights.py")
 

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tandem.checkpoint_engine.copying import Threads, address_of, copy_and_digest
-from tandem.checkpoint_engine.manifest import aligned, make_manifest
-from tandem.checkpoint_engine.publication import check_newer, current, publish
-from tandem.checkpoint_engine.shared_memory import Segment, WeightBuffers
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest
+from tandem.weight_transfer.manifest import aligned, make_manifest
+from tandem.weight_transfer.publication import check_newer, current, publish
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 
 class WeightWriter:

@@ -1,10 +1,10 @@
 """Which weights are the current ones: one key in the store, moved forward by compare-and-swap."""
 
-from tandem.checkpoint_engine.manifest import from_json, to_json
 from tandem.runtime.coordination.store import Conflict, Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
+from tandem.weight_transfer.manifest import from_json, to_json
 
 KEY = "weights/current"
 
