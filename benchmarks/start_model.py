@@ -28,14 +28,14 @@ def warm_model(work: Path, threads: int = 1) -> Path:
 
     recipe = recipe_with([f"machine.threads={threads}"])
     parts = to_mapping(recipe)
-    digest = hashlib.sha256(json.dumps([parts[name] for name in ("model", "task", "warm_up", "run")]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([parts[name] for name in ("model", "task", "sft", "run")]).encode()).hexdigest()[:12]
     folder = work / f"start-{digest}"
     if not (folder / "warm").exists():
         torch.set_num_threads(threads)
         (folder / "pod").mkdir(parents=True, exist_ok=True)
         worker = TrainerWorker(recipe, folder)
         worker.create_model({"folder": str(folder / "initial")}, {}, lambda _: None)
-        worker.warm_up({"source": str(folder / "initial"), "destination": str(folder / "warm")}, {}, lambda _: None)
+        worker.sft({"source": str(folder / "initial"), "destination": str(folder / "warm")}, {}, lambda _: None)
     return folder / "warm"
 
 

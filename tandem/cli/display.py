@@ -74,7 +74,7 @@ class PlainDisplay(Listener):
         self._line(f"run {run_directory}: {until}")
 
     def phase(self, name: str, step: int) -> None:
-        if name != self.state.phase and name in ("create_model", "warm_up", "final_evaluation"):
+        if name != self.state.phase and name in ("create_model", "sft", "final_evaluation"):
             self._line(name.replace("_", " "))
         self.state.phase = name
 

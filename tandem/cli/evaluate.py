@@ -86,7 +86,7 @@ def _recipe(options: argparse.Namespace) -> Any:
         raise UserError("give either --task or --recipe; for example --task sort")
     data = read_yaml(options.recipe) if options.recipe else {"task": {"name": options.task}}
     data["model"] = {"path": options.model}
-    data.pop("warm_up", None)
+    data.pop("sft", None)
     overrides = list(options.overrides)
     if options.max_tokens is not None:
         overrides.append(f"rollout.max_tokens={options.max_tokens}")

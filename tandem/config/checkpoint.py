@@ -1,4 +1,4 @@
-"""Section ``checkpoint``: how often the truth is written down, and how many of the older ones stay."""
+"""Section ``checkpoint``: the checkpoint interval, how many checkpoints are kept, and where they are copied."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,6 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """A checkpoint after every ``every_steps`` optimizer steps; the newest ``keep`` stay."""
-
-    every_steps: int = 10
-    keep: int = 2
-
-    def check(self) -> None:
-        for name in ("every_steps", "keep"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'checkpoint.{name}' is {getattr(self, name)}; it must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class PretrainCheckpointConfig:
     """A checkpoint after every ``every_steps`` optimizer steps, and after ``every_minutes`` without one (0: never for that); the
     newest ``keep`` stay. ``asynchronous``: training goes on while it is written. ``upload``: a folder or URL (``s3://bucket/prefix``)
     that each is copied to, of which as many stay there."""

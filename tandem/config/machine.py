@@ -17,15 +17,13 @@ class MachineConfig:
     ``device``: what a run on data computes on: ``auto`` takes a GPU (``cuda``) where there is one, each rank its own, else the CPU. A pod
     computes on the CPU.
     ``kernels``: ``auto`` takes the C++ kernels where a compiler is found, and Triton's on a GPU. ``call_deadline_s``: the longest that one phase
-    of a step may take before the run says who is stuck. ``max_recoveries``: dead workers and shims replaced in one run
-    before it gives up."""
+    of a step may take before the run says who is stuck."""
 
     threads: int = 0
     memory_gib: float = 0.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "cpu", "reference"] = "auto"
     call_deadline_s: float = 1800.0
-    max_recoveries: int = 20
 
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:
@@ -36,5 +34,3 @@ class MachineConfig:
             raise UserError("'machine.kernels' is 'cpu' and machine.device is 'cuda'; set machine.kernels to auto or reference")
         if self.call_deadline_s <= 0:
             raise UserError(f"'machine.call_deadline_s' is {self.call_deadline_s}; it must be above 0")
-        if self.max_recoveries < 0:
-            raise UserError(f"'machine.max_recoveries' is {self.max_recoveries}; it must be 0 or more")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
@@ -19,7 +20,8 @@ class ParallelConfig:
     before the second; empty splits by cost.
 
     ``sequence_parallel``: the tensor-parallel ranks divide the tokens of the residual stream and its norms too. ``deterministic``: they
-    cut every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather of each input.
+    cut every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather of each input. Empty: in
+    reinforcement learning, whose rollout must find the same bits, and not in training on data.
 
     ``zero``: what the data-parallel ranks cut between them: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the
     parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``least_stall_s``: a rank
@@ -37,7 +39,7 @@ class ParallelConfig:
     virtual_stages: int = 1
     pipeline_layers: tuple[int, ...] = ()
     sequence_parallel: bool = True
-    deterministic: bool = False
+    deterministic: bool | None = None
     zero: Literal[0, 1, 2, 3] = 0
     collective_timeout_s: float = 300.0
     least_stall_s: float = 30.0
@@ -85,3 +87,20 @@ class ParallelConfig:
         stages, counts = self.pipeline * self.virtual_stages, self.pipeline_layers
         if counts and (len(counts) != stages or min(counts) < 1):
             raise UserError(f"'parallel.pipeline_layers' is {list(counts)}; it must name 1 layer or more for each of {stages} stages")
+
+
+def check_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
+    """Raise ``UserError`` for a mesh that ``trainer`` cannot run on."""
+    if parallel.zero and parallel.data * parallel.context == 1:
+        raise UserError(f"'parallel.zero' is {parallel.zero}, and there is one rank to shard over; raise parallel.data or set it to 0")
+    if trainer.offload_parameters == "nvme" and parallel.world > 1 and parallel.zero != 3:
+        raise UserError(
+            f"'trainer.offload_parameters' is 'nvme' with {parallel.world} ranks and parallel.zero {parallel.zero}; a rank pages its part of the "
+            f"weights, which stage 3 alone shards: set parallel.zero to 3{'' if parallel.data * parallel.context > 1 else ' and parallel.data to 2'}, "
+            "or trainer.offload_parameters to none"
+        )
+    if trainer.offload_activations == "nvme" and parallel.pipeline > 1 and parallel.schedule != "1f1b":
+        raise UserError(
+            f"'trainer.offload_activations' is 'nvme' with parallel.schedule '{parallel.schedule}', whose backwards are not in the order of their "
+            "forwards or wait for all of them: set parallel.schedule to 1f1b, or trainer.offload_activations to none"
+        )

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.checkpoint import PretrainCheckpointConfig
+from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
+from tandem.config.sft import DemonstrationsConfig
+from tandem.config.task import TaskConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
 
@@ -31,7 +33,7 @@ class DataConfig:
     brought to. ``read_ahead``: batches that wait ready.
     """
 
-    train: tuple[DatasetConfig, ...]
+    train: tuple[DatasetConfig, ...] = ()
     held_out: str = ""
     sequence_length: int = 512
     sequences_per_step: int = 8
@@ -40,8 +42,6 @@ class DataConfig:
     read_ahead: int = 4
 
     def check(self) -> None:
-        if not self.train:
-            raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
         for dataset in self.train:
             if not 0 < dataset.weight < float("inf"):
                 raise UserError(f"the weight of '{dataset.path}' in 'data.train' is {dataset.weight}; it must be above 0, and finite")
@@ -75,15 +75,18 @@ class PretrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
-    """What ``tandem train`` is told where ``algorithm.name`` is ``pretrain`` or ``sft``."""
+    """What ``tandem train`` is told where ``algorithm.name`` is ``pretrain`` or ``sft``. ``task``: instead of ``data.train``, ``sft`` learns
+    the demonstrations of a task."""
 
     algorithm: PretrainConfig
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig | None = None
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     run: RunConfig = field(default_factory=RunConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=3e-4))
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
-    checkpoint: PretrainCheckpointConfig = field(default_factory=PretrainCheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -100,6 +103,13 @@ class PretrainRecipe:
 
     def check(self) -> None:
         """Refuse combinations of sections that cannot work."""
+        if self.task is None and not self.data.train:
+            raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
+        if self.task is not None and (self.data.train or not self.learns_from_examples):
+            raise UserError(
+                f"section 'task' names the task '{self.task.name}', whose demonstrations are learned with algorithm.name sft and instead of "
+                "data.train; take one of the two out"
+            )
         if self.data.too_long != "refuse" and not self.learns_from_examples:
             raise UserError(
                 f"'data.too_long' is '{self.data.too_long}', which is of algorithm.name sft; pretraining cuts documents and leaves none out: "
@@ -116,20 +126,4 @@ class PretrainRecipe:
                 f"'parallel.data' is {self.parallel.data} and a step has {self.data.sequences_per_step} sequences; raise "
                 "data.sequences_per_step, so that every rank has one"
             )
-        if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
-            raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
-        self._check_offload()
-
-    def _check_offload(self) -> None:
-        parallel, trainer = self.parallel, self.trainer
-        if trainer.offload_parameters == "nvme" and parallel.world > 1 and parallel.zero != 3:
-            raise UserError(
-                f"'trainer.offload_parameters' is 'nvme' with {parallel.world} ranks and parallel.zero {parallel.zero}; a rank pages its part of the "
-                f"weights, which stage 3 alone cuts: set parallel.zero to 3{'' if parallel.data * parallel.context > 1 else ' and parallel.data to 2'}, "
-                "or trainer.offload_parameters to none"
-            )
-        if trainer.offload_activations == "nvme" and parallel.pipeline > 1 and parallel.schedule != "1f1b":
-            raise UserError(
-                f"'trainer.offload_activations' is 'nvme' with parallel.schedule '{parallel.schedule}', whose backwards are not in the order of their "
-                "forwards or wait for all of them: set parallel.schedule to 1f1b, or trainer.offload_activations to none"
-            )
+        check_mesh(self.parallel, self.trainer)

@@ -10,13 +10,15 @@ from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
+from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.registry import RegistryConfig
 from tandem.config.rewards import RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
+from tandem.config.sft import SFTConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.config.warm_up import WarmUpConfig
 from tandem.types.errors import UserError
 
 
@@ -27,14 +29,16 @@ class Recipe:
     model: ModelConfig
     task: TaskConfig
     run: RunConfig = field(default_factory=RunConfig)
-    warm_up: WarmUpConfig | None = None
+    sft: SFTConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self) -> None:
         """Refuse combinations of sections that cannot work; each section has refused its own mistakes already."""
@@ -72,22 +76,18 @@ class Recipe:
                 f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "
                 f"({self.rollout.max_sequences}); a group runs at once"
             )
-        if create and self.warm_up is None:
-            raise UserError("a model made from the recipe knows nothing yet; add a section 'warm_up' (an empty one takes the defaults)")
-        for name in ("router_balance_loss", "router_bias_rate"):
-            if getattr(self.trainer, name):
-                raise UserError(f"'trainer.{name}' is {getattr(self.trainer, name)}; experts are balanced in pretraining only: leave it at 0")
+        if create and self.sft is None:
+            raise UserError("a model made from the recipe knows nothing yet; add a section 'sft' (an empty one takes the defaults)")
         if self.machine.device == "cuda":
             raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
         if self.trainer.dtype != "float32":
-            raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; a pod on CPU trains in float32")
-        if self.trainer.precision != "fp32":
-            # The rollout engine computes in fp32: its log-probabilities would not be the trainer's.
-            raise UserError(f"'trainer.precision' is '{self.trainer.precision}'; a pod trains in fp32, as its rollout computes")
-        if self.trainer.offload != "none":
-            raise UserError(f"'trainer.offload' is '{self.trainer.offload}', which is of pretraining; a pod keeps its moments in memory")
-        if self.trainer.offload_activations != "none":
-            raise UserError("'trainer.offload_activations' is 'nvme', which is of pretraining; a pod keeps activations in memory: set it to none")
+            raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; the rollout engine holds float32 weights: set it to float32")
+        if self.trainer.precision != "fp32" and not is_corrected:
+            raise UserError(
+                f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in fp32, which is another distribution; set "
+                "algorithm.truncated_importance_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or precision to fp32"
+            )
+        check_mesh(self.parallel, self.trainer)
 
 
 IN_A_POD = ("grpo", "ppo", "dpo")

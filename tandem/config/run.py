@@ -10,7 +10,7 @@ from tandem.types.errors import UserError
 class RunConfig:
     """``name``: the folder under ``directory``; empty takes the recipe's name and, where that exists, the next free
     ``NAME-2``, ``NAME-3``. ``seed``: every random number of the run follows from it. ``max_steps``: optimizer steps after
-    the warm-up at most. ``restart_budget``: how often a run in several processes starts its ranks again from the newest checkpoint,
+    the warm-up at most. ``max_restarts``: how often a run in several processes starts its ranks again from the newest checkpoint,
     because one died or hung, before it gives up. ``trace_steps``: steps of which every rank writes down what it does when, to
     ``traces/``."""
 
@@ -18,7 +18,7 @@ class RunConfig:
     directory: str = "runs"
     seed: int = 0
     max_steps: int = 200
-    restart_budget: int = 10
+    max_restarts: int = 20
     trace_steps: tuple[int, ...] = ()
 
     def check(self) -> None:
@@ -28,7 +28,7 @@ class RunConfig:
             raise UserError(f"'run.seed' is {self.seed}; it must be between 0 and 2^63 - 1")
         if self.max_steps < 1:
             raise UserError(f"'run.max_steps' is {self.max_steps}; it must be at least 1")
-        if self.restart_budget < 0:
-            raise UserError(f"'run.restart_budget' is {self.restart_budget}; it must be 0 (none) or more")
+        if self.max_restarts < 0:
+            raise UserError(f"'run.max_restarts' is {self.max_restarts}; it must be 0 (none) or more")
         if self.trace_steps and min(self.trace_steps) < 0:
             raise UserError(f"'run.trace_steps' has {min(self.trace_steps)}; steps are counted from 0")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
-from tandem.config.warm_up import WarmUpConfig
+from tandem.config.sft import SFTConfig
 from tandem.data.prompts import PromptSource
 from tandem.estimate.memory import PodMemory
 from tandem.layout.bytes import optimizer_bytes, weight_bytes
@@ -54,8 +54,8 @@ def check_inputs(recipe: Recipe) -> RunPlan:
         shapes, context = read_shapes(folder), context_tokens(recipe, folder)
         memory, between_steps = plan(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
-        if recipe.warm_up is not None:
-            _check_demonstrations(recipe.warm_up, source, folder)
+        if recipe.sft is not None:
+            _check_demonstrations(recipe.sft, source, folder)
     with RewardPool(recipe.rewards):
         logger.debug("every reward function loads")
     kept, models = recipe.checkpoint.keep + 1, 3
@@ -77,11 +77,11 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
 
 
-def _check_demonstrations(config: WarmUpConfig, source: PromptSource, folder: Path) -> None:
+def _check_demonstrations(config: SFTConfig, source: PromptSource, folder: Path) -> None:
     """A whole epoch of a finite task, else the first one."""
     ends = Tokenizer.from_folder(folder).eos_token_ids
     if not ends:
-        raise UserError(f"the tokenizer in '{folder}' names no end of sequence, which a section 'warm_up' needs; set eos_token")
+        raise UserError(f"the tokenizer in '{folder}' names no end of sequence, which a section 'sft' needs; set eos_token")
     for index in range(source.task.size or 1):
         source.demonstration(index, config.seed, config.corrupted_share, ends[0])
 

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.pretrain_records import Records
-from tandem.model_registry.open import open_registry
-from tandem.model_registry.versions import NewVersion
+from tandem.jobs.registered import Registered
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.requests import SignalRequests
 from tandem.storage.files import open_storage
@@ -41,7 +39,7 @@ class RunCheckpoints:
         self._trigger = CheckpointTrigger(recipe.checkpoint, replica.ranks.world, self.requests)
         keeps_books = records.journal is not None
         self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
-        self._registry = open_registry(recipe.registry, create=True) if recipe.registry.is_on and keeps_books else None
+        self._registered = Registered(recipe, directory, records.journal, records.listener) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
             directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, ranks, asynchronous=recipe.checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
@@ -75,7 +73,7 @@ class RunCheckpoints:
         found, journal = self._found, self._records.journal
         if found is not None and journal is not None and found.step not in {saved.step for saved in journal.checkpoints()}:
             journal.commit_checkpoint(found.step, found.digest)
-            self._register(found.step, found.folder, found.digest)
+            self._register(found.step, found.digest)
 
     def due(self, step: int) -> Due:
         """What the state after ``step`` steps asks for; what was committed meanwhile is journalled."""
@@ -109,8 +107,8 @@ class RunCheckpoints:
         self.replica.close()
         if self._uploader is not None:
             self._uploader.close()
-        if self._registry is not None:
-            self._registry.close()
+        if self._registered is not None:
+            self._registered.close()
 
     def _beat(self) -> None:
         if self._records.board is not None:
@@ -126,22 +124,11 @@ class RunCheckpoints:
         if done is not None and journal is not None:
             journal.commit_checkpoint(done.step, done.digest, self._boundary)
             self._records.timings["checkpoint_write"] = done.write_s
-            self._register(done.step, done.folder, done.digest)
+            self._register(done.step, done.digest)
 
-    def _register(self, step: int, folder: Path, digest: str) -> None:
-        """Enter a committed checkpoint in the registry. A registry that fails costs a line, and no training."""
-        journal, recipe = self._records.journal, self._recipe
-        if self._registry is None or journal is None:
-            return
-        held_out = [result["loss"] for at, kind, result in journal.evaluations() if kind == "held_out" and at <= step]
-        entry = NewVersion(
-            recipe.registry.name or self._directory.name, str(folder.resolve()), digest, step, str(self._directory.resolve()), to_mapping(recipe),
-            journal.get("data", {}), recipe.model.path or "", self._metrics | ({"held_out/loss": held_out[-1]} if held_out else {}),
-        )  # fmt: skip
-        try:
-            self._registry.register(entry)
-        except (RunError, UserError) as error:
-            self._records.listener.message(f"the checkpoint of step {step} is not entered in the registry: {error}")
+    def _register(self, step: int, digest: str) -> None:
+        if self._registered is not None:
+            self._registered.enter(step, digest, self._metrics)
 
     def _check_cursor(self, found: Found) -> None:
         per_step, cursor = self._recipe.data.sequences_per_step, found.manifest.state["cursor"]

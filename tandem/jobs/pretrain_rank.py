@@ -50,5 +50,5 @@ def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
     recipe = load_config(Path(settings.directory) / "config.yaml")
     assert isinstance(recipe, PretrainRecipe)
     parallel = recipe.parallel
-    rank = PretrainRank(recipe, start(settings, parallel.deterministic, parallel.sequence_parallel))
+    rank = PretrainRank(recipe, start(settings, bool(parallel.deterministic), parallel.sequence_parallel))
     return {name: getattr(rank, name) for name in CALLS}, no_fault

@@ -23,7 +23,7 @@ from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import prompt_source
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import open_channels, threads_of
+from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.step_metrics import sample_metrics
@@ -69,7 +69,7 @@ def replay(
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
         samples, scores, row = _recorded(directory, journal, step)
         numerics = journal.get("numerics", {})
-        check_numerics(numerics, numerics_record(threads_of(recipe), str(numerics.get("kernels"))))
+        check_numerics(numerics, numerics_record(rank_threads(recipe), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, inline, listener or Listener()))
         prompts = stack.enter_context(closing(prompt_source(recipe, pod.start))).for_step(step)
         found = []
@@ -129,7 +129,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, listener: Listen
         stack.callback(rollout.close)
         yield Pod(
             TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), "float32"), journal, listener,
-            between_steps="keep", max_recoveries=0,
+            between_steps="keep", max_restarts=0,
         )
 
 

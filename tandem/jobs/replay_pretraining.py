@@ -94,7 +94,7 @@ def _kept_files(directory: Path, step: int) -> list[Path]:
 
 
 def _check_checkpoints(directory: Path, step: int) -> None:
-    from tandem.trainer.save import committed_steps
+    from tandem.trainer.checkpoint.find import committed_steps
 
     steps = committed_steps(directory / "checkpoints")
     if not steps:

@@ -13,10 +13,13 @@ def reinforce(pod: Pod, run: Run) -> int:
     step, last = run.first_step, run.recipe.run.max_steps
     while True:
         try:
-            if step % run.recipe.checkpoint.every_steps == 0:
+            if run.checkpoint_due(step):
                 run.checkpoint(pod, step)
+            run.check_stop(step)
             if run.target_holds(pod, step) or step == last:
                 run.final_evaluation(pod, step)
+                run.checkpoint(pod, step)
+                pod.finish_checkpoints()
                 return step
             samples = run.samples(pod, step)
             scores = run.scores(pod, step, samples)

@@ -1,9 +1,10 @@
 """One run: its directory, its prompts, its judge and its rows. The job's loop asks it for everything but the pod's work."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from tandem.config.recipe import Recipe
@@ -18,6 +19,7 @@ from tandem.rl.step_metrics import sample_metrics, staleness
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
+from tandem.runtime.requests import SignalRequests
 from tandem.types import Prompt, RunError, Sample, Score
 
 
@@ -34,7 +36,9 @@ class Run:
     listener: Listener
     memory: PodMemory
     first_step: int = 0
+    requests: SignalRequests = field(default_factory=SignalRequests)
     step_began: float = field(default_factory=perf_counter)
+    saved_s: float = field(default_factory=monotonic)
 
     # -- samples and scores: what the journal holds is used, never computed a second time ------------------------------
 
@@ -73,7 +77,7 @@ class Run:
 
     def target_holds(self, pod: Pod, step: int) -> bool:
         """Evaluate where ``step`` is due; whether the run may end here."""
-        settings, warm_up = self.recipe.evaluation, self.recipe.warm_up
+        settings, sft = self.recipe.evaluation, self.recipe.sft
         if step % settings.every_steps:
             return False
         found = self.journal.evaluation(step, "sampled")
@@ -81,10 +85,10 @@ class Run:
         if step == 0:
             if self.journal.evaluation(step, "greedy") is None:
                 self.evaluate(pod, step, "greedy", self.prompts.fresh(settings.final_prompts))
-            if warm_up is not None and accuracy > warm_up.max_accuracy:
+            if sft is not None and accuracy > sft.max_accuracy:
                 raise RunError(
-                    f"the warm start already has a held-out sampled accuracy of {accuracy:.3f}, more than warm_up.max_accuracy "
-                    f"({warm_up.max_accuracy:g}); lower warm_up.steps or raise warm_up.corrupted_share"
+                    f"the model that reinforcement learning starts from already has a held-out sampled accuracy of {accuracy:.3f}, more than sft.max_accuracy "
+                    f"({sft.max_accuracy:g}); lower sft.steps or raise sft.corrupted_share"
                 )
         return self.target_reached(step)
 
@@ -118,14 +122,28 @@ class Run:
         self.listener.evaluated(step, result.accuracy, result.count, kind)
         return result
 
-    # -- the truth -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether the state after ``step`` steps is to be saved: by steps, by minutes, or because a signal asked for it."""
+        config = self.recipe.checkpoint
+        is_late = 0 < 60 * config.every_minutes <= monotonic() - self.saved_s
+        return step % config.every_steps == 0 or is_late or self.requests.save or self.requests.stop
 
     def checkpoint(self, pod: Pod, step: int) -> None:
-        """Commit the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
+        """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
         again."""
-        if all(found.step != step for found in self.journal.checkpoints()):
-            self.metrics.sync()
-            pod.checkpoint(step)
+        self.metrics.sync()
+        pod.checkpoint(step)
+        self.saved_s, self.requests.save = monotonic(), False
+        if self.requests.stop:
+            pod.finish_checkpoints()
+
+    def check_stop(self, step: int) -> None:
+        """End here, with everything saved, if SIGTERM or Ctrl-C asked for it."""
+        if self.requests.stop:
+            self.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' continues")
+            raise KeyboardInterrupt
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

@@ -86,10 +86,10 @@ def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:
         key = override.lstrip("-").split("=")[0]
         # What is offloaded changes no bit.
         may_change = key.split(".")[0] in ("parallel", "machine") or key.startswith("trainer.offload")
-        if not isinstance(recipe, PretrainRecipe) or not may_change:
+        if not may_change:
             raise UserError(
-                f"'{override}' cannot change when a run is resumed: a run on data (pretraining, sft) may go on with other values of 'parallel', 'machine' "
-                "and trainer.offload..., everything else stays; leave it out or start a new run"
+                f"'{override}' cannot change when a run is resumed: a run may continue with other values of 'parallel', 'machine' and "
+                "trainer.offload..., everything else stays; leave it out or start a new run"
             )
 
 

@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.device_speed import DeviceSpeed
+from tandem.jobs.numerics import check_run_numerics
 from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
 from tandem.jobs.pretrain_data import open_data
@@ -20,7 +20,6 @@ from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import is_emulated
-from tandem.layout.mesh import MeshShape
 from tandem.layout.training_bytes import training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
@@ -32,7 +31,7 @@ from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
-from tandem.runtime.numerics import check_numerics, numerics_record
+from tandem.runtime.numerics import numerics_record
 from tandem.runtime.processes import available_cores
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
@@ -98,7 +97,7 @@ def opened_run(
         ranks.world.barrier("the model to start from")
         start = _start_folder(recipe, directory)
         stack.enter_context(freed_memory_kept() if _has_room_to_keep(recipe, start) else large_memory_given_back())
-        data = open_data(recipe, journal)
+        data = open_data(recipe, start, journal)
         for note in data.notes if ranks.is_first else ():
             listener.message(note)
         replica, kernels = _load(recipe, directory, ranks, listener, start)
@@ -111,7 +110,9 @@ def opened_run(
         if journal is not None and metrics is not None:
             if step and at_most is None:
                 _tell_of_gaps(journal, metrics, step, listener)
-            _check_numerics(journal, numerics_record(torch.get_num_threads(), kernels.name), ranks, step, listener)
+            check_run_numerics(
+                journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, ranks.device.type, step, listener
+            )
             journal.cut_after(step)
             checkpoints.journal_loaded()
             metrics.cut_after(step)
@@ -173,22 +174,6 @@ def _make_start_model(recipe: PretrainRecipe, directory: Path, listener: Listene
     if recipe.model.create is not None:
         listener.phase("create_model", 0)
         create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
-
-
-def _check_numerics(journal: Journal, now: dict[str, str | int], ranks: Ranks, step: int, listener: Listener) -> None:
-    """Refuse to go on where the bits would be others, unless the ranks or the device were changed, which changes them by intent."""
-    saved, mesh, device = journal.get("numerics"), asdict(ranks.mesh.shape), ranks.device.type
-    before, on = journal.get("mesh", asdict(MeshShape())), journal.get("device", "cpu")
-    if saved is not None and before == mesh and on == device:
-        check_numerics(saved, now)
-        return
-    if saved is not None and on != device:
-        listener.message(f"the run was on {on} and goes on on {device} from step {step}: the last bits of its numbers are others")
-    if saved is not None:
-        journal.record_event("mesh", {"step": step, "before": before, "now": mesh, **({"device": device} if on != device else {})})
-    journal.set("numerics", now)
-    journal.set("mesh", mesh)
-    journal.set("device", device)
 
 
 def _finish(directory: Path, journal: Journal, model: Path, steps: int, command: str) -> PretrainResult:

@@ -3,22 +3,26 @@
 import contextlib
 import os
 import shlex
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
+from tandem.jobs.numerics import check_run_numerics
+from tandem.jobs.registered import Registered
 from tandem.jobs.rl import reinforce
 from tandem.jobs.run import Run
+from tandem.jobs.sft_stage import FOLDER as SFT_FOLDER
+from tandem.jobs.sft_stage import run_sft_stage, sft_recipe
+from tandem.layout.placement import mesh_of
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import open_channels, threads_of
+from tandem.pod.start import open_channels, rank_threads
 from tandem.report.run_report import report_run
 from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.faults import FaultPlan, no_fault
@@ -26,7 +30,8 @@ from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
-from tandem.runtime.numerics import check_numerics, numerics_record
+from tandem.runtime.numerics import numerics_record
+from tandem.runtime.requests import SignalRequests
 from tandem.runtime.run_lock import RunLock
 from tandem.types import RunError, UserError
 from tandem.weight_transfer.manifest import segment_bytes
@@ -77,65 +82,59 @@ def execute_rl(
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
-        start = _start_model(recipe, directory, trainer, journal, listener)
+        start = _start_model(recipe, directory, trainer, journal, listener, inline, faults)
         shapes, context = read_shapes(start), context_tokens(recipe, start)
         memory, between_steps = plan(recipe, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
+        registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, listener)))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, between_steps,
-            recipe.machine.max_recoveries,
+            recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
         )
         step = _bring_up(pod, journal)
-        _check_numerics(recipe, pod, journal)
+        check_run_numerics(journal, numerics_record(rank_threads(recipe), pod.kernels), mesh_of(recipe.parallel), "cpu", step, listener)
         journal.cut_after(step)
+        pod.journal_loaded()
         metrics.cut_after(step)
         if resumed:
             journal.record_event("resume", {"step": step})
-        run = Run(recipe, directory, journal, metrics, prompts, rewards, listener, memory, first_step=step)
+        requests = stack.enter_context(SignalRequests(listener.message))
+        run = Run(recipe, directory, journal, metrics, prompts, rewards, listener, memory, first_step=step, requests=requests)
         steps = reinforce(pod, run)
         metrics.sync()
         return _finish(recipe, directory, pod, run, steps, listener)
 
 
-def _start_model(recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, listener: Listener) -> Path:
-    """The folder of the model that reinforcement learning starts from: given, made, and warmed up as the recipe says."""
-
-    def attempt(work: Callable[[], None]) -> None:
-        left = recipe.machine.max_recoveries
-        while True:
-            try:
-                trainer.channel.start()
-                work()
-                return
-            except SidecarDied as death:
-                if left == 0:
-                    raise RunError(f"{death}; see the run's logs") from None
-                left -= 1
-                journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": 0})
-                listener.message(f"{death}; replacing it")
-                trainer.channel.discard()
-
-    folder, start = _untrained(recipe, directory), start_folder(recipe, directory)
-    if recipe.model.create is not None:
+def _start_model(
+    recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, listener: Listener, inline: bool, faults: FaultPlan | None
+) -> Path:
+    """The folder of the model that reinforcement learning starts from: given or made, and fine-tuned as section ``sft`` says."""
+    folder, left = _untrained(recipe, directory), recipe.run.max_restarts
+    while recipe.model.create is not None and not folder.exists():
         listener.phase("create_model", 0)
-        attempt(lambda: trainer.create_model(folder))
-    if recipe.warm_up is None:
-        return start
-    listener.phase("warm_up", 0)
-
-    def report(row: dict[str, float]) -> None:
-        listener.progress("warm_up", row["done"], row["total"], f"loss {row['loss']:.3f}")
-
-    attempt(lambda: trainer.warm_up(folder, start, report))
-    return start
+        try:
+            trainer.channel.start()
+            trainer.create_model(folder)
+        except SidecarDied as death:
+            if left == 0:
+                raise RunError(f"{death}; see the run's logs") from None
+            left -= 1
+            journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": 0})
+            listener.message(f"{death}; replacing it")
+            trainer.channel.discard()
+    if recipe.sft is None:
+        return folder
+    listener.phase("sft", 0)
+    stage = sft_recipe(recipe, directory, folder, context_tokens(recipe, folder))
+    return run_sft_stage(stage, directory / SFT_FOLDER, listener, inline, faults)
 
 
 def start_folder(recipe: Recipe, directory: Path) -> Path:
-    """Where the model stands, or will stand, that the reinforcement learning of the run in ``directory`` starts from."""
-    return _untrained(recipe, directory) if recipe.warm_up is None else directory / "models" / "warm"
+    """The folder, now or later, of the model that the reinforcement learning of the run in ``directory`` starts from."""
+    return _untrained(recipe, directory) if recipe.sft is None else directory / SFT_FOLDER / "model"
 
 
 def _untrained(recipe: Recipe, directory: Path) -> Path:
@@ -149,11 +148,9 @@ def _bring_up(pod: Pod, journal: Journal) -> int:
             step = pod.start_trainer()
             if pod.all_damaged and journal.checkpoints():
                 raise RunError(
-                    "no checkpoint of this run is whole (logs/trainer_worker.log says what is wrong with each), and to begin again would write over "
+                    "no checkpoint of this run is whole (logs/trainer_worker.log says what is wrong with each), and a new beginning would overwrite "
                     "what it has; put one back from a copy, or start a new run"
                 )
-            if not journal.checkpoints():
-                pod.checkpoint(step)
             return step
         except SidecarDied as death:
             pod.clear(death, 0)
@@ -166,16 +163,6 @@ def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
         journal.set("prompts", prompts.fingerprint)
     elif saved != prompts.fingerprint:
         raise UserError("the task's prompts are not those that this run began with (a file has changed?); restore them or start a new run")
-
-
-def _check_numerics(recipe: Recipe, pod: Pod, journal: Journal) -> None:
-    """Record what the bits depend on when a run begins, and refuse to go on where it differs."""
-    now = numerics_record(threads_of(recipe), pod.kernels)
-    saved = journal.get("numerics")
-    if saved is None:
-        journal.set("numerics", now)
-    else:
-        check_numerics(saved, now)
 
 
 def _finish(recipe: Recipe, directory: Path, pod: Pod, run: Run, steps: int, listener: Listener) -> RunResult:

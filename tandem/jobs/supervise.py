@@ -35,7 +35,7 @@ def supervise(
     """Run ``recipe`` in ``directory`` on its mesh, from the newest whole checkpoint if there is one.
 
     If a rank dies or hangs, all are started again from the newest checkpoint: on the same mesh, or on one with fewer data-parallel
-    ranks if the same rank was lost twice and no step was completed in between. Raises ``RunError`` past ``run.restart_budget``."""
+    ranks if the same rank was lost twice and no step was completed in between. Raises ``RunError`` past ``run.max_restarts``."""
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         setup("controller", directory / "logs")
@@ -53,8 +53,8 @@ def supervise(
             except RanksLost as loss:
                 if requests.stop:
                     raise KeyboardInterrupt from None
-                if restarts == recipe.run.restart_budget:
-                    raise RunError(f"{loss}; run.restart_budget ({restarts}) is used up; see '{directory / 'logs'}', then resume") from None
+                if restarts == recipe.run.max_restarts:
+                    raise RunError(f"{loss}; run.max_restarts ({restarts}) is used up; see '{directory / 'logs'}', then resume") from None
                 restarts += 1
                 is_again = before is not None and before.step == loss.step and bool(set(before.ranks) & set(loss.ranks))
                 shape, before = _recover(shape, loss, is_again, directory, listener), loss

@@ -5,7 +5,7 @@ and announced; a sidecar that dies is replaced and brought back to the step at w
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,9 @@ class Pod:
     ``start``: the folder of the model before the first step, which is the reference model too. ``segment_bytes``: of one of
     the two weight buffers.
 
+    ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
+    checkpoint that is under way. ``on_committed`` hears of each checkpoint that was journalled.
+
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
     is there. ``timings``: seconds of each phase since ``take_timings``.
@@ -41,7 +44,7 @@ class Pod:
     journal: Journal
     listener: Listener
     between_steps: str
-    max_recoveries: int
+    max_restarts: int
     incarnation: int = 0
     kernels: str = ""
     buffers: tuple[str, ...] = ()
@@ -50,7 +53,10 @@ class Pod:
     trainer_step: int | None = None
     engine_step: int | None = None
     online: bool = False
+    loaded: tuple[int, str] | None = None
     all_damaged: bool = False
+    boundaries: dict[int, int] = field(default_factory=dict)
+    on_committed: Callable[[int, str], None] = lambda step, digest: None
     recoveries: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
@@ -65,9 +71,18 @@ class Pod:
             self.incarnation = self.journal.next_incarnation()
             loaded = self.trainer.load(self.start, step)
             self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
-            self.all_damaged = bool(loaded["damaged"])
+            self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
+            self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
+        for why in loaded["passed_over"]:
+            self.journal.record_event("checkpoint_damaged", {"reason": why})
+            self.listener.message(why)
         return self.trainer_step
+
+    def journal_loaded(self) -> None:
+        """Journal the checkpoint that was loaded, if the death came before that; after the journal is cut to it."""
+        if self.loaded is not None and all(self.loaded[0] != saved.step for saved in self.journal.checkpoints()):
+            self._commit([self.loaded])
 
     def start_engine(self, step: int) -> None:
         """Bring up the rollout sidecar with dummy weights."""
@@ -144,21 +159,46 @@ class Pod:
         self.hand_over(step)
         with self._trainer_does(TrainerState.TRAIN, step):
             report = lambda progress: self.listener.progress("train", progress["done"], progress["total"], "micro-batches")
-            metrics = self.trainer.train(step, samples, scores, on_progress=report)
+            trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
         self._measure("train", self.trainer.memory())
+        self._commit([tuple(each) for each in trained["committed"]])
+        metrics: dict[str, float] = trained["metrics"]
+        if trained["verdict"] == "skipped":
+            what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']}: the update is left out"
+            self.journal.record_event("skipped_step", {"step": step, "grad_norm": str(metrics["actor/grad_norm"])})
+            if trained["exhausted"]:
+                raise RunError(
+                    f"{what}, {trained['exhausted']} steps in a row, more than trainer.max_skipped_steps: training has diverged; lower "
+                    "trainer.learning_rate or lengthen its warm-up"
+                )
+            self.listener.message(what)
         return metrics
 
     def checkpoint(self, step: int) -> None:
-        """Commit the state after ``step`` optimizer steps: the truth from which a resume starts."""
+        """Begin the checkpoint of the state after ``step`` optimizer steps, once; a resume starts from the newest that was committed."""
+        if step in self.boundaries or any(saved.step == step for saved in self.journal.checkpoints()):
+            return
+        self.hand_over(step)
         with self._trainer_does(TrainerState.CHECKPOINT, step):
-            digest = self.trainer.save(step)["digest"]
-        self.journal.commit_checkpoint(step, digest)
+            self.boundaries[step] = self.journal.last_transition()
+            committed = self.trainer.save(step)
+        self._commit(committed)
+
+    def finish_checkpoints(self) -> None:
+        """Wait for the checkpoint that is under way, if one is."""
+        if self.boundaries:
+            self._commit(self.trainer.finish_save())
+
+    def _commit(self, committed: Sequence[tuple[int, str]]) -> None:
+        for step, digest in committed:
+            self.journal.commit_checkpoint(step, digest, self.boundaries.pop(step, None))
+            self.on_committed(step, digest)
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def recover(self, death: SidecarDied, step: int) -> None:
-        """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_recoveries``."""
+        """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_restarts``."""
         began = monotonic()
         while True:
             self._count(death)
@@ -182,8 +222,8 @@ class Pod:
 
     def _count(self, death: SidecarDied) -> None:
         self.recoveries += 1
-        if self.recoveries > self.max_recoveries:
-            raise RunError(f"{death}; that is more than machine.max_recoveries ({self.max_recoveries}): see the run's logs")
+        if self.recoveries > self.max_restarts:
+            raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
         logger.warning("%s; replacing it", death)
         self.listener.message(f"{death}; replacing it")
 
@@ -206,6 +246,7 @@ class Pod:
             self.rollout.channel.discard()
             self._rollout_enters(RolloutState.DOWN, step)
         at = self.start_trainer()
+        self.journal_loaded()
         for replayed in range(at, step):
             samples, scores = self.journal.samples(replayed), self.journal.scores(replayed)
             assert samples is not None and scores is not None, f"step {replayed} was trained on but is not in the journal"

@@ -1,12 +1,11 @@
-"""The prompts of a recipe for the model in a folder: one tokenizer, one chat template, one context length."""
+"""The prompts of a recipe for the model in a folder: what a prompt and its completion may have together."""
 
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
+from tandem.data.task_prompts import task_prompts
 from tandem.model.huggingface_config import read_shapes
-from tandem.text.chat import apply_chat_template
-from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 
@@ -26,15 +25,8 @@ def context_tokens(recipe: Recipe, folder: Path) -> int:
 
 
 def prompt_source(recipe: Recipe, folder: Path) -> PromptSource:
-    """The recipe's prompts, tokenised for the model in ``folder``. A chat template writes its own special tokens."""
-    tokenizer = Tokenizer.from_folder(folder)
-    chat = recipe.task.chat
-    return PromptSource(
-        recipe.task,
-        lambda text: tokenizer.encode(text, add_special_tokens=not chat),
-        seed=recipe.run.seed,
-        prompts_per_step=recipe.rollout.prompts_per_step,
-        context_tokens=context_tokens(recipe, folder),
-        max_new_tokens=recipe.rollout.max_tokens,
-        render_chat=(lambda messages: apply_chat_template(folder, messages)) if chat else None,
-    )
+    """The recipe's prompts, tokenised for the model in ``folder``."""
+    return task_prompts(
+        recipe.task, folder, seed=recipe.run.seed, prompts_per_step=recipe.rollout.prompts_per_step,
+        context_tokens=context_tokens(recipe, folder), max_new_tokens=recipe.rollout.max_tokens,
+    )  # fmt: skip

@@ -1,21 +1,28 @@
 """The rollout sidecar's worker: the engine, and the calls that the pod makes of it."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
+from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.engine.llm import LLM
+from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
 from tandem.rl.rollout.dispatch import request_key
 from tandem.rl.rollout.groups import samples_of, sampling_params
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.faults import FaultPoint
+from tandem.runtime.rank_settings import RankSettings
+from tandem.trainer.rank_process import start
 from tandem.types import RunError, WeightVersion
 from tandem.types.wire_records import decode_prompts, encode_samples
 from tandem.weight_transfer.update import WeightReader
 
 logger = logging.getLogger(__name__)
+CALLS = ROLLOUT_CALLS
 
 
 class RolloutWorker:
@@ -28,7 +35,7 @@ class RolloutWorker:
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
-        return {"start_engine": self.start_engine, "update_weight": self.update_weight, "rollout": self.rollout}
+        return {name: getattr(self, name) for name in CALLS}
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """An engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not."""
@@ -73,3 +80,10 @@ class RolloutWorker:
         if self.llm is None:
             raise RunError("the rollout's worker has no engine yet; this is a fault of the pod's order of calls")
         return self.llm
+
+
+def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
+    """The calls of the process of ``settings``, which is alone; the engine starts its own ranks."""
+    recipe = build(Recipe, read_yaml(Path(settings.directory) / "config.yaml"))
+    rank = start(settings)
+    return RolloutWorker(recipe, rank.directory).methods(), rank.fault_point

@@ -1,4 +1,4 @@
-"""A sidecar's shim: answers the controller over HTTP, owns the shared memory, and starts and ends the worker.
+"""A sidecar's shim: answers the controller over HTTP, owns the shared memory, and starts, watches and ends the worker's processes.
 
 ``python -m tandem.pod.shim --role trainer|rollout ...``. It imports no torch, so it is up in a tenth of a second and may
 stand beside a worker that is being replaced. It dies with the controller, and its worker with it.
@@ -7,26 +7,27 @@ stand beside a worker that is being replaced. It dies with the controller, and i
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 from pathlib import Path
 
+from tandem.config.load import build, read_yaml
+from tandem.config.recipe import Recipe
+from tandem.layout.mesh import MeshShape
+from tandem.layout.placement import mesh_of
+from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.logs import log_uncaught, setup
-from tandem.runtime.processes import Threads, memory_of
 from tandem.runtime.rpc import read_credential
 from tandem.runtime.rpc_server import RpcServer
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker_group import GroupSettings, WorkerGroup
 from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
 
 logger = logging.getLogger(__name__)
 
-TRAINER_CALLS = (
-    "create_model", "warm_up", "export", "load", "inference", "train", "offload", "onload", "convert", "register", "save"
-)
-ROLLOUT_CALLS = ("start_engine", "update_weight", "rollout")
 CALLS = {"trainer": TRAINER_CALLS, "rollout": ROLLOUT_CALLS}
 
 
@@ -35,7 +36,8 @@ class Shim:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.role, self.run = options, str(options.role), Path(options.run)
-        self.worker: Worker | None = None
+        self.worker: WorkerGroup | None = None
+        self.starts = 0
         self.buffers: WeightBuffers | None = None
         self.lock = threading.Lock()
 
@@ -56,36 +58,47 @@ class Shim:
             return {"names": list(self.buffers.names)}, {}
 
     def start_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Start the worker's process where none lives."""
+        """Start the worker's processes where none live: the trainer's ranks, or the rollout's one."""
         with self.lock:
             if self.worker is None or not self.worker.alive:
-                arguments = ["--role", self.role, "--run", str(self.run), "--threads", str(self.options.threads)]
-                if self.options.faults:
-                    arguments += ["--faults", self.options.faults]
-                self.worker = Worker(
-                    f"the {self.role} worker", "tandem.pod.worker", arguments, threads=Threads(self.options.threads),
-                    output=self.run / "logs" / f"{self.role}_worker.out",
-                )
-            return {"pid": self.worker.pid}, {}
+                if self.worker is not None:
+                    self.worker.close()
+                self.worker = self._start()
+            return {"pids": self.worker.pids}, {}
+
+    def _start(self) -> WorkerGroup:
+        self.starts += 1
+        options, parallel = self.options, build(Recipe, read_yaml(self.run / "config.yaml")).parallel
+        is_trainer = self.role == "trainer"
+        shape = mesh_of(parallel) if is_trainer else MeshShape()
+        settings = GroupSettings(
+            name=f"the {self.role} worker",
+            target=f"tandem.pod.{self.role}_worker",
+            directory=self.run,
+            folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{self.starts}",
+            threads=max(1, options.threads // shape.world),
+            faults=options.faults,
+            hang_timeout_s=parallel.collective_timeout_s,
+            heartbeat_timeout_s=parallel.least_stall_s,
+            log=lambda rank: f"{self.role}_worker" + (f"-{rank}" if rank else ""),
+            roles=lambda rank: (*([f"{self.role}_worker"] if rank == 0 else []), *([f"rank{rank}"] if is_trainer else [])),
+        )
+        return WorkerGroup(settings, shape, say=logger.warning)
 
     def stop_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """End the worker's process, alive or dead."""
         with self.lock:
             worker, self.worker = self.worker, None
         if worker is not None:
-            worker.stop()
+            worker.close(grace_s=5.0)
+            shutil.rmtree(worker.settings.folder, ignore_errors=True)
         return {}, {}
 
     def memory(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Bytes of the worker's process; zeros where none lives."""
+        """Bytes of the worker's processes together; zeros where none live."""
         worker = self.worker
-        try:
-            found = memory_of(worker.pid) if worker is not None else None
-        except ProcessLookupError:
-            found = None
-        if found is None:
-            return {"rss_bytes": 0, "pss_bytes": 0, "shared_bytes": 0}, {}
-        return {"rss_bytes": found.rss_bytes, "pss_bytes": found.pss_bytes, "shared_bytes": found.shared_bytes}, {}
+        found = worker.memory() if worker is not None else []
+        return {name: sum(each[name] for each in found) for name in ("rss_bytes", "pss_bytes", "shared_bytes")}, {}
 
     def _pass_on(self, name: str) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -100,7 +113,8 @@ class Shim:
     def close(self) -> None:
         """End the worker and remove the shared memory."""
         if self.worker is not None:
-            self.worker.stop(grace_s=2)
+            self.worker.close(grace_s=2)
+            shutil.rmtree(self.worker.settings.folder, ignore_errors=True)
         if self.buffers is not None:
             self.buffers.close()
 

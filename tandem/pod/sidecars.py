@@ -24,13 +24,10 @@ class TrainerSidecar:
         """Make the model that the recipe describes as ``folder``, once."""
         self.channel.call("create_model", {"folder": str(folder)})
 
-    def warm_up(self, source: Path, destination: Path, on_progress: Progress | None = None) -> None:
-        """Fine-tune ``source`` on the task's demonstrations and write ``destination``, once."""
-        self.channel.call("warm_up", {"source": str(source), "destination": str(destination)}, on_progress=on_progress)
-
     def load(self, start: Path, step: int | None) -> dict[str, Any]:
-        """Stand at checkpoint ``step`` or before (``None``: the newest that is whole), or at the folder ``start`` where there
-        is none. The reference model is ``start``. Returns the ``step`` it stands at and the name of its ``kernels``."""
+        """Load checkpoint ``step`` or the newest before it (``None``: the newest that is whole), or the folder ``start`` if there is none. The
+        reference model is ``start``. Returns the ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the
+        ``kernels``."""
         return self.channel.call("load", {"start": str(start), "step": step}).meta
 
     def inference(self, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -39,11 +36,11 @@ class TrainerSidecar:
 
     def train(
         self, step: int, samples: Sequence[Sample], scores: Sequence[Score], on_progress: Progress | None = None
-    ) -> dict[str, float]:
-        """One optimizer step from the state after ``step`` steps; returns its metrics."""
+    ) -> dict[str, Any]:
+        """One optimizer step from the state after ``step`` steps; returns its ``metrics``, the guard's ``verdict`` and the checkpoints that
+        were ``committed`` meanwhile."""
         blobs = {"samples": encode_samples(samples), "scores": encode_scores(scores)}
-        metrics: dict[str, float] = self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta["metrics"]
-        return metrics
+        return self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta
 
     def offload(self, step: int, release: bool) -> dict[str, Any]:
         """Drop gradients and caches; with ``release`` give the memory back to the machine."""
@@ -59,9 +56,13 @@ class TrainerSidecar:
         """Write the converted weights to the one of ``buffers`` that is free and publish their manifest."""
         return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
 
-    def save(self, step: int) -> dict[str, Any]:
-        """Commit a checkpoint of the state after ``step`` optimizer steps."""
-        return self.channel.call("save", {"step": step}).meta
+    def save(self, step: int) -> list[tuple[int, str]]:
+        """Begin the checkpoint of ``step``; (step, digest) of those that were committed meanwhile."""
+        return [tuple(each) for each in self.channel.call("save", {"step": step}).meta["committed"]]
+
+    def finish_save(self) -> list[tuple[int, str]]:
+        """Wait for the checkpoint that is under way; (step, digest) of those that were committed meanwhile."""
+        return [tuple(each) for each in self.channel.call("finish_save").meta["committed"]]
 
     def export(self, folder: Path) -> None:
         """Write the actor as a Hugging Face folder, once."""

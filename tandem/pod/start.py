@@ -10,11 +10,17 @@ from tandem.pod.worker import make_worker
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.processes import available_cores
 from tandem.runtime.rpc import new_credential, write_credential
+from tandem.types import UserError
 
 
 def threads_of(recipe: Recipe) -> int:
     """Threads of each worker: the recipe's, or every core this process may use (the workers take turns)."""
     return recipe.machine.threads or available_cores()
+
+
+def rank_threads(recipe: Recipe) -> int:
+    """Threads of each rank of the trainer, which divide those of a worker."""
+    return max(1, threads_of(recipe) // recipe.parallel.world)
 
 
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None) -> tuple[Channel, Channel]:
@@ -27,6 +33,8 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
         return InlineChannel(role, pod_id, lambda: make_worker(role, recipe, directory, threads))
 
     if inline:
+        if recipe.parallel.world > 1:
+            raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return inline_channel("trainer"), inline_channel("rollout")
     credential = new_credential()
     write_credential(folder / "credential", credential)

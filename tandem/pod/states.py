@@ -46,7 +46,7 @@ TRAINER_TRANSITIONS: Mapping[TrainerState, frozenset[TrainerState]] = {
     _T.REGISTER: frozenset({_T.UPDATE_WEIGHT, _T.ONLOAD}),
     _T.UPDATE_WEIGHT: frozenset({_T.WAIT_ROLLOUT, _T.ONLOAD}),
     _T.WAIT_ROLLOUT: frozenset({_T.ONLOAD}),
-    _T.ONLOAD: frozenset({_T.INFERENCE, _T.TRAIN, _T.OFFLOAD}),
+    _T.ONLOAD: frozenset({_T.INFERENCE, _T.TRAIN, _T.OFFLOAD, _T.CHECKPOINT}),
     _T.INFERENCE: frozenset({_T.TRAIN}),
 }
 

@@ -1,41 +1,56 @@
-"""The trainer sidecar's worker: the actor, its optimizer and the frozen reference, and the calls that the pod makes of it.
+"""One rank of the trainer sidecar: the actor on its mesh, its optimizer and the frozen reference, and the calls that the pod makes of them.
 
-Every call takes plain values and named byte strings and returns the same, so that it can cross a process boundary or not.
-Every call may be made again for the same step: after a fault the pod simply asks once more.
+Every rank answers the same call with the same arguments; rank 0's reply is the sidecar's. Every call takes plain values and named byte
+strings and returns the same, so that it can cross a process boundary or not, and may be made again for the same step.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
+from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, save_model
+from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.create_model import create_model
-from tandem.pod.prompts import prompt_source
+from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
-from tandem.rl.algorithms.supervised import fine_tune
-from tandem.rl.algorithms.update import sequence_logprobs, update_policy
+from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
-from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
-from tandem.trainer.optimizers.adamw import Optimizer
-from tandem.trainer.optimizers.make import make_optimizer
-from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
+from tandem.runtime.faults import FaultPoint
+from tandem.runtime.rank_settings import RankSettings
+from tandem.runtime.tracing import Tracer
+from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
+from tandem.trainer.rank_process import Rank, start
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
-from tandem.weight_transfer.convert import convert
+from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
 
 logger = logging.getLogger(__name__)
 
-COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-"""What makes a checkpoint a Hugging Face folder, besides the weights."""
+CALLS = TRAINER_CALLS
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """What ``load`` makes. ``reference``: the frozen start model on the same mesh (``None``: the loss has no KL)."""
+
+    replica: Replica
+    guard: GradScaler
+    checkpoints: ReplicaCheckpoints
+    tracer: Tracer
+    reference: FrozenReplica | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,104 +63,100 @@ class Inferred:
 
 
 class TrainerWorker:
-    """The state of the worker between calls. ``steps``: optimizer steps that the actor has taken since the start model
-    ``start``."""
+    """The state of a rank between calls. ``steps``: optimizer steps that the actor has taken since the start model."""
 
-    def __init__(self, recipe: Recipe, directory: Path) -> None:
-        self.recipe, self.directory = recipe, directory
+    def __init__(self, recipe: Recipe, rank: Rank) -> None:
+        self.recipe, self.rank, self.directory = recipe, rank, rank.directory
         self.kernels = select(recipe.machine.kernels)
-        self.store = EmbeddedStore(directory / "pod" / "store.sqlite")
+        self.store = EmbeddedStore(self.directory / "pod" / "store.sqlite")
         self.writer: WeightWriter | None = None
-        self.start: Path | None = None
-        self.model: Decoder | None = None
-        self.optimizer: Optimizer | None = None
-        self.reference: Decoder | None = None
+        self.actor: Actor | None = None
         self.steps = 0
         self.inferred: Inferred | None = None
-        self.converted: list[tuple[str, Tensor]] | None = None
+        self.converted: ConvertedWeights | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
-        names = (
-            "create_model", "warm_up", "export", "load", "inference", "train", "offload", "onload",
-            "convert", "register", "save",
-        )
-        return {name: getattr(self, name) for name in names}
+        return {name: self._shown(name) for name in CALLS}
+
+    def _shown(self, name: str) -> Method:
+        """The call ``name``, whose beginning the rank's heartbeat shows."""
+        method: Method = getattr(self, name)
+
+        def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+            self.rank.enter(name, int(meta.get("step", self.steps)))
+            return method(meta, blobs, self._beating(progress))
+
+        return call
 
     # -- before reinforcement learning -------------------------------------------------------------------------------
 
     def create_model(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Make the model that the recipe describes as ``folder``, once."""
-        assert self.recipe.model.create is not None
-        create_model(self.recipe.model.create, self.recipe.run.seed, Path(meta["folder"]))
+        if self.rank.ranks.is_first:
+            assert self.recipe.model.create is not None
+            create_model(self.recipe.model.create, self.recipe.run.seed, Path(meta["folder"]))
+        self.rank.ranks.world.barrier("the model to start from")
         return {}, {}
-
-    def warm_up(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Fine-tune the folder ``source`` on the task's demonstrations and write ``destination``, once."""
-        config, destination = self.recipe.warm_up, Path(meta["destination"])
-        assert config is not None
-        if destination.exists():
-            return {"metrics": {}}, {}
-        source = Path(meta["source"])
-        model = load_model(source, self.kernels)
-        prompts = prompt_source(self.recipe, source)
-        shown = prompts.demonstrations(config.seed, config.corrupted_share, Tokenizer.from_folder(source).eos_token_ids[0])
-        examples = ((d.prompt_token_ids, d.completion_token_ids) for d in shown)
-
-        def report(done: int, row: dict[str, float]) -> None:
-            progress({"done": done, "total": config.steps, "loss": row["sft/loss"]})
-
-        rows = fine_tune(model, examples, config, self.recipe.trainer, report)
-        prompts.close()
-        save_model(model, destination, source)
-        return {"metrics": rows[-1]}, {}
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The actor as a Hugging Face folder, written whole or not at all, once."""
-        model, _ = self._actor()
-        if not Path(meta["folder"]).exists():
-            save_model(model, Path(meta["folder"]), self.start)
+        actor = self._actor()
+        actor.checkpoints.wait(self.rank.beat)
+        actor.checkpoints.export(Path(meta["folder"]))
+        self.rank.ranks.world.barrier("the exported model")
         return {}, {}
 
     # -- the state ---------------------------------------------------------------------------------------------------
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Stand at checkpoint ``step`` or before (``None``: the newest), or at the start model where there is none, or ``damaged`` ones alone."""
-        start = self.start = Path(meta["start"])
-        self.model = load_model(start, self.kernels)
-        self.model.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
-        self.model.recompute = self.recipe.trainer.recompute
-        self.optimizer = make_optimizer(self.model, self.recipe.trainer)
-        if self.recipe.algorithm.kl_coefficient > 0:
-            self.reference = load_model(start, self.kernels).requires_grad_(False)
-            self.reference.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
-        checkpoints = self.directory / "checkpoints"
-        found = newest_committed(checkpoints, meta["step"])
-        self.steps = 0
-        if found is not None:
-            load_checkpoint(found.folder, self.model, self.optimizer)
-            self.steps = found.step
+        """Load checkpoint ``step`` or the newest before it (``None``: the newest), or the model ``start`` if there is none that is whole.
+        The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``)."""
+        start, recipe, ranks = Path(meta["start"]), self.recipe, self.rank.ranks
+        if self.actor is not None:
+            self.actor.checkpoints.close()
+        most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe, start))
+        settings = ReplicaSettings(start, self.directory, recipe.trainer, recipe.parallel, most, recipe.rollout.kv_cache_dtype)
+        replica, guard = build_replica(settings, ranks, self.kernels), GradScaler(recipe.trainer)
+        checkpoints = ReplicaCheckpoints(
+            self.directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, self.rank.saving,
+            asynchronous=recipe.checkpoint.asynchronous, fault_point=self.rank.fault_point,
+        )  # fmt: skip
+        reference = FrozenReplica(ranks, *load_frozen(settings, ranks, self.kernels)) if recipe.algorithm.kl_coefficient > 0 else None
+        tracer = Tracer(
+            self.directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]}
+        )
+        self.actor = Actor(replica, guard, checkpoints, tracer, reference)
+        # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
+        torch.manual_seed(recipe.run.seed)
+        found = checkpoints.load(meta["step"])
+        self.steps = 0 if found is None else found.step
         self.inferred = self.converted = None
-        return {"step": self.steps, "kernels": self.kernels.name, "damaged": found is None and bool(committed_steps(checkpoints))}, {}
+        return {
+            "step": self.steps, "digest": None if found is None else found.digest, "kernels": self.kernels.name,
+            "damaged": list(checkpoints.damaged) if found is None else [], "passed_over": list(checkpoints.damaged),
+        }, {}  # fmt: skip
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Commit the checkpoint of ``step`` and remove those that the recipe does not keep."""
-        model, optimizer = self._actor()
+        """Begin the checkpoint of ``step``; the reply has those that were ``committed`` meanwhile, this one too if it is not asynchronous."""
+        actor = self._actor()
         self._expect(int(meta["step"]))
-        assert self.start is not None
-        checkpoints = self.directory / "checkpoints"
-        companions = [self.start / name for name in COMPANIONS if (self.start / name).is_file()]
-        checkpoint = save_checkpoint(checkpoints, self.steps, model, optimizer, {}, companions)
-        prune(checkpoints, self.recipe.checkpoint.keep)
-        return {"digest": checkpoint.digest}, {}
+        actor.checkpoints.wait(self.rank.beat)
+        before = self._committed()
+        actor.checkpoints.save(self.steps, {"steps": self.steps}, actor.tracer.span("checkpoint write", step=self.steps), self.rank.beat)
+        return {"committed": before + self._committed()}, {}
+
+    def finish_save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Wait for the checkpoint that is under way; those that were ``committed``."""
+        self._actor().checkpoints.wait(self.rank.beat)
+        return {"committed": self._committed()}, {}
 
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
     def offload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Drop what the next step makes anew: gradients and saved inference. With ``release`` the freed memory goes back to
         the machine too, which costs the next step its page faults and is not worth it where the engine has room anyway."""
-        _, optimizer = self._actor()
-        optimizer.zero_grad()
+        self._actor().replica.optimizer.zero_grad()
         self.inferred = None
         if meta["release"]:
             release()
@@ -158,13 +169,12 @@ class TrainerWorker:
         return {}, {}
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The actor's weights under Hugging Face's names and shapes, as views."""
-        model, _ = self._actor()
-        self.converted = list(convert(model))
-        return {"tensors": len(self.converted)}, {}
+        """Name and place this rank's parts of the actor's weights under Hugging Face's names."""
+        self.converted = convert(self._actor().checkpoints.state)
+        return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write the converted weights to the free segment and publish their manifest as ``version``."""
+        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``."""
         version = WeightVersion(*meta["version"])
         self._expect(version.step)
         if self.converted is None:
@@ -177,41 +187,72 @@ class TrainerWorker:
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The reference model's log-probabilities of the samples, kept for ``train``."""
-        self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]))
+        self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]), progress)
         return {}, {}
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
-        step = int(meta["step"])
+        step, recipe, actor = int(meta["step"]), self.recipe, self._actor()
         self._expect(step)
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
-        if inferred is None and self.recipe.algorithm.kl_coefficient > 0:
-            inferred = self._infer(step, samples)
+        if inferred is None and actor.reference is not None:
+            inferred = self._infer(step, samples, progress)
         reference = inferred.reference_logprobs if inferred is not None else None
-        scores, rollout = decode_scores(blobs["scores"]), self.recipe.rollout
-        batch = make_batch(step, samples, scores, self.recipe.algorithm, rollout.max_tokens, reference)
-        model, optimizer = self._actor()
+        actor.tracer.begin(step)
+        batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
         result = update_policy(
-            model, optimizer, batch, self.recipe.algorithm, self.recipe.trainer, rollout.temperature,
-            lambda done, total: progress({"done": done, "total": total}),
-        )
+            actor.replica, batch, recipe.algorithm, recipe.trainer, temperature=recipe.rollout.temperature, guard=actor.guard,
+            on_progress=lambda done, total: progress({"done": done, "total": total}),
+            on_phase=lambda phase: self.rank.enter(phase, step), tracer=actor.tracer,
+        )  # fmt: skip
         self.steps += 1
         self.inferred = None
-        return {"metrics": result.metrics, "tokens": result.tokens}, {}
+        exhausted = actor.guard.skipped_in_a_row if actor.guard.is_exhausted else 0
+        return {
+            "metrics": result.metrics, "tokens": result.tokens, "verdict": result.verdict, "exhausted": exhausted, "committed": self._committed(),
+        }, {}  # fmt: skip
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _infer(self, step: int, samples: list[Sample]) -> Inferred:
-        assert self.reference is not None
-        sequences = [train_sequence(sample) for sample in samples]
-        return Inferred(step, samples, sequence_logprobs(self.reference, sequences, self.recipe.trainer.micro_batch_tokens))
+    def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
+        actor, recipe = self._actor(), self.recipe
+        assert actor.reference is not None
+        found = sequence_logprobs(
+            actor.reference, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens,
+            on_progress=lambda done, total: progress({"done": done, "total": total}),
+        )  # fmt: skip
+        return Inferred(step, samples, found)
 
-    def _actor(self) -> tuple[Decoder, Optimizer]:
-        if self.model is None or self.optimizer is None:
+    def _committed(self) -> list[list[int | str]]:
+        """(step, digest) of the checkpoint that was committed since this was asked, in a list of at most one."""
+        done = self._actor().checkpoints.take_committed()
+        return [] if done is None else [[done.step, done.digest]]
+
+    def _beating(self, progress: Progress) -> Progress:
+        """``progress`` of rank 0; every rank's heartbeat shows it."""
+
+        def report(meta: dict[str, object]) -> None:
+            self.rank.beat()
+            if self.rank.ranks.is_first:
+                progress(meta)
+
+        return report
+
+    def _actor(self) -> Actor:
+        if self.actor is None:
             raise RunError("the trainer's worker has no model yet; this is a fault of the pod's order of calls")
-        return self.model, self.optimizer
+        return self.actor
 
     def _expect(self, step: int) -> None:
         if step != self.steps:
-            raise RunError(f"the trainer stands at step {self.steps} and was asked for step {step}")
+            raise RunError(f"the trainer is at step {self.steps} and was asked for step {step}")
+
+
+def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
+    """The calls of the rank of ``settings``. Tensor-parallel ranks of a pod keep the bits of one process unless the recipe says otherwise."""
+    recipe = build(Recipe, read_yaml(Path(settings.directory) / "config.yaml"))
+    parallel = recipe.parallel
+    deterministic = True if parallel.deterministic is None else parallel.deterministic
+    rank = start(settings, deterministic, parallel.sequence_parallel)
+    return TrainerWorker(recipe, rank).methods(), rank.fault_point

@@ -9,7 +9,8 @@ class RankSettings:
     """``target``: the module that makes this rank's calls. ``directory``: of the run. ``shape``: of the mesh. ``rendezvous``: the file
     in which the ranks of this start meet. ``heartbeats``: the shared table in which they show what they do. ``stacks``: where this one
     writes its stacks when it is asked. ``threads``: of this process. ``device``: ``cpu``, or ``cuda``, of which rank r takes GPU r.
-    ``log``: the name of its log file. ``hang_timeout_s``: seconds after which a collective that does not end is a hang."""
+    ``faults``, ``roles``: a plan of faults, and which of
+    its roles this process has. ``log``: the name of its log file. ``hang_timeout_s``: seconds after which a collective that does not end is a hang."""
 
     target: str
     directory: str
@@ -21,6 +22,7 @@ class RankSettings:
     threads: int
     device: str
     faults: str
+    roles: tuple[str, ...]
     log: str
     hang_timeout_s: float
 

@@ -47,7 +47,8 @@ class GroupSettings:
 
     ``name``: for messages. ``target``: the module that makes a rank's calls (``trainer.rank_process``). ``directory``: of the run.
     ``folder``: an empty folder for rendezvous, heartbeats and stacks. ``threads``: of each rank. ``hang_timeout_s``: a rank without a sign
-    of life for so long hangs; ``heartbeat_timeout_s``: see ``StallWatch``. ``log``: the name of rank r's log file.
+    of life for so long hangs; ``heartbeat_timeout_s``: see ``StallWatch``. ``log``: the name of rank r's log file; ``roles``: its roles
+    in a plan of faults.
     """
 
     name: str
@@ -60,6 +61,7 @@ class GroupSettings:
     hang_timeout_s: float = 300.0
     heartbeat_timeout_s: float = 30.0
     log: Callable[[int], str] = "rank-{}".format
+    roles: Callable[[int], tuple[str, ...]] = lambda rank: (f"rank{rank}",)
 
 
 class WorkerGroup:
@@ -79,7 +81,7 @@ class WorkerGroup:
         settings, folder = self.settings, self.settings.folder
         own = RankSettings(
             settings.target, str(settings.directory), rank, asdict(self.shape), str(folder / "rendezvous"), str(folder / "heartbeats"),
-            str(self._stacks(rank)), settings.threads, settings.device, settings.faults, settings.log(rank), settings.hang_timeout_s,
+            str(self._stacks(rank)), settings.threads, settings.device, settings.faults, settings.roles(rank), settings.log(rank), settings.hang_timeout_s,
         )  # fmt: skip
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
@@ -111,21 +113,22 @@ class WorkerGroup:
 
     def call(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None,
-        on_poll: Callable[[], None] = lambda: None,
+        on_poll: Callable[[], None] | None = None,
     ) -> Frame:
         """Rank 0's result of the call ``name``, which every rank answers. ``on_progress`` hears rank 0, ``on_poll`` is called while this
         waits. Raises ``RanksLost``, ``RpcTimeout``, and what a rank raised."""
         if self._broken:
             raise RanksLost(self.settings.name, name, self._broken)
-        if self.shape.world == 1:
-            return self._call_alone(name, meta, blobs, deadline_s, on_progress, on_poll)
+        if self.shape.world == 1 and on_poll is None:
+            return self._call_alone(name, meta, blobs, deadline_s, on_progress)
         heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
         calls = [
             self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=heard.put if rank == 0 else None)
             for rank, worker in enumerate(self.workers)
         ]
         while True:
-            on_poll()
+            if on_poll is not None:
+                on_poll()
             # Told from this thread, in order, before the call ends.
             is_done = all(call.done() for call in calls)
             while not heard.empty():
@@ -144,12 +147,12 @@ class WorkerGroup:
             futures_wait(calls, timeout=POLL_S, return_when=FIRST_COMPLETED if not any(call.done() for call in calls) else ALL_COMPLETED)
 
     def _call_alone(
-        self, name: str, meta: Meta | None, blobs: Blobs | None, deadline_s: float, on_progress: Progress | None, on_poll: Callable[[], None]
+        self, name: str, meta: Meta | None, blobs: Blobs | None, deadline_s: float, on_progress: Progress | None
     ) -> Frame:
-        """One rank has its call's own deadline, and nothing to compare it with."""
+        """One rank has its call's own deadline, and no other one waits for it."""
         try:
             return self.workers[0].call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
-        except WorkerDied as death:
+        except (WorkerDied, RpcTimeout) as death:
             self._broken = str(death)
             raise
 

@@ -78,8 +78,7 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     torch.set_num_threads(settings.threads)
     device = rank_device(settings.device, mesh.rank)
     heartbeat = RankBoard(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
-    roles = [f"rank{mesh.rank}", *(["trainer_worker"] if mesh.rank == 0 else [])]
-    fault_point = FaultPlan.parse(settings.faults).point(roles, directory) if settings.faults else no_fault
+    fault_point = FaultPlan.parse(settings.faults).point(settings.roles, directory) if settings.faults else no_fault
     if mesh.shape.world == 1:
         lonely = alone(device)
         return Rank(lonely, directory, lonely.world, heartbeat, fault_point, settings.threads)

@@ -3,12 +3,12 @@
 import pytest
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.sft import SFTConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.config.warm_up import WarmUpConfig
 from tandem.types import UserError
 
 
-@pytest.mark.parametrize("section", [AlgorithmConfig(), TrainerConfig(), WarmUpConfig()])
+@pytest.mark.parametrize("section", [AlgorithmConfig(), TrainerConfig(), SFTConfig()])
 def test_the_defaults_can_train(section):
     section.check()
 
@@ -31,9 +31,9 @@ def test_the_defaults_can_train(section):
         (TrainerConfig(schedule="linear"), "'trainer.total_steps' is 0"),
         (TrainerConfig(schedule="cosine", warmup_steps=5, total_steps=5), "'trainer.total_steps' is 5"),
         (TrainerConfig(micro_batch_tokens=0), "'trainer.micro_batch_tokens' is 0"),
-        (WarmUpConfig(steps=0), "'warm_up.steps' is 0"),
-        (WarmUpConfig(corrupted_share=1.0), "'warm_up.corrupted_share' is 1.0"),
-        (WarmUpConfig(steps=5, warmup_steps=5), "'warm_up.warmup_steps' is 5"),
+        (SFTConfig(steps=0), "'sft.steps' is 0"),
+        (SFTConfig(corrupted_share=1.0), "'sft.corrupted_share' is 1.0"),
+        (SFTConfig(steps=5, warmup_steps=5), "'sft.warmup_steps' is 5"),
     ],
 )
 def test_a_value_that_cannot_train_is_named(section, named):

@@ -45,4 +45,4 @@ TINY_RUN = (
     "--rollout.prompts_per_step=2", "--algorithm.group_size=2", "--evaluation.prompts=4", "--evaluation.final_prompts=4",
     "--evaluation.every_steps=1", "--run.max_steps=1", "--machine.threads=1",
 )
-TINY_WARM_UP = ("--warm_up.steps=2", "--warm_up.warmup_steps=1", "--warm_up.batch_size=2", "--warm_up.max_accuracy=1.0")
+TINY_WARM_UP = ("--sft.steps=2", "--sft.warmup_steps=1", "--sft.batch_size=2", "--sft.max_accuracy=1.0")

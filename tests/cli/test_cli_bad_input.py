@@ -10,7 +10,7 @@ from helpers_cli import real
 from tandem.config.model import NewModelConfig
 from tandem.pod.create_model import create_model
 
-NO_MODEL = "--warm_up=null", "--model.create=null"
+NO_MODEL = "--sft=null", "--model.create=null"
 
 
 def untouched(recipe: Path) -> bool:
@@ -62,7 +62,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--rollout.quantization=int8", "old_logprobs to recompute"),
         ("--rollout.quantization=int4", "must be one of"),
         ("--rollout.max_sequences=1", "a group runs at once"),
-        ("--warm_up=null", "add a section 'warm_up'"),
+        ("--sft=null", "add a section 'sft'"),
         ("--model.path=x", "both are given"),
         ("--model.create=null", "neither is given"),
         ("--model.create.num_heads=0", "num_heads"),
@@ -136,7 +136,7 @@ def test_a_recipe_that_is_a_folder_or_not_text_is_refused(command, tmp_path) -> 
 def jsonl(recipe: Path, lines: str | bytes) -> tuple[str, str]:
     path = recipe.parent / "questions.jsonl"
     path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
-    return "--task={name: jsonl, path: " + json.dumps(str(path)) + "}", "--warm_up.corrupted_share=0"
+    return "--task={name: jsonl, path: " + json.dumps(str(path)) + "}", "--sft.corrupted_share=0"
 
 
 GOOD = "".join(json.dumps({"prompt": f"q{i}?", "answer": str(i)}) + "\n" for i in range(30))
@@ -165,7 +165,7 @@ def test_a_broken_line_of_a_file_is_named_by_file_and_line(command, recipe, line
 
 def test_wrong_answers_that_a_task_cannot_make_are_refused_before_the_run(command, recipe) -> None:
     task, _ = jsonl(recipe, GOOD)
-    assert "set it to 0" in command("train", recipe, task, "--warm_up.corrupted_share=0.5").refusal()
+    assert "set it to 0" in command("train", recipe, task, "--sft.corrupted_share=0.5").refusal()
     assert untouched(recipe)
 
 

@@ -16,8 +16,8 @@ from tandem.runtime.listener import Listener
 def tell(listener: Listener) -> None:
     """A short run, as its listener hears of it."""
     listener.started("runs/größe [red]", 10, 0.9)
-    listener.phase("warm_up", 0)
-    listener.progress("warm_up", 3, 7, "loss 1.234")
+    listener.phase("sft", 0)
+    listener.progress("sft", 3, 7, "loss 1.234")
     listener.phase("rollout", 4)
     listener.evaluated(4, 0.5, 64, "sampled")
     for step in (4, 5):

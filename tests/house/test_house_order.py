@@ -33,7 +33,7 @@ def test_offline_rooms_need_only_torch_safetensors_tokenizers_and_yaml() -> None
         "import sys\n"
         "for name in ('numpy', 'xxhash', 'rich', 'plotly', 'jinja2', 'transformers'):\n"
         "    sys.modules[name] = None\n"
-        "import tandem.engine.llm, tandem.model.huggingface, tandem.kernels, tandem.trainer.step, tandem.trainer.save\n"
+        "import tandem.engine.llm, tandem.model.huggingface, tandem.kernels, tandem.trainer.step, tandem.trainer.build\n"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

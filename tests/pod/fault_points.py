@@ -18,7 +18,7 @@ _SERVED = range(STEPS + 1)
 _EVALUATED = range(0, STEPS + 1, EVERY)
 
 TRAINER_CALLS = {
-    "create_model": (0,), "warm_up": (0,), "load": (0,), "save": _EVALUATED,
+    "create_model": (0,), "sft": (0,), "load": (0,), "save": _EVALUATED,
     "offload": _SERVED, "convert": _SERVED, "register": _SERVED,
     "onload": _BEFORE_STEPS, "inference": _BEFORE_STEPS, "train": _BEFORE_STEPS,
     "export": (STEPS,),

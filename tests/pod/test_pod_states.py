@@ -28,6 +28,7 @@ TRAINER_EDGES = """
     register -> onload                  the rollout sidecar died
     update_weight -> onload
     onload -> offload
+    onload -> checkpoint                the last step, which evaluations have followed already
 """
 ROLLOUT_EDGES = """
     down -> start_engine

@@ -42,7 +42,7 @@ class JsonlTask:
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
         """The file's own answer; epochs are shuffled anew."""
         if corrupted_share:
-            raise UserError(f"task 'jsonl' cannot make wrong answers, and 'warm_up.corrupted_share' is {corrupted_share}; set it to 0")
+            raise UserError(f"task 'jsonl' cannot make wrong answers, and 'sft.corrupted_share' is {corrupted_share}; set it to 0")
         items = self.splits["train"]
         epoch, at = divmod(index, len(items))
         order = list(range(len(items)))

@@ -67,11 +67,11 @@ class ReasoningGymTask:
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
         if corrupted_share:
             raise UserError(
-                f"task '{self.name}' cannot make wrong answers, and 'warm_up.corrupted_share' is {corrupted_share}; set it to 0"
+                f"task '{self.name}' cannot make wrong answers, and 'sft.corrupted_share' is {corrupted_share}; set it to 0"
             )
         item = self._item("train", seed, index, f"{self.name}, demonstration {index}", purpose="demonstration")
         if item.ground_truth is None:
-            raise UserError(f"{item.where}: the dataset gives no answer to show in a warm-up; train without a section 'warm_up'")
+            raise UserError(f"{item.where}: the dataset gives no answer to show in a warm-up; train without a section 'sft'")
         return Demonstration(item, f" {item.ground_truth}", True)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Which checkpoint to go on from, and which ones to let go."""
 
 import logging
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +10,15 @@ from tandem.runtime.agreement import gather_values
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.checkpoint.commit import discard, sweep
 from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_manifest, verify
-from tandem.trainer.save import committed_steps
 
 logger = logging.getLogger(__name__)
+
+
+def committed_steps(checkpoints: Path) -> list[int]:
+    """The steps that have a folder under ``checkpoints``, ascending; whether they are whole is not checked."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(int(match[1]) for path in checkpoints.iterdir() if (match := re.fullmatch(r"step-(\d+)", path.name)))
 
 
 class Found(NamedTuple):

@@ -38,9 +38,10 @@ COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 class ReplicaCheckpoints:
     """``checkpoints/step-N`` of ``replica``. ``start``: the folder that the model came from. ``ranks``: a communicator of all ranks that
-    nothing else uses. ``last``: the step of the newest checkpoint, begun or loaded. Every rank calls every method, in the same step.
+    nothing else uses. Every rank calls every method, in the same step.
 
-    ``on_committed`` hears, on rank 0, of each step in the thread that writes; steps ``in_use`` are not removed."""
+    ``last``: the step of the newest checkpoint, begun or loaded. ``state``: what they hold of the replica. ``damaged``: why ``load`` passed
+    checkpoints over. ``on_committed`` hears, on rank 0, of each step in the thread that writes; steps ``in_use`` are not removed."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
@@ -49,7 +50,7 @@ class ReplicaCheckpoints:
         self.folder, self._start, self._replica, self._guard, self._ranks = folder, start, replica, guard, ranks
         self.last: int | None = None
         self.damaged: list[str] = []
-        self._state = ReplicaState(replica)
+        self.state = ReplicaState(replica)
         self._writer = Checkpointer(
             folder, keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
             fault_point=fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
@@ -65,7 +66,7 @@ class ReplicaCheckpoints:
         check(found)
         state = found.manifest.state
         contents = Contents(found.folder, found.manifest)
-        self._state.load(contents, int(state["updates"]))
+        self.state.load(contents, int(state["updates"]))
         self._guard.load_state(state["guard"])
         balance = self._replica.model.router_balance
         if balance is not None:
@@ -89,7 +90,7 @@ class ReplicaCheckpoints:
             "router_bias": {layer: bias for held in every for layer, bias in held.items()}, "cursor": dict(cursor),
         }  # fmt: skip
         companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
-        stall = self._writer.save(step, self._state.shards(), state, {"random": random_states()}, companions, span)
+        stall = self._writer.save(step, self.state.shards(), state, {"random": random_states()}, companions, span)
         self.last = step
         return stall
 
@@ -141,4 +142,4 @@ class ReplicaCheckpoints:
         """Every tensor by its Hugging Face name as views of a file: the pager's on one process, on ranks one that the newest checkpoint is
         read to."""
         assert self._replica.paged is not None
-        return self._state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)
+        return self.state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)

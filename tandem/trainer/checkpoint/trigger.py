@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from tandem.config.checkpoint import PretrainCheckpointConfig
+from tandem.config.checkpoint import CheckpointConfig
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.requests import SignalRequests
 
@@ -18,7 +18,7 @@ class CheckpointTrigger:
     a request is anybody's. ``ranks``: those that save together."""
 
     def __init__(
-        self, config: PretrainCheckpointConfig, ranks: Communicator, requests: SignalRequests, clock: Callable[[], float] = monotonic
+        self, config: CheckpointConfig, ranks: Communicator, requests: SignalRequests, clock: Callable[[], float] = monotonic
     ) -> None:
         self._config, self._ranks, self._requests, self._clock = config, ranks, requests, clock
         self._saved_s = clock()

@@ -1,0 +1,60 @@
+"""Section ``sft``: supervised fine-tuning on the task's demonstrations before reinforcement learning begins."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationsConfig:
+    """``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn. ``seed``: of the
+    demonstrations and their order, besides the run's own."""
+
+    corrupted_share: float = 0.0
+    seed: int = 0
+
+    def check(self, where: str = "demonstrations") -> None:
+        if not 0 <= self.corrupted_share < 1:
+            raise UserError(f"'{where}.corrupted_share' is {self.corrupted_share}; it must be at least 0 and below 1")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"'{where}.seed' is {self.seed}; it must be between 0 and 2^63 - 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SFTConfig:
+    """The rest of the optimizer's settings are those of section ``trainer``.
+
+    ``steps``: optimizer steps. ``batch_size``: demonstrations in each.
+    ``learning_rate``, ``warmup_steps``, ``schedule``: as in ``trainer``; a schedule that falls ends at ``steps``.
+    ``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn.
+    ``seed``: of the demonstrations and their order, besides the run's own.
+    ``max_accuracy``: held-out sampled accuracy above which the start of reinforcement learning is refused: a run that begins near its
+    target shows nothing.
+    """
+
+    steps: int = 225
+    batch_size: int = 48
+    learning_rate: float = 2e-3
+    warmup_steps: int = 10
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    corrupted_share: float = 0.5
+    seed: int = 0
+    max_accuracy: float = 0.55
+
+    def check(self) -> None:
+        """Raise ``UserError`` for a value that cannot train."""
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"'sft.{name}' is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.learning_rate < float("inf"):
+            raise UserError(f"'sft.learning_rate' is {self.learning_rate}; it must be above 0 and finite")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise UserError(f"'sft.warmup_steps' is {self.warmup_steps}; it must be at least 0 and below sft.steps ({self.steps})")
+        if not 0 < self.max_accuracy <= 1:
+            raise UserError(f"'sft.max_accuracy' is {self.max_accuracy}; it must be above 0 and at most 1")
+        self.demonstrations.check("sft")
+
+    @property
+    def demonstrations(self) -> DemonstrationsConfig:
+        return DemonstrationsConfig(self.corrupted_share, self.seed)

@@ -1,0 +1,24 @@
+"""The prompts of a task for the model in a folder: one tokenizer, one chat template, one context length."""
+
+from pathlib import Path
+
+from tandem.config.task import TaskConfig
+from tandem.data.prompts import PromptSource
+from tandem.text.chat import apply_chat_template
+from tandem.text.tokenizer import Tokenizer
+
+
+def task_prompts(
+    task: TaskConfig, folder: Path, *, seed: int, prompts_per_step: int = 1, context_tokens: int, max_new_tokens: int = 0
+) -> PromptSource:
+    """The prompts of ``task``, tokenised for the model in ``folder``. A chat template writes its own special tokens."""
+    tokenizer = Tokenizer.from_folder(folder)
+    return PromptSource(
+        task,
+        lambda text: tokenizer.encode(text, add_special_tokens=not task.chat),
+        seed=seed,
+        prompts_per_step=prompts_per_step,
+        context_tokens=context_tokens,
+        max_new_tokens=max_new_tokens,
+        render_chat=(lambda messages: apply_chat_template(folder, messages)) if task.chat else None,
+    )

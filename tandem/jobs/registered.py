@@ -1,0 +1,49 @@
+"""Committed checkpoints of any job, as versions in the model registry."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.config.load import to_mapping
+from tandem.config.recipe import AnyRecipe
+from tandem.model_registry.open import open_registry
+from tandem.model_registry.versions import NewVersion, Registry
+from tandem.runtime.journal import Journal
+from tandem.runtime.listener import Listener
+from tandem.types import RunError, UserError
+
+
+class Registered:
+    """Enters checkpoints of the run in ``directory`` in the registry that ``recipe`` names, if it names one. A registry that fails costs a
+    line, and no training."""
+
+    def __init__(self, recipe: AnyRecipe, directory: Path, journal: Journal, listener: Listener) -> None:
+        self._recipe, self._directory, self._journal, self._listener = recipe, directory, journal, listener
+        self._registry: Registry | None = open_registry(recipe.registry, create=True) if recipe.registry.is_on else None
+
+    def enter(self, step: int, digest: str, metrics: Mapping[str, float]) -> None:
+        """Enter ``checkpoints/step-N``, which has ``digest`` over all of its bytes."""
+        if self._registry is None:
+            return
+        recipe, folder = self._recipe, self._directory / "checkpoints" / f"step-{step}"
+        entry = NewVersion(
+            recipe.registry.name or self._directory.name, str(folder.resolve()), digest, step, str(self._directory.resolve()), to_mapping(recipe),
+            self._journal.get("data", {}), recipe.model.path or "", {**metrics, **self._evaluated(step)},
+        )  # fmt: skip
+        try:
+            self._registry.register(entry)
+        except (RunError, UserError) as error:
+            self._listener.message(f"the checkpoint of step {step} is not entered in the registry: {error}")
+
+    def close(self) -> None:
+        if self._registry is not None:
+            self._registry.close()
+
+    def _evaluated(self, step: int) -> dict[str, float]:
+        """The newest evaluation of each kind up to ``step``."""
+        names = {"held_out": ("held_out/loss", "loss"), "sampled": ("evaluation/accuracy", "accuracy")}
+        found = {}
+        for at, kind, result in self._journal.evaluations():
+            if kind in names and at <= step:
+                name, key = names[kind]
+                found[name] = float(result[key])
+        return found

@@ -1,0 +1,73 @@
+"""The supervised fine-tuning that a recipe of reinforcement learning begins with: a run of ``sft`` on the task's demonstrations, in a
+folder of its own, with its own checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.load import to_mapping
+from tandem.config.model import ModelConfig
+from tandem.config.pretrain import DataConfig, HeldOutConfig, PretrainConfig, PretrainRecipe
+from tandem.config.recipe import Recipe
+from tandem.jobs.supervise import supervise
+from tandem.runtime.faults import FaultPlan
+from tandem.runtime.listener import Listener
+
+FOLDER = "sft"
+CHECKPOINT_STEPS = 100
+"""A stage of this size takes a minute where it is worth a checkpoint."""
+
+
+def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int) -> PretrainRecipe:
+    """The stage of the run in ``directory`` as a recipe of its own. ``model``: the folder that it begins with."""
+    sft = recipe.sft
+    assert sft is not None
+    trainer = replace(
+        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, total_steps=sft.steps,
+        decay_steps=0,
+    )  # fmt: skip
+    return PretrainRecipe(
+        algorithm=PretrainConfig("sft"),
+        model=ModelConfig(path=str(model), max_length=recipe.model.max_length),
+        data=DataConfig(sequence_length=context_tokens, sequences_per_step=sft.batch_size),
+        task=recipe.task,
+        demonstrations=sft.demonstrations,
+        run=replace(recipe.run, name=FOLDER, directory=str(directory), max_steps=sft.steps, trace_steps=()),
+        trainer=trainer,
+        evaluation=HeldOutConfig(every_steps=sft.steps),
+        checkpoint=CheckpointConfig(every_steps=min(sft.steps, CHECKPOINT_STEPS), keep=1),
+        machine=recipe.machine,
+        parallel=recipe.parallel,
+    )
+
+
+def run_sft_stage(recipe: PretrainRecipe, folder: Path, listener: Listener, inline: bool, faults: FaultPlan | None) -> Path:
+    """Run ``recipe`` in ``folder``, from its newest checkpoint if there is one, once; the trained model's folder."""
+    model = folder / "model"
+    if model.exists():
+        return model
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    if inline:
+        from tandem.jobs.start_pretraining import execute_pretraining
+
+        execute_pretraining(recipe, folder, _StageListener(listener, recipe.run.max_steps))
+    else:
+        supervise(recipe, folder, _StageListener(listener, recipe.run.max_steps), resumed=(folder / "checkpoints").exists(), faults=faults)
+    return model
+
+
+class _StageListener(Listener):
+    """Shows the stage as one phase of the run that it belongs to."""
+
+    def __init__(self, listener: Listener, steps: int) -> None:
+        self._listener, self._steps = listener, steps
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        self._listener.progress("sft", int(row["step"]) + 1, self._steps, f"loss {row['train/loss']:.3f}")
+
+    def message(self, text: str) -> None:
+        self._listener.message(text)
