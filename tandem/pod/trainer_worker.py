@@ -22,12 +22,15 @@ from tandem.pod.prompts import prompt_source
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.supervised import fine_tune
-from tandem.rl.algorithms.update import sequence_logprobs, update_policy
+from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.optimizers.adamw import Optimizer
 from tandem.trainer.optimizers.make import make_optimizer
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
@@ -193,8 +196,8 @@ class TrainerWorker:
         batch = make_batch(step, samples, scores, self.recipe.algorithm, rollout.max_tokens, reference)
         model, optimizer = self._actor()
         result = update_policy(
-            model, optimizer, batch, self.recipe.algorithm, self.recipe.trainer, rollout.temperature,
-            lambda done, total: progress({"done": done, "total": total}),
+            Replica(alone(), model, optimizer), batch, self.recipe.algorithm, self.recipe.trainer, temperature=rollout.temperature,
+            on_progress=lambda done, total: progress({"done": done, "total": total}),
         )
         self.steps += 1
         self.inferred = None
@@ -205,7 +208,8 @@ class TrainerWorker:
     def _infer(self, step: int, samples: list[Sample]) -> Inferred:
         assert self.reference is not None
         sequences = [train_sequence(sample) for sample in samples]
-        return Inferred(step, samples, sequence_logprobs(self.reference, sequences, self.recipe.trainer.micro_batch_tokens))
+        reference = FrozenReplica(alone(), self.reference)
+        return Inferred(step, samples, sequence_logprobs(reference, sequences, self.recipe.trainer.micro_batch_tokens))
 
     def _actor(self) -> tuple[Decoder, Optimizer]:
         if self.model is None or self.optimizer is None:
