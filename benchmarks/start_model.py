@@ -11,7 +11,8 @@ from machine import ROOT
 
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
-from tandem.pod.prompts import prompt_source
+from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.runtime.listener import Listener
 
 RECIPE = ROOT / "recipes" / "sort.yaml"
 
@@ -24,19 +25,21 @@ def warm_model(work: Path, threads: int = 1) -> Path:
     """The folder of the warm model, made where it is missing; its name changes with what the recipe says of it."""
     import torch
 
-    from tandem.pod.trainer_worker import TrainerWorker
+    from tandem.jobs.sft_stage import run_sft_stage, sft_recipe
+    from tandem.pod.create_model import create_model
 
     recipe = recipe_with([f"machine.threads={threads}"])
     parts = to_mapping(recipe)
     digest = hashlib.sha256(json.dumps([parts[name] for name in ("model", "task", "sft", "run")]).encode()).hexdigest()[:12]
     folder = work / f"start-{digest}"
-    if not (folder / "warm").exists():
+    if not (folder / "sft" / "model").exists():
         torch.set_num_threads(threads)
-        (folder / "pod").mkdir(parents=True, exist_ok=True)
-        worker = TrainerWorker(recipe, folder)
-        worker.create_model({"folder": str(folder / "initial")}, {}, lambda _: None)
-        worker.sft({"source": str(folder / "initial"), "destination": str(folder / "warm")}, {}, lambda _: None)
-    return folder / "warm"
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        assert recipe.model.create is not None
+        create_model(recipe.model.create, recipe.run.seed, folder / "initial")
+        stage = sft_recipe(recipe, folder, folder / "initial", context_tokens(recipe, folder / "initial"))
+        run_sft_stage(stage, folder / "sft", Listener(), inline=True, faults=None)
+    return folder / "sft" / "model"
 
 
 def write_run(recipe: Recipe, directory: Path) -> Path:

@@ -1,6 +1,7 @@
 """Pretraining and supervised fine-tuning: the next token of tokenized text, or of examples those that are to be learned, in one process
 or on the ranks of a mesh. The loop, and what it needs."""
 
+import itertools
 import math
 import os
 import shlex
@@ -19,7 +20,6 @@ from tandem.jobs.pretrain_data import TrainData
 from tandem.jobs.pretrain_records import Records
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
-from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
 from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.bad_batch import dump_batch
@@ -27,7 +27,8 @@ from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.lr_schedule import learning_rate
-from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_tokens
+from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
+from tandem.trainer.packing import pack
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import ForwardBackward, StepResult, train_step
@@ -128,19 +129,15 @@ class PretrainRun:
         )  # fmt: skip
 
     def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
-        """The counts of the global batch, its tokens, and this rank's micro-batches. Where ranks pass through the model together they have as many;
-        a rank has none only where all have none."""
-        like = self.model
+        """Returns the counts of the global batch, its tokens, and this rank's micro-batches (``Replica.passes``)."""
         bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
-        micro_batches = [collate([sequences[i] for i in chosen], like.dtype, like.device) for chosen in bins]
-        counts, tokens, wanted = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
+        counts, tokens, passes = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
         if self.ranks.world.size > 1:
             every = self.ranks.all_values([counts.tokens, counts.sequences, len(bins)], "counts of the batch")
             counted, in_all, every_token = self.ranks.sums([counts.tokens, counts.sequences, tokens], "counts of the batch")
             counts, tokens = GlobalCounts(counted, int(in_all)), int(every_token)
-            most = int(max(row[2] for row in every))
-            wanted = most if self.replica.passes_together else min(most, max(1, len(bins)))
-        return counts, tokens, micro_batches + [blank(like.dtype, like.device)] * (wanted - len(bins))
+            passes = self.replica.passes(len(bins), int(max(row[2] for row in every)))
+        return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device)
 
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
         """Keep the batch of a step that was left out, and say so. Raises ``RunError`` where there were too many in a row."""
@@ -168,7 +165,7 @@ class PretrainRun:
             counts, _, micro_batches = self.micro_batches(sequences)
             found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.rest()
-            own = math.fsum(math.fsum(values.values()) for values in found.values())
+            own = math.fsum(itertools.chain.from_iterable(raw.tolist() for raw, _ in found))
             loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
             tokens = int(counts.tokens)
         perplexity = math.exp(min(loss, 700.0))

@@ -1,36 +1,107 @@
-"""The inference pass: log-probabilities of what sequences hold, without gradient."""
+"""The inference pass: log-probabilities of the tokens of sequences, without gradient."""
 
+import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.model.decoder import Decoder
-from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.micro_batch import MicroBatch, counted_indices, forward_tokens, make_micro_batches
+from tandem.trainer.packing import pack_shares
+from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.step import Progress, predict
+from tandem.types import TrainSequence
+
+
+class Inferring(Protocol):
+    """A model on the ranks of a mesh that computes log-probabilities: ``Replica`` while it trains, ``FrozenReplica`` where it never does."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def model(self) -> Decoder: ...
+
+    def passes(self, own: int, most: int) -> int:
+        """How many micro-batches this rank passes, which has ``own``, where a data-parallel rank has ``most`` (``Replica.passes``)."""
+        ...
+
+    def infer(self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None) -> list[Tensor]:
+        """``infer`` of this rank's micro-batches. Every rank of a data-parallel share returns all of them."""
+        ...
+
+    def rest(self) -> None:
+        """Releases what the forward passes left gathered."""
+        ...
 
 
 @torch.no_grad()
 def infer(
     model: Decoder, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
-) -> dict[str, dict[int, float]]:
-    """For every sequence id: the log-probability (nats, at ``temperature``) of each counted token, by its index in the
-    sequence. The same packed forward as in training, hence the same bits."""
-    found: dict[str, dict[int, float]] = {}
+) -> list[Tensor]:
+    """Returns the log-probabilities (nats) of each micro-batch's counted tokens: float64 [2, R], raw and at ``temperature``.
+
+    The same packed forward pass as in training, hence the same bits; float64 holds those of any dtype."""
+    found = []
     for done, micro_batch in enumerate(micro_batches, start=1):
-        collect(found, predict(model, micro_batch, temperature).scaled, micro_batch)
+        logprobs = predict(model, micro_batch, temperature)
+        found.append(torch.stack((logprobs.raw, logprobs.scaled)).double())
         if on_progress is not None:
             on_progress(done, len(micro_batches))
     return found
 
 
-def collect(found: dict[str, dict[int, float]], logprobs: Tensor, micro_batch: MicroBatch) -> None:
-    """Put ``logprobs[R]`` of a micro-batch's rows into ``found``."""
-    indices = (micro_batch.positions[micro_batch.rows] + 1).tolist()
-    for sequence, index, value in zip(micro_batch.sequence_of_row.tolist(), indices, logprobs.tolist(), strict=True):
-        found.setdefault(micro_batch.ids[sequence], {})[index] = value
+def infer_sequences(
+    forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, temperature: float = 1.0,
+    on_progress: Progress | None = None,
+) -> list[Tensor]:
+    """Returns the log-probabilities (nats) of the counted tokens of each of ``sequences``: float64 [2, n] on the CPU, raw and at
+    ``temperature``.
+
+    Every rank of the mesh is given all of ``sequences`` and returns those of all; each data-parallel rank computes its share."""
+    ranks = forward.ranks.data
+    indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
+    counted = [sequences[i] for i in indices]
+    shares = pack_shares(counted, ranks.size, micro_batch_tokens)
+    found = [torch.empty(2, 0, dtype=torch.float64) for _ in sequences]
+    if not counted:
+        return found
+    own = shares[ranks.rank]
+    passes = forward.passes(len(own), max(map(len, shares)))
+    micro_batches = make_micro_batches(counted, own, passes, forward.model.dtype, forward.model.device)
+    values = torch.cat(forward.infer(micro_batches, temperature, on_progress), dim=1).cpu()
+    forward.rest()
+    orders = [list(itertools.chain.from_iterable(bins)) for bins in shares]
+    rows = [[len(counted_indices(counted[i])) for i in order] for order in orders]
+    if ranks.size > 1:
+        most = max(map(sum, rows))
+        gathered = ranks.all_gather(F.pad(values, (0, most - values.shape[1])), "log-probabilities")
+        every = [part[:, : sum(counts)] for part, counts in zip(gathered, rows, strict=True)]
+    else:
+        every = [values]
+    for order, counts, part in zip(orders, rows, every, strict=True):
+        for place, value in zip(order, part.split(counts, dim=1), strict=True):
+            found[indices[place]] = value
+    return found
 
 
-def per_token(found: dict[int, float], length: int) -> tuple[float, ...]:
-    """One sequence's values as ``length`` entries, 0.0 where nothing was counted."""
-    return tuple(found.get(index, 0.0) for index in range(length))
+def sequence_logprobs(
+    forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, temperature: float = 1.0,
+    on_progress: Progress | None = None,
+) -> dict[str, tuple[float, ...]]:
+    """Returns by sequence id the log-probability (nats, at ``temperature``) of each counted token: an entry per token, 0.0 elsewhere.
+
+    Every rank of the mesh is given all of ``sequences`` and returns those of all (``infer_sequences``)."""
+    found = infer_sequences(forward, sequences, micro_batch_tokens, temperature, on_progress)
+    return {sequence.id: per_token(sequence, values[1]) for sequence, values in zip(sequences, found, strict=True)}
+
+
+def per_token(sequence: TrainSequence, counted: Tensor) -> tuple[float, ...]:
+    """Returns ``counted[n]``, the values of the counted tokens of ``sequence``, as an entry per token, 0.0 elsewhere."""
+    values = [0.0] * len(sequence.token_ids)
+    for index, value in zip(counted_indices(sequence), counted.tolist(), strict=True):
+        values[index] = value
+    return tuple(values)

@@ -15,6 +15,8 @@ from torch import Tensor
 from tandem.types import TrainSequence
 
 Number = TypeVar("Number", int, float)
+Bin = tuple[int, ...]
+"""The sequences of one micro-batch, by index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,14 @@ def forward_tokens(sequence: TrainSequence) -> int:
     return next((index for index in range(len(mask) - 1, 0, -1) if mask[index] != 0), 0)
 
 
+def counted_indices(sequence: TrainSequence) -> Sequence[int]:
+    """Returns the indices of the counted tokens of ``sequence``, ascending."""
+    length = forward_tokens(sequence)
+    # Where all count, as in pretraining, a range is taken, of which slices are cheap: a GPU would wait for a loop over tokens.
+    every = range(1, length + 1)
+    return every if 0 not in sequence.loss_mask[1 : length + 1] else [i for i in every if sequence.loss_mask[i] != 0]
+
+
 def collate(
     sequences: Sequence[TrainSequence],
     dtype: torch.dtype = torch.float32,
@@ -76,13 +86,11 @@ def collate(
     for number, sequence in enumerate(sequences):
         length, start = forward_tokens(sequence), bounds[-1]
         _check(sequence, length)
-        # Where all count, as in pretraining, whole slices are taken: a GPU would wait for a loop over tokens.
-        every = range(1, length + 1)
-        counted: Sequence[int] = every if 0 not in sequence.loss_mask[1 : length + 1] else [i for i in every if sequence.loss_mask[i] != 0]
+        counted = counted_indices(sequence)
         tokens += sequence.token_ids[:length]
         positions += range(length)
         bounds.append(start + length)
-        rows += range(start, start + length) if counted is every else [start + i - 1 for i in counted]
+        rows += range(start, start + length) if isinstance(counted, range) else [start + i - 1 for i in counted]
         _take(row_tokens, sequence.token_ids, counted)
         sequence_of_row += [number] * len(counted)
         _take(columns["mask"], sequence.loss_mask, counted)
@@ -131,12 +139,21 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> MicroBatch:
-    """One token of which nothing counts: for a rank that has nothing to do in a pass that all ranks must go through."""
+    """Returns a micro-batch of one token that predicts nothing: for a rank without data in a pass that all ranks must take part in."""
     none, real = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=dtype, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
     sums = torch.ones(1, dtype=dtype, device=device)
-    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, None, None, none, sums)
+    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, real, real, none, sums)
+
+
+def make_micro_batches(
+    sequences: Sequence[TrainSequence], bins: Sequence[Bin], passes: int, dtype: torch.dtype, device: torch.device | str,
+    old_logprobs: Mapping[str, Sequence[float]] | None = None,
+) -> list[MicroBatch]:
+    """Returns a micro-batch for each of ``bins`` (indices of ``sequences``), and blank ones up to ``passes`` in all."""
+    made = [collate([sequences[i] for i in chosen], dtype, device, old_logprobs) for chosen in bins]
+    return made + [blank(dtype, device)] * (passes - len(made))
 
 
 def _take(column: list[Number], values: Sequence[Number], indices: Sequence[int]) -> None:

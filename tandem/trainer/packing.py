@@ -1,23 +1,33 @@
-"""Best-Fit packing: sequences of different lengths into micro-batches without padding.
+"""Which sequences a rank trains on, and how they are packed into micro-batches without padding.
 
-Best-Fit-Decreasing needs at most 11/9 of the optimal number of bins, plus a constant (Johnson et al., 1974). The order
-is a function of the lengths alone, so a step that is repeated packs the same."""
+A global batch is split into minibatches in order. The sequences of each are sorted by length and spread over the data-parallel ranks;
+each rank packs its share with Best-Fit, and all ranks make as many passes as the one with the most micro-batches where they exchange
+something inside a pass (DeepSeek-R1; Guo et al., 2025, supplement on the training framework). Everything is a function of the lengths
+alone: a step that is repeated packs the same, and every rank knows the shares of the others without asking them.
 
+Best-Fit-Decreasing needs at most 11/9 of the optimal number of bins, plus a constant (Johnson et al., 1974)."""
+
+import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import TypeVar
 
-Bin = tuple[int, ...]
+from tandem.trainer.micro_batch import Bin, forward_tokens
+from tandem.types import TrainSequence
+
+Item = TypeVar("Item")
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[Bin]:
-    """Indices of ``lengths`` (tokens) in bins of at most ``capacity`` tokens each; a longer one has a bin of its own.
+    """Returns the indices of ``lengths`` (tokens) in bins of at most ``capacity`` tokens each; a longer one has a bin of its own.
 
     Longest first, each into the fullest bin that still holds it, ties to the bin that was opened first. Indices ascend
-    inside a bin; bins stand in the order they were opened, so the largest need for memory comes early.
+    inside a bin; bins are in the order in which they were opened, so the largest need for memory comes early.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in longest_first(lengths):
         place = bisect_left(room, (lengths[index], -1))
         if place == len(room):
             bins.append([index])
@@ -27,3 +37,41 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[Bin]:
         bins[chosen].append(index)
         insort(room, (left - lengths[index], chosen))
     return [tuple(sorted(b)) for b in bins]
+
+
+def spread(lengths: Sequence[int], ranks: int) -> list[Bin]:
+    """Returns the indices of ``lengths`` (tokens) that each of ``ranks`` takes, ascending.
+
+    Longest first, each to the rank that has the fewest tokens so far, ties to the lowest rank: the longest share is at most 4/3 of the
+    optimal one (Graham, 1969)."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in longest_first(lengths):
+        tokens, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (tokens + lengths[index], rank))
+    return [tuple(sorted(share)) for share in shares]
+
+
+def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bin]:
+    """Returns the micro-batches of ``sequences`` by index, packed by the tokens that go through the network."""
+    return best_fit([forward_tokens(s) for s in sequences], micro_batch_tokens)
+
+
+def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
+    """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``."""
+    shares = spread([forward_tokens(s) for s in sequences], ranks)
+    packed = [pack([sequences[i] for i in share], micro_batch_tokens) for share in shares]
+    return [[tuple(share[i] for i in chosen) for chosen in bins] for share, bins in zip(shares, packed, strict=True)]
+
+
+def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
+    """Returns ``items`` in at most ``parts`` runs of nearly equal count, in their order; at least one run, empty or not."""
+    parts = max(1, min(parts, len(items)))
+    bounds = [len(items) * part // parts for part in range(parts + 1)]
+    return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Returns the indices of ``lengths``, the longest first, ties in order."""
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

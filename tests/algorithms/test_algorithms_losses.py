@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from tandem.rl.algorithms.importance import truncated_importance
-from tandem.rl.algorithms.kl import kl_estimate, mismatch_k3
-from tandem.rl.algorithms.policy_loss import log_ratios, policy_loss
 from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
+from tandem.trainer.losses.importance import truncated_importance
+from tandem.trainer.losses.kl import kl_estimate
+from tandem.trainer.losses.mismatch import mismatch_k3
+from tandem.trainer.losses.policy import log_ratios, policy_loss
 
 LOG2 = math.log(2)
 

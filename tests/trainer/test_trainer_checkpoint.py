@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.trainer.optimizers.adamw import AdamW
-from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, UserError
 
 TRAINER = TrainerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1)
@@ -29,6 +29,8 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.save import load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)
@@ -44,7 +46,7 @@ def train(checkpoints, start, stop):
     if start:
         assert load_checkpoint(checkpoints / f"step-{start}", model, optimizer) == {"step": start}
     for step in range(start, stop):
-        update_policy(model, optimizer, make_batch(seed=step, step=step), algorithm, trainer)
+        update_policy(Replica(alone(), model, optimizer), make_batch(seed=step, step=step), algorithm, trainer)
     return model, optimizer
 
 

@@ -9,11 +9,15 @@ import torch
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.rl.algorithms.loss import make_grpo_loss
-from tandem.rl.algorithms.update import pack, sequence_logprobs, split, update_policy
+from tandem.rl.algorithms.grpo import make_grpo_loss
+from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.micro_batch import collate, forward_tokens
 from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.packing import pack, split
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.step import predict
 from tandem.types import Batch, RunError
 
@@ -28,7 +32,7 @@ VARIANTS = [
 
 def loss_and_gradients(model, batch, config, bins=None, temperature=1.0):
     sequences = [s for s in batch.sequences if forward_tokens(s)]
-    loss = make_grpo_loss(config, counts_of(sequences, batch.length_constant), temperature)
+    loss = make_grpo_loss(config, counts_of(sequences, batch.length_constant), temperature, sum(sum(s.loss_mask) for s in sequences))
     model.zero_grad(set_to_none=True)
     total, sums = 0.0, {}
     for chosen in bins or [tuple(range(len(sequences)))]:
@@ -131,7 +135,7 @@ def test_a_sequence_that_contradicts_itself_is_refused_by_name(make_batch, harm,
 def trained(make_model, batch, algorithm, trainer, temperature=1.0):
     model = make_model()
     optimizer = AdamW(model.named_parameters(), trainer)
-    result = update_policy(model, optimizer, batch, algorithm, trainer, temperature)
+    result = update_policy(Replica(alone(), model, optimizer), batch, algorithm, trainer, temperature=temperature)
     return model, optimizer, result
 
 
@@ -177,13 +181,18 @@ def test_a_gradient_that_is_not_finite_stops_the_step_before_the_weights_change(
     model, trainer = make_model(), TrainerConfig(learning_rate=1e-3)
     optimizer = AdamW(model.named_parameters(), trainer)
     with pytest.raises(RunError, match="gradient norm is nan"):
-        update_policy(model, optimizer, broken, CONFIG, trainer)
+        update_policy(Replica(alone(), model, optimizer), broken, CONFIG, trainer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), make_model().parameters(), strict=True))
 
 
+def all_sampled(sequence):
+    """``sequence`` with a loss mask of ones over its completion."""
+    return replace(sequence, loss_mask=(0.0,) * sequence.prompt_length + (1.0,) * (len(sequence.token_ids) - sequence.prompt_length))
+
+
 def with_logprobs(model, batch):
-    """``batch`` as the model itself would have drawn it: its own log-probabilities on both sides."""
-    own = sequence_logprobs(model, batch.sequences, 10_000)
+    """``batch`` as the model itself would have drawn it: its own log-probabilities of every sampled token on both sides."""
+    own = sequence_logprobs(FrozenReplica(alone(), model), [all_sampled(s) for s in batch.sequences], 10_000)
     return Batch(
         batch.step,
         tuple(replace(s, rollout_logprobs=own[s.id], sampling_logprobs=own[s.id]) for s in batch.sequences),
@@ -196,13 +205,13 @@ def test_mismatch_is_exactly_zero_where_rollout_and_trainer_agree_and_shows_wher
     model = make_model(torch.float32, kernels=kernels)
     trainer = TrainerConfig(learning_rate=1e-3, micro_batch_tokens=30)
     agreed = with_logprobs(model, make_batch())
-    metrics = update_policy(model, AdamW(model.named_parameters(), trainer), agreed, AlgorithmConfig(), trainer).metrics
+    metrics = update_policy(Replica(alone(), model, AdamW(model.named_parameters(), trainer)), agreed, AlgorithmConfig(), trainer).metrics
     assert metrics["mismatch_kl"] == 0.0
     assert metrics["mismatch_max_abs"] == 0.0
     assert metrics["actor/ppo_kl"] == 0.0
     assert metrics["actor/pg_clipfrac"] == 0.0
     # The weights have changed by one step: the same batch is now off-policy.
-    metrics = update_policy(model, AdamW(model.named_parameters(), trainer), agreed, AlgorithmConfig(), trainer).metrics
+    metrics = update_policy(Replica(alone(), model, AdamW(model.named_parameters(), trainer)), agreed, AlgorithmConfig(), trainer).metrics
     assert metrics["mismatch_kl"] > 0.0
     assert metrics["mismatch_max_abs"] > 0.0
 
@@ -221,7 +230,7 @@ def test_minibatches_and_epochs_are_so_many_updates_and_the_mismatch_is_that_bef
     model = make_model(torch.float32)
     batch = with_logprobs(model, make_batch(count=16))
     optimizer = AdamW(model.named_parameters(), trainer)
-    result = update_policy(model, optimizer, batch, AlgorithmConfig(minibatches=3, epochs=2), trainer)
+    result = update_policy(Replica(alone(), model, optimizer), batch, AlgorithmConfig(minibatches=3, epochs=2), trainer)
     assert optimizer.updates == 6
     assert result.metrics["mismatch_kl"] == 0.0
     assert result.metrics["actor/ppo_kl"] != 0.0
@@ -238,8 +247,7 @@ def test_progress_counts_every_micro_batch_of_every_update(make_model, make_batc
     model, trainer = make_model(), TrainerConfig(micro_batch_tokens=30)
     optimizer = AdamW(model.named_parameters(), trainer)
     update_policy(
-        model,
-        optimizer,
+        Replica(alone(), model, optimizer),
         make_batch(),
         AlgorithmConfig(minibatches=2, epochs=2),
         trainer,

@@ -11,8 +11,11 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model, to_huggingface
-from tandem.rl.algorithms.update import sequence_logprobs, update_policy
+from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
 
 TEMPERATURE = 0.8
 
@@ -69,9 +72,8 @@ def test_the_gradient_of_a_grpo_step_is_that_of_transformers_model_and_plain_tor
     model, batch = make_model(), make_batch()
     algorithm = AlgorithmConfig(kl_coefficient=0.1, truncated_importance_cap=2.0, dual_clip=3.0, clip_high=0.28)
     trainer = TrainerConfig(dtype="float64", max_grad_norm=0.0, micro_batch_tokens=40)
-    metrics = update_policy(
-        model, AdamW(model.named_parameters(), trainer), batch, algorithm, trainer, TEMPERATURE
-    ).metrics
+    replica = Replica(alone(), model, AdamW(model.named_parameters(), trainer))
+    metrics = update_policy(replica, batch, algorithm, trainer, temperature=TEMPERATURE).metrics
     loss = truth_loss(truth, batch)
     loss.backward()
     assert metrics["actor/pg_clipfrac"] > 0.1
@@ -88,7 +90,7 @@ def test_the_gradient_of_a_grpo_step_is_that_of_transformers_model_and_plain_tor
 def test_inferred_logprobs_are_those_of_transformers_model(truth, make_model, make_batch):
     batch = make_batch()
     for temperature in (1.0, TEMPERATURE):
-        found = sequence_logprobs(make_model(), batch.sequences, 40, temperature)
+        found = sequence_logprobs(FrozenReplica(alone(), make_model()), batch.sequences, 40, temperature)
         for sequence in batch.sequences:
             with torch.no_grad():
                 wanted = [0.0, *truth_logprobs(truth, sequence, temperature).tolist()]

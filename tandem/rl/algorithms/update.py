@@ -1,94 +1,141 @@
-"""One training phase: from a batch to new weights."""
+"""The policy update: from a batch of judged samples to new weights, on any mesh."""
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.model.decoder import Decoder
-from tandem.rl.algorithms.loss import make_grpo_loss
-from tandem.trainer.logprobs import infer, per_token
+from tandem.rl.algorithms.grpo import make_grpo_loss
+from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.trainer.grad_scaler import GradScaler, Verdict
+from tandem.trainer.logprobs import infer_sequences, per_token
 from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.mismatch import recorded_mismatch
 from tandem.trainer.lr_schedule import learning_rate
-from tandem.trainer.micro_batch import collate, forward_tokens
-from tandem.trainer.optimizers.adamw import Optimizer
-from tandem.trainer.packing import Bin, best_fit
-from tandem.trainer.step import Progress, StepResult, train_step
+from tandem.trainer.micro_batch import Bin, MicroBatch, forward_tokens, make_micro_batches
+from tandem.trainer.packing import pack_shares, split
+from tandem.trainer.parallel.replica import Replica
+from tandem.trainer.step import OnPhase, Progress, StepResult, train_step
 from tandem.types import Batch, TrainSequence
-
-OF_THE_FIRST_UPDATE = ("mismatch_kl", "mismatch_max_abs")
-"""Metrics that compare with the weights the samples were drawn from, which only the first update still sees."""
 
 
 def update_policy(
-    model: Decoder,
-    optimizer: Optimizer,
+    replica: Replica,
     batch: Batch,
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,
+    *,
     temperature: float = 1.0,
+    guard: GradScaler | None = None,
     on_progress: Progress | None = None,
+    on_phase: OnPhase = lambda phase: None,
+    tracer: Tracer = NO_TRACE,
 ) -> StepResult:
-    """``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of
-    ``batch.step``.
+    """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
 
-    Each update is normalised by its own minibatch's global counts. Metrics are means over the updates. ``on_progress``
-    hears (micro-batches done, micro-batches in all)."""
-    sequences = [s for s in batch.sequences if forward_tokens(s) > 0]
-    old = None
-    if algorithm.old_logprobs == "recompute":
-        old = sequence_logprobs(model, sequences, trainer.micro_batch_tokens, temperature)
-    parts = [(part, pack(part, trainer.micro_batch_tokens)) for part in split(sequences, algorithm.minibatches)]
-    parts = parts * algorithm.epochs
-    done, total = 0, sum(len(bins) for _, bins in parts)
-    results = []
-    for part, bins in parts:
-        micro_batches = [
-            collate([part[i] for i in chosen], model.head_weight.dtype, model.head_weight.device, old)
-            for chosen in bins
-        ]
-        loss = make_grpo_loss(algorithm, counts_of(part, batch.length_constant), temperature)
+    Every rank of the mesh is given the whole batch and takes its share of each minibatch (``pack_shares``). Each update is normalised by
+    the counts of its own minibatch over all ranks. Metrics are means over the updates, those of ``guard`` as they are after the last;
+    ``tokens`` are those of all ranks that went through the network in updates. ``verdict`` is the worst of any update.
+
+    ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
+    every sampled token, masked samples included. Tokens that the first update does not see cost a forward pass.
+
+    ``on_progress`` is called with (micro-batches done, micro-batches in all) of this rank's updates. Raises ``RunError`` where a loss or a
+    gradient is not finite and there is no ``guard``."""
+    with tracer.span("shard the batch"):
+        counted = [s for s in batch.sequences if forward_tokens(s) > 0]
+        minibatches = [_share(replica, part, trainer.micro_batch_tokens) for part in split(counted, algorithm.minibatches) if part]
+    updates = minibatches * algorithm.epochs
+
+    def infer(sequences: Sequence[TrainSequence], at: float) -> list[Tensor]:
+        if not sequences:
+            return []
+        with tracer.span("log-probabilities"):
+            return infer_sequences(replica, sequences, trainer.micro_batch_tokens, at, lambda done, passes: on_phase("forward"))
+
+    is_recomputed = algorithm.old_logprobs == "recompute"
+    inferred = infer(counted, temperature) if is_recomputed else []
+    old = {s.id: per_token(s, values[1]) for s, values in zip(counted, inferred, strict=True)} if is_recomputed else None
+    # The first update compares what it sees with the rollout by itself, unless all was inferred before it.
+    unseen = _not_counted_in(counted if is_recomputed else minibatches[0].sequences if minibatches else (), batch.sequences)
+    inferred += infer(unseen, 1.0)
+    mismatch = recorded_mismatch([*(counted if is_recomputed else ()), *unseen], [values[0] for values in inferred], replica.model.dtype)
+
+    sampled_tokens = sum(_sampled_tokens(s) for s in batch.sequences)
+    rate = learning_rate(trainer, batch.step)
+    results: list[StepResult] = []
+    done, total = 0, sum(minibatch.passes for minibatch in updates)
+    for number, minibatch in enumerate(updates):
+        micro_batches = minibatch.micro_batches(replica, old)
+        mismatch_tokens = sampled_tokens if number == 0 and not is_recomputed else 0
+        loss = make_grpo_loss(algorithm, counts_of(minibatch.sequences, batch.length_constant), temperature, mismatch_tokens)
         report = None if on_progress is None else lambda here, _, before=done: on_progress(before + here, total)
         results.append(
-            train_step(model, optimizer, micro_batches, loss, learning_rate(trainer, batch.step), temperature, report)
-        )
-        done += len(bins)
-    return _mean(results)
+            train_step(
+                replica.model, replica.optimizer, micro_batches, loss, rate, temperature, report, guard=guard, sums=replica.sums,
+                forward_backward=replica.forward_backward, on_phase=on_phase, tracer=tracer,
+            )
+        )  # fmt: skip
+        done += minibatch.passes
+    metrics = _means(results) if results else {"actor/grad_norm": 0.0, "actor/lr": rate}
+    if sampled_tokens:
+        metrics["mismatch_kl"] = metrics.get("mismatch_kl", 0.0) + mismatch.k3_sum / sampled_tokens
+        metrics["mismatch_max_abs"] = max(metrics.get("mismatch_max_abs", 0.0), mismatch.max_abs)
+    metrics |= {} if guard is None else guard.metrics()
+    tokens = algorithm.epochs * sum(map(forward_tokens, counted))
+    return StepResult(metrics, tokens, any(r.updated for r in results), _worst([r.verdict for r in results]))
 
 
-def sequence_logprobs(
-    model: Decoder,
-    sequences: Sequence[TrainSequence],
-    micro_batch_tokens: int,
-    temperature: float = 1.0,
-    on_progress: Progress | None = None,
-) -> dict[str, tuple[float, ...]]:
-    """``model``'s log-probabilities of the counted tokens of ``sequences`` by id: an entry per token, 0.0 elsewhere."""
-    counted = [s for s in sequences if forward_tokens(s) > 0]
-    micro_batches = [
-        collate([counted[i] for i in chosen], model.head_weight.dtype, model.head_weight.device)
-        for chosen in pack(counted, micro_batch_tokens)
-    ]
-    found = infer(model, micro_batches, temperature, on_progress)
-    return {s.id: per_token(found.get(s.id, {}), len(s.token_ids)) for s in sequences}
+@dataclass(frozen=True, slots=True)
+class _Minibatch:
+    """The sequences of one update, over all ranks; ``bins``: this rank's micro-batches; ``passes``: how many it makes, blank ones included."""
+
+    sequences: Sequence[TrainSequence]
+    bins: Sequence[Bin]
+    passes: int
+
+    def micro_batches(self, replica: Replica, old_logprobs: dict[str, tuple[float, ...]] | None) -> list[MicroBatch]:
+        return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs)
 
 
-def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bin]:
-    """Micro-batches of ``sequences`` by index, by the tokens that go through the network."""
-    return best_fit([forward_tokens(s) for s in sequences], micro_batch_tokens)
+def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> _Minibatch:
+    data = replica.ranks.data
+    shares = pack_shares(sequences, data.size, micro_batch_tokens)
+    own = shares[data.rank]
+    return _Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))))
 
 
-def split(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSequence]]:
-    """``sequences`` in at most ``parts`` runs of nearly equal count, in their order; at least one run, empty or not."""
-    parts = max(1, min(parts, len(sequences)))
-    bounds = [len(sequences) * part // parts for part in range(parts + 1)]
-    return [sequences[start:stop] for start, stop in itertools.pairwise(bounds)]
+def _sampled_tokens(sequence: TrainSequence) -> int:
+    """Tokens whose log-probabilities the rollout recorded."""
+    return len(sequence.token_ids) - _first_sampled(sequence) if sequence.rollout_logprobs else 0
 
 
-def _mean(results: Sequence[StepResult]) -> StepResult:
-    names = results[0].metrics
-    metrics = {
-        name: names[name] if name in OF_THE_FIRST_UPDATE else sum(r.metrics[name] for r in results) / len(results)
-        for name in names
-    }
-    return StepResult(metrics, sum(r.tokens for r in results), any(r.updated for r in results))
+def _first_sampled(sequence: TrainSequence) -> int:
+    return max(1, sequence.prompt_length)
+
+
+def _not_counted_in(seen: Sequence[TrainSequence], sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """``sequences`` in which every sampled token counts that does not count in ``seen``; those that have none are left out."""
+    ids = {s.id for s in seen}
+    found = []
+    for sequence in sequences:
+        first = _first_sampled(sequence)
+        mask = sequence.loss_mask[first:] if sequence.id in ids else (0.0,) * (len(sequence.token_ids) - first)
+        if sequence.rollout_logprobs and 0 in mask:
+            found.append(replace(sequence, loss_mask=(0.0,) * first + tuple(float(value == 0) for value in mask)))
+    return found
+
+
+def _means(results: Sequence[StepResult]) -> dict[str, float]:
+    """The mean of each metric over the updates that have it."""
+    metrics = {}
+    for name in results[0].metrics:
+        values = [r.metrics[name] for r in results if name in r.metrics]
+        metrics[name] = sum(values) / len(values)
+    return metrics
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    return "skipped" if "skipped" in verdicts else "backed_off" if "backed_off" in verdicts else "taken"

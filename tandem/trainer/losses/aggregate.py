@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.config.algorithm import Aggregation
@@ -15,7 +16,7 @@ from tandem.types import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class GlobalCounts:
-    """Of everything that one optimizer step is taken on: ``tokens`` (sum of the loss mask), ``sequences`` that have a
+    """Counts of the global batch of one optimizer step: ``tokens`` (sum of the loss mask), ``sequences`` that have a
     counted token, and ``length_constant`` (tokens) for ``seq-mean-token-sum-norm``."""
 
     tokens: float
@@ -47,7 +48,12 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (values.double() * weights).sum()
 
 
+def sequence_sums(values: Tensor, sequence_of_row: Tensor, sequences: int) -> Tensor:
+    """Returns ``values[R]`` summed by ``sequence_of_row[R]`` (int64) -> [S], in the order of the rows."""
+    return torch.zeros(sequences, dtype=values.dtype, device=values.device).index_add(0, sequence_of_row, values)
+
+
 def counts_of(sequences: Sequence[TrainSequence], length_constant: int = 1) -> GlobalCounts:
-    """The counts of all that one optimizer step is taken on."""
+    """Returns the counts of the global batch of one optimizer step."""
     masks = [sum(sequence.loss_mask) for sequence in sequences]
     return GlobalCounts(math.fsum(masks), sum(mask > 0 for mask in masks), length_constant)

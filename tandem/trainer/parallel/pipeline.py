@@ -15,7 +15,6 @@ from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Communicator, Pending
 from tandem.runtime.tracing import NO_TRACE, Tracer
-from tandem.trainer.logprobs import collect
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, sum_shares
 
@@ -95,19 +94,19 @@ class Pipeline:
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
-    ) -> dict[str, dict[int, float]]:
-        """``trainer.logprobs.infer`` by a pipeline, on every rank."""
-        found: dict[str, dict[int, float]] = {}
+    ) -> list[Tensor]:
+        """``trainer.logprobs.infer`` by a pipeline: every rank returns what the last stage computes."""
+        rows = [len(micro_batch.rows) for micro_batch in micro_batches]
+        found = torch.empty(2, sum(rows), dtype=torch.float64, device=self.model.device)
+        parts = iter(found.split(rows, dim=1))
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-            rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
-            logprobs = self.model.token_logprobs(hidden, *rows).scaled
-            collect(found, logprobs, micro_batch)
-            return logprobs
+            logprobs = self.model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+            return next(parts).copy_(torch.stack((logprobs.raw, logprobs.scaled)))
 
         self.forward(micro_batches, at_last, on_progress)
-        sent = self._from_last(found, "log-probabilities")
-        return {name: {int(index): value for index, value in values.items()} for name, values in sent.items()}
+        self.ranks.broadcast(found, self.ranks.size - 1, "log-probabilities")
+        return list(found.split(rows, dim=1))
 
     def _from_last(self, value: Any, name: str) -> Any:
         return broadcast_value(self.ranks, value, self.ranks.size - 1, name, next(self.model.parameters()).device)

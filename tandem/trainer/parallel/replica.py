@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.trainer.logprobs import infer
@@ -33,12 +35,12 @@ class Replica:
     sums: GradientReducer | None = None
     pipeline: Pipeline | None = None
 
-    @property
-    def passes_together(self) -> bool:
-        """Whether ranks exchange something inside a forward and backward pass, so that all must go through as many."""
+    def passes(self, own: int, most: int) -> int:
+        """Returns how many micro-batches this rank passes, of which it has ``own``, where the data-parallel rank with the most has ``most``:
+        as many where ranks exchange something inside a forward or backward pass; else its own, at least one where any rank has one."""
         balance = self.model.router_balance
         together = (self.sums is not None and self.sums.each_backward) or (balance is not None and balance.loss > 0)
-        return together or self.ranks.groups["expert"].size > 1
+        return most if together or self.ranks.groups["expert"].size > 1 else min(most, max(1, own))
 
     def whole(self, changes: bool = False) -> AbstractContextManager[None]:
         """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
@@ -56,14 +58,12 @@ class Replica:
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
-    ) -> dict[str, dict[int, float]]:
+    ) -> list[Tensor]:
         """``trainer.logprobs.infer`` of this rank's micro-batches, on every rank of a pipeline."""
-        if self.pipeline is not None:
-            return self.pipeline.infer(micro_batches, temperature, on_progress)
-        return infer(self.model, micro_batches, temperature, on_progress)
+        return _infer(self.model, self.pipeline, micro_batches, temperature, on_progress)
 
     def rest(self) -> None:
-        """Give back what a forward pass without a backward left gathered."""
+        """Releases what a forward pass without a backward left gathered."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.rest()
         elif self.paged is not None and self.paged.layers is not None:
@@ -82,6 +82,37 @@ class Replica:
     def pages_weights(self) -> bool:
         """Whether the layers' weights lie in a file."""
         return self.paged is not None and bool(self.paged.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenReplica:
+    """A model that is never trained, such as the reference, as one rank of a mesh has it: whole, or its tensor, expert and pipeline part.
+    ``pipeline``: what the model's stages pass through."""
+
+    ranks: Ranks
+    model: Decoder
+    pipeline: Pipeline | None = None
+
+    def passes(self, own: int, most: int) -> int:
+        """``Replica.passes``: only ranks that divide experts exchange something inside a forward pass."""
+        return most if self.ranks.groups["expert"].size > 1 else min(most, max(1, own))
+
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
+    ) -> list[Tensor]:
+        """``trainer.logprobs.infer`` of this rank's micro-batches, on every rank of a pipeline."""
+        return _infer(self.model, self.pipeline, micro_batches, temperature, on_progress)
+
+    def rest(self) -> None:
+        """Releases nothing: its weights are never gathered."""
+
+
+def _infer(
+    model: Decoder, pipeline: Pipeline | None, micro_batches: Sequence[MicroBatch], temperature: float, on_progress: Progress | None
+) -> list[Tensor]:
+    if pipeline is not None:
+        return pipeline.infer(micro_batches, temperature, on_progress)
+    return infer(model, micro_batches, temperature, on_progress)
 
 
 def make_replica(

@@ -7,8 +7,8 @@ Framework Secretly Brings You Off-Policy RL Training"), for rollout engines whos
 from torch import Tensor
 
 from tandem.config.algorithm import Level
-from tandem.rl.algorithms.kl import LOG_RATIO_LIMIT
-from tandem.rl.algorithms.sequences import sequence_sums
+from tandem.trainer.losses.aggregate import sequence_sums
+from tandem.trainer.losses.kl import LOG_RATIO_LIMIT
 
 
 def truncated_importance(
@@ -20,7 +20,7 @@ def truncated_importance(
     level: Level,
     cap: float,
 ) -> Tensor:
-    """``min(pi_old / mu, cap)`` for each row [R], without gradient.
+    """Returns ``min(pi_old / mu, cap)`` for each row [R], without gradient.
 
     ``old_logprobs[R]``: log pi_old. ``sampling_logprobs[R]``: log mu, of the distribution each token was drawn from.
     ``level`` token: the ratio of each token. ``sequence``: one ratio for all rows of a sequence, the product over its

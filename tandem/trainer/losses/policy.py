@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.config.algorithm import Level
-from tandem.rl.algorithms.kl import LOG_RATIO_LIMIT
-from tandem.rl.algorithms.sequences import sequence_sums
+from tandem.trainer.losses.aggregate import sequence_sums
+from tandem.trainer.losses.kl import LOG_RATIO_LIMIT
 
 
 class PolicyLoss(NamedTuple):

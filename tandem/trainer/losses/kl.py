@@ -6,11 +6,11 @@ from torch import Tensor
 from tandem.config.algorithm import KLEstimator
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. Beyond it a log-ratio is taken as this, so that its exponential stays finite."""
+"""Nats. Log-ratios are clamped to this, so that their exponentials stay finite."""
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per token, with D = log pi - log pi_ref clamped to +-20: ``k1`` D, ``k2`` D^2 / 2, ``k3`` exp(-D) - 1 + D.
+    """Returns the estimate of each token [R]. With D = log pi - log pi_ref clamped to +-20: ``k1`` D, ``k2`` D^2 / 2, ``k3`` exp(-D) - 1 + D.
 
     ``logprobs[R]`` carries gradient, ``reference_logprobs[R]`` none. As a term of the loss, only k2 has the gradient of
     the KL in expectation (k1's vanishes, k3's is that of the reverse KL); ``k3+`` therefore has the value of k3 and the
@@ -26,14 +26,3 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
         return k3
     k2 = 0.5 * difference.square()
     return k2 - k2.detach() + k3.detach()
-
-
-def mismatch_k3(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """k3 of KL(rollout || trainer) per token in float64; exactly 0.0 where the two have the same bits.
-
-    The tokens were drawn by the rollout: with D = log trainer - log rollout the estimate is exp(D) - 1 - D. No
-    gradient."""
-    difference = (trainer_logprobs.detach().double() - rollout_logprobs.double()).clamp(
-        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
-    )
-    return torch.expm1(difference) - difference

@@ -1,0 +1,213 @@
+"""GRPO on the ranks of any mesh: the update of one process, from the same samples and scores."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, distance
+from policy_ranks import Policy, by_one, reinforced, together
+from ranks import Ranks
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.layout.mesh import MeshShape
+
+FULL = pytest.mark.full
+pytestmark = pytest.mark.usefixtures("one_thread")
+DENSE, UNTIED, MIXTURE = Case(QWEN3), Case(LLAMA), Case(QWEN3_MOE)
+OPTIMIZERS: tuple[Any, ...] = ("muon", "adamw8bit")
+
+
+def check(found: list[dict[str, Any]], wanted: dict[str, Any], policy: Policy, close: float = 1e-10) -> None:
+    """Raises ``AssertionError`` where a rank has something else than one process, relative to its norm."""
+    is_float32 = policy.case.dtype == "float32"
+    for rank in found:
+        assert rank["tokens"] == wanted["tokens"]
+        assert distance(dict(enumerate(rank["logprobs"])), dict(enumerate(wanted["logprobs"]))) < (1e-6 if is_float32 else close)
+        assert rank["metrics"] == found[0]["metrics"], "all ranks write the same row"
+        for mine, its in zip(rank["metrics"], wanted["metrics"], strict=True):
+            assert mine == pytest.approx(its, rel=1e-4 if is_float32 else 1e-9, abs=1e-6 if is_float32 else 1e-11)
+        assert all(wanted["biases"][layer] == bias for layer, bias in rank["biases"].items())
+    if "gradients" in found[0]:
+        assert distance(together(found, "gradients", policy), wanted["gradients"]) < (1e-6 if is_float32 else close)
+    parameters = together(found, "parameters", policy)
+    if is_float32:
+        assert max((parameters[name] - value).abs().max().item() for name, value in wanted["parameters"].items()) < 0.1 * LEARNING_RATE
+    else:
+        assert distance(parameters, wanted["parameters"]) < close
+
+
+ROWS = {
+    "data 2": (MeshShape(data=2), DENSE),
+    "data 2, zero 1": (MeshShape(data=2), replace(DENSE, zero=1)),
+    "data 2, zero 3, recompute": (MeshShape(data=2), replace(DENSE, zero=3, recompute="full")),
+    "tensor 2": (MeshShape(tensor=2), replace(UNTIED, sequence=True)),
+    "pipeline 2, tied": (MeshShape(pipeline=2), DENSE),
+    "context 2": (MeshShape(context=2), DENSE),
+    "data 2, expert 2, balanced": (MeshShape(data=2, expert=2), replace(MIXTURE, balance_loss=0.05, bias_rate=0.01)),
+}
+SLOW = {
+    "data 2, zero 2": (MeshShape(data=2), replace(DENSE, zero=2)),
+    "data 4, zero 3": (MeshShape(data=4), replace(DENSE, zero=3)),
+    "tensor 2, deterministic": (MeshShape(tensor=2), replace(DENSE, deterministic=True)),
+    "tensor 2, mixture": (MeshShape(tensor=2), replace(MIXTURE, deterministic=True)),
+    "context 2, expert 2": (MeshShape(context=2, expert=2), MIXTURE),
+    "data 2 x tensor 2, zero 1": (MeshShape(data=2, tensor=2), replace(DENSE, sequence=True, zero=1)),
+    "data 2 x tensor 2, zero 3, recompute": (MeshShape(data=2, tensor=2), replace(DENSE, sequence=True, zero=3, recompute="selective")),
+    "data 2 x context 2": (MeshShape(data=2, context=2), DENSE),
+    "data 2 x pipeline 2": (MeshShape(data=2, pipeline=2), DENSE),
+    "data 2 x pipeline 2, zero 3": (MeshShape(data=2, pipeline=2), replace(UNTIED, zero=3)),
+    "tensor 2 x pipeline 2": (MeshShape(tensor=2, pipeline=2), replace(UNTIED, sequence=True)),
+    "tensor 2 x context 2": (MeshShape(tensor=2, context=2), replace(DENSE, sequence=True)),
+    "context 2 x pipeline 2": (MeshShape(context=2, pipeline=2), DENSE),
+    "data 2 x tensor 2, expert 2": (MeshShape(data=2, tensor=2, expert=2), replace(MIXTURE, sequence=True)),
+    "data 2 x pipeline 2, expert 2, balanced": (MeshShape(data=2, pipeline=2, expert=2), replace(MIXTURE, balance_loss=0.05, bias_rate=0.01)),
+    "data 2 x tensor 2 x pipeline 2": (MeshShape(data=2, tensor=2, pipeline=2), replace(DENSE, sequence=True)),
+    "data 2 x tensor 2 x context 2, zero 2": (MeshShape(data=2, tensor=2, context=2), replace(DENSE, sequence=True, zero=2)),
+}
+
+
+def rows(some: dict[str, Any], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*row, id=name, marks=marks) for name, row in some.items()]
+
+
+@pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW, FULL))
+def test_ranks_take_the_updates_of_one_process(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
+    """Two minibatches, masked samples, and ranks with unequal numbers of sequences."""
+    policy = Policy(case)
+    policy = replace(policy, algorithm=replace(policy.algorithm, minibatches=2))
+    check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW))
+def test_weights_after_ten_steps_are_those_of_one_process(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
+    policy = Policy(replace(case, steps=10))
+    check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW))
+def test_gradients_in_fp32_are_within_a_millionth_of_their_norm(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
+    policy = Policy(replace(case, dtype="float32", kernels="cpu", steps=1))
+    check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
+
+
+VARIANTS = {
+    "recomputed": AlgorithmConfig(old_logprobs="recompute", minibatches=2, epochs=2, kl_coefficient=0.1),
+    "gspo": AlgorithmConfig(importance_level="sequence", aggregation="seq-mean-token-mean", dual_clip=3.0),
+    "dr_grpo": AlgorithmConfig(advantage="dr_grpo", aggregation="seq-mean-token-sum-norm", kl_coefficient=0.1, kl_estimator="k3+"),
+    "rloo": AlgorithmConfig(advantage="rloo", aggregation="seq-mean-token-sum", truncated_importance_cap=2.0, truncated_importance_level="sequence"),
+}
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(data=2), pytest.param(MeshShape(pipeline=2, data=2), marks=FULL)], ids=["data", "pipeline"])
+@pytest.mark.parametrize("name", [name if name == "recomputed" else pytest.param(name, marks=FULL) for name in VARIANTS])
+def test_variants_of_the_loss_are_those_of_one_process(ranks: Ranks, mesh: MeshShape, name: str) -> None:
+    policy = Policy(DENSE, algorithm=VARIANTS[name])
+    check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", [("gpipe", 1), ("interleaved", 2)], ids=lambda schedule: schedule[0])
+def test_every_schedule_of_a_pipeline_takes_the_updates_of_one_process(ranks: Ranks, schedule: Any) -> None:
+    policy = Policy(Case(replace(LLAMA, num_layers=4)), schedule=schedule)
+    check(ranks.run(MeshShape(pipeline=2), reinforced, policy), by_one(policy), policy)
+
+
+def test_ranks_without_a_sequence_and_batches_without_one_take_part(ranks: Ranks) -> None:
+    """Four ranks share the two sequences that count, and no rank has one in which every sample is masked."""
+    algorithm = AlgorithmConfig(kl_coefficient=0.1)
+    for faults in ((2,), (0, 1)):
+        policy = Policy(replace(DENSE, zero=3, steps=2), algorithm, counts=(3,), faults=faults)
+        found = ranks.run(MeshShape(data=4), reinforced, policy)
+        if faults == (2,):
+            check(found, by_one(policy), policy)
+        else:
+            wanted = by_one(policy)
+            assert all(rank["metrics"] == found[0]["metrics"] and rank["tokens"] == [0, 0] for rank in found)
+            assert found[0]["metrics"] == [pytest.approx(row, rel=1e-9) for row in wanted["metrics"]]
+            assert all(torch.equal(value, wanted["parameters"][name]) for name, value in together(found, "parameters", policy).items())
+
+
+EACH_ONE = Policy(
+    Case(LLAMA, "float32", "cpu", steps=3), AlgorithmConfig(minibatches=2, kl_coefficient=0.1), counts=(4,), faults=(), micro_batch_tokens=1,
+    max_grad_norm=0.0,
+)
+"""Two sequences to a minibatch and each in a micro-batch of its own: two ranks then add what one process adds, in its order."""
+
+
+@pytest.mark.parametrize("zero", [0, 3, *(pytest.param(zero, marks=FULL) for zero in (1, 2))])
+def test_data_ranks_and_every_stage_of_zero_have_the_bits_of_one_process(ranks: Ranks, zero: Any) -> None:
+    policy = replace(EACH_ONE, case=replace(EACH_ONE.case, zero=zero))
+    same_bits(ranks.run(MeshShape(data=2), reinforced, policy), by_one(policy), policy)
+
+
+@pytest.mark.parametrize("schedule", [("1f1b", 1), pytest.param(("gpipe", 1), marks=FULL)], ids=lambda schedule: schedule[0])
+def test_stages_of_an_untied_model_have_the_bits_of_one_process(ranks: Ranks, schedule: Any) -> None:
+    policy = Policy(Case(LLAMA, "float32", "cpu"), max_grad_norm=0.0, schedule=schedule)
+    same_bits(ranks.run(MeshShape(pipeline=2), reinforced, policy), by_one(policy), policy)
+
+
+def same_bits(found: list[dict[str, Any]], wanted: dict[str, Any], policy: Policy) -> None:
+    for rank in found:
+        assert all(torch.equal(a, b) for a, b in zip(rank["logprobs"], wanted["logprobs"], strict=True))
+    for kind in ("gradients", "parameters"):
+        assert all(torch.equal(value, wanted[kind][name]) for name, value in together(found, kind, policy).items()), kind
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(tensor=2), pytest.param(MeshShape(tensor=2, context=2), marks=FULL)], ids=["tensor", "context"])
+def test_deterministic_tensor_ranks_infer_the_bits_of_one_process(ranks: Ranks, mesh: MeshShape) -> None:
+    policy = Policy(Case(LLAMA, "float32", "cpu", deterministic=True, steps=1))
+    found, wanted = ranks.run(mesh, reinforced, policy), by_one(policy)
+    check(found, wanted, policy)
+    for rank in found:
+        assert all(torch.equal(a, b) for a, b in zip(rank["logprobs"], wanted["logprobs"], strict=True))
+        assert rank["metrics"][0]["mismatch_kl"] == pytest.approx(wanted["metrics"][0]["mismatch_kl"], rel=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [MeshShape(data=2), MeshShape(tensor=2), MeshShape(pipeline=2)], ids=["data", "tensor", "pipeline"])
+def test_other_optimizers_take_the_updates_of_one_process(ranks: Ranks, mesh: MeshShape, optimizer: Any) -> None:
+    policy = Policy(replace(UNTIED, optimizer=optimizer, zero=1 if mesh.data > 1 else 0))
+    found, wanted = ranks.run(mesh, reinforced, policy), by_one(policy)
+    if optimizer == "adamw8bit" and mesh.data == 1 and mesh.tensor > 1:
+        # A cut tensor has blocks of its own, each with a scale of its own.
+        assert distance(together(found, "gradients", policy), wanted["gradients"]) < 1e-10
+    else:
+        check(found, wanted, policy)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"),
+    [(MeshShape(data=2), 3), pytest.param(MeshShape(data=2, pipeline=2), 3, marks=FULL), pytest.param(MeshShape(data=2, tensor=2), 1, marks=FULL)],
+    ids=["zero 3", "pipeline", "tensor"],
+)
+def test_what_is_offloaded_changes_no_bit(ranks: Ranks, mesh: MeshShape, zero: Any, tmp_path: Path) -> None:
+    kept = Policy(Case(LLAMA, "float32", "cpu", zero=zero), algorithm=VARIANTS["recomputed"])
+    moved = replace(kept, offloaded=("offload", "offload_activations", *(["offload_parameters"] if zero == 3 else [])))
+    for rank, other in zip(ranks.run(mesh, reinforced, moved, tmp_path), ranks.run(mesh, reinforced, kept), strict=True):
+        assert rank["metrics"] == other["metrics"]
+        assert all(torch.equal(value, other["parameters"][name]) for name, value in rank["parameters"].items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_is_that_of_one_process_up_to_rounding(ranks: Ranks, precision: Any) -> None:
+    policy = Policy(Case(LLAMA, "float32", "cpu", steps=1), precision=precision)
+    found, wanted = ranks.run(MeshShape(data=2), reinforced, policy), by_one(policy)
+    assert distance(together(found, "gradients", policy), wanted["gradients"]) < 1e-6
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(data=2), MeshShape(pipeline=2)], ids=["data", "pipeline"])
+@pytest.mark.parametrize("mode", ["rollout", "recompute"])
+def test_the_mismatch_is_that_of_all_ranks(ranks: Ranks, mesh: MeshShape, mode: Any) -> None:
+    """Records are random: of every sampled token, masked samples and the last minibatch included, against one process."""
+    policy = Policy(replace(DENSE, steps=1), AlgorithmConfig(old_logprobs=mode, minibatches=2))
+    (wanted,) = by_one(policy)["metrics"]
+    assert wanted["mismatch_max_abs"] > 0.5
+    for rank in ranks.run(mesh, reinforced, policy):
+        for name in ("mismatch_kl", "mismatch_max_abs"):
+            assert rank["metrics"][0][name] == pytest.approx(wanted[name], rel=1e-12)

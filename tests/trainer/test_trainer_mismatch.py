@@ -1,0 +1,104 @@
+"""``mismatch_kl`` and ``mismatch_max_abs`` look at every token that was sampled, in each mode and whatever is masked."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.micro_batch import forward_tokens
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
+from tandem.types import Batch
+
+TRAINER = TrainerConfig(learning_rate=1e-3, micro_batch_tokens=40)
+K3_OF_HALF_A_NAT = math.exp(-0.5) - 1 + 0.5
+MODES = ["rollout", "recompute"]
+
+
+def sampled_mask(sequence):
+    return (0.0,) * sequence.prompt_length + (1.0,) * (len(sequence.token_ids) - sequence.prompt_length)
+
+
+def sampled_tokens(batch):
+    return sum(len(s.token_ids) - s.prompt_length for s in batch.sequences)
+
+
+def recorded(model, batch):
+    """``batch`` with the model's own log-probability of every sampled token as its record."""
+    own = sequence_logprobs(FrozenReplica(alone(), model), [replace(s, loss_mask=sampled_mask(s)) for s in batch.sequences], 1000)
+    return replace(batch, sequences=tuple(replace(s, rollout_logprobs=own[s.id], sampling_logprobs=own[s.id]) for s in batch.sequences))
+
+
+def without_masks(batch):
+    return replace(batch, sequences=tuple(replace(s, loss_mask=sampled_mask(s)) for s in batch.sequences))
+
+
+def harmed(batch, chosen, index, by=0.5):
+    """``batch`` with ``by`` nats added to the record of token ``index`` of the sequence ``chosen``."""
+    sequence = batch.sequences[chosen]
+    values = list(sequence.rollout_logprobs)
+    values[index] += by
+    others = batch.sequences[:chosen], batch.sequences[chosen + 1 :]
+    return Batch(batch.step, (*others[0], replace(sequence, rollout_logprobs=tuple(values)), *others[1]), batch.length_constant)
+
+
+def metrics_of(model, batch, algorithm, **settings):
+    replica = Replica(alone(), model, AdamW(model.named_parameters(), TRAINER))
+    return update_policy(replica, batch, algorithm, TRAINER, **settings).metrics
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrong_record_of_any_token_of_any_sample_is_seen(make_model, make_batch, mode, minibatches, temperature):
+    algorithm = AlgorithmConfig(old_logprobs=mode, minibatches=minibatches)
+    batch = recorded(make_model(torch.float32), make_batch(count=16))
+    agreed = metrics_of(make_model(torch.float32), batch, algorithm, temperature=temperature)
+    assert agreed["mismatch_kl"] == agreed["mismatch_max_abs"] == 0.0
+    counted = [i for i, s in enumerate(batch.sequences) if forward_tokens(s) > 0]
+    masked = [i for i, s in enumerate(batch.sequences) if forward_tokens(s) == 0]
+    partly = next((i, s.loss_mask.index(0.0, s.prompt_length)) for i, s in enumerate(batch.sequences) if i in counted and 0.0 in s.loss_mask[s.prompt_length :])
+    places = {
+        "the first minibatch": (counted[0], -1), "the last minibatch": (counted[-1], batch.sequences[counted[-1]].prompt_length),
+        "a masked sample": (masked[0], -1), "the last masked sample": (masked[-1], batch.sequences[masked[-1]].prompt_length),
+        "a masked token of a sample that counts": partly,
+    }  # fmt: skip
+    for name, (chosen, index) in places.items():
+        found = metrics_of(make_model(torch.float32), harmed(batch, chosen, index), algorithm, temperature=temperature)
+        assert found["mismatch_max_abs"] == pytest.approx(0.5, rel=1e-6), name
+        assert found["mismatch_kl"] == pytest.approx(K3_OF_HALF_A_NAT / sampled_tokens(batch), rel=1e-6), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_in_which_nothing_counts_is_compared_too(make_model, make_batch, mode):
+    batch = recorded(make_model(torch.float32), make_batch())
+    empty = replace(batch, sequences=tuple(replace(s, loss_mask=(0.0,) * len(s.token_ids)) for s in batch.sequences))
+    for by in (0.0, 0.5):
+        found = metrics_of(make_model(torch.float32), harmed(empty, 3, -1, by), AlgorithmConfig(old_logprobs=mode))
+        assert found["mismatch_max_abs"] == pytest.approx(by, rel=1e-6)
+
+
+def tokens_without_gradient(model, run):
+    seen = []
+    hook = model.register_forward_pre_hook(lambda module, arguments: seen.append(0 if torch.is_grad_enabled() else len(arguments[0])))
+    run()
+    hook.remove()
+    return sum(seen)
+
+
+def test_comparing_costs_nothing_where_the_first_update_sees_all_and_else_a_forward_pass_of_what_it_does_not_see(make_model, make_batch):
+    model, batch = make_model(torch.float32), make_batch(count=16)
+    whole = without_masks(batch)
+    lengths = [len(s.token_ids) - 1 for s in batch.sequences]
+    assert tokens_without_gradient(model, lambda: metrics_of(model, whole, AlgorithmConfig())) == 0
+    assert tokens_without_gradient(model, lambda: metrics_of(model, whole, AlgorithmConfig(minibatches=2))) == sum(lengths[8:])
+    one_masked = replace(whole, sequences=(replace(whole.sequences[0], loss_mask=(0.0,) * (lengths[0] + 1)), *whole.sequences[1:]))
+    assert tokens_without_gradient(model, lambda: metrics_of(model, one_masked, AlgorithmConfig())) == lengths[0]
+    recompute = AlgorithmConfig(old_logprobs="recompute", minibatches=2)
+    assert tokens_without_gradient(model, lambda: metrics_of(model, one_masked, recompute)) == sum(lengths)
