@@ -6,7 +6,7 @@ from pathlib import Path
 from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.model_registry.open import open_registry
-from tandem.model_registry.versions import NewVersion, Registry
+from tandem.model_registry.versions import NewVersion
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.types import RunError, UserError
@@ -18,7 +18,7 @@ class Registered:
 
     def __init__(self, recipe: AnyRecipe, directory: Path, journal: Journal, listener: Listener) -> None:
         self._recipe, self._directory, self._journal, self._listener = recipe, directory, journal, listener
-        self._registry: Registry | None = open_registry(recipe.registry, create=True) if recipe.registry.is_on else None
+        self._registry = open_registry(recipe.registry, create=True) if recipe.registry.is_on else None
 
     def enter(self, step: int, digest: str, metrics: Mapping[str, float]) -> None:
         """Enter ``checkpoints/step-N``, which has ``digest`` over all of its bytes."""

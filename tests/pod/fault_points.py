@@ -18,10 +18,10 @@ _SERVED = range(STEPS + 1)
 _EVALUATED = range(0, STEPS + 1, EVERY)
 
 TRAINER_CALLS = {
-    "create_model": (0,), "sft": (0,), "load": (0,), "save": _EVALUATED,
+    "create_model": (0,), "load": (0,), "save": _EVALUATED,
     "offload": _SERVED, "convert": _SERVED, "register": _SERVED,
     "onload": _BEFORE_STEPS, "inference": _BEFORE_STEPS, "train": _BEFORE_STEPS,
-    "export": (STEPS,),
+    "finish_save": (STEPS,), "export": (STEPS,),
 }  # fmt: skip
 TRAINER_SHIM_CALLS = {**TRAINER_CALLS, "start_worker": (0,), "allocate": (0,), "memory": _BEFORE_STEPS}
 ROLLOUT_CALLS = {"start_engine": (0,), "update_weight": _SERVED, "rollout": _SERVED}
