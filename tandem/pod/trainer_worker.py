@@ -8,8 +8,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
 from tandem.model.decoder import Decoder
@@ -23,12 +21,15 @@ from tandem.rl.algorithms.update import sequence_logprobs, update_policy
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.optimizers.adamw import Optimizer
 from tandem.trainer.optimizers.make import make_optimizer
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
-from tandem.weight_transfer.convert import convert
+from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
 
@@ -62,7 +63,7 @@ class TrainerWorker:
         self.reference: Decoder | None = None
         self.steps = 0
         self.inferred: Inferred | None = None
-        self.converted: list[tuple[str, Tensor]] | None = None
+        self.converted: ConvertedWeights | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -159,9 +160,8 @@ class TrainerWorker:
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The actor's weights under Hugging Face's names and shapes, as views."""
-        model, _ = self._actor()
-        self.converted = list(convert(model))
-        return {"tensors": len(self.converted)}, {}
+        self.converted = convert(ReplicaState(Replica(alone(), *self._actor())))
+        return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Write the converted weights to the free segment and publish their manifest as ``version``."""

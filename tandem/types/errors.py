@@ -15,3 +15,7 @@ class RunError(UserError):
     """A run that cannot go on. One line, exit code 1."""
 
     exit_code = 1
+
+
+class DamagedWeights(RunError):
+    """Weights in shared memory whose bytes are not those of their manifest. The trainer can register them again."""
