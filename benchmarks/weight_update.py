@@ -25,9 +25,13 @@ import torch
 from machine import machine, write_report
 from options import parser as shared_parser
 
+from tandem.layout.boxes import whole_box
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.trainer.checkpoint.replica_state import WeightShard
+from tandem.trainer.parallel.ranks import alone
 from tandem.types import WeightVersion
+from tandem.weight_transfer.convert import place_shards
 from tandem.weight_transfer.copying import address_of
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.register import WeightWriter
@@ -87,6 +91,8 @@ def measure(model: ModelShapes, repeat: int, threads: int, folder: Path) -> tupl
     store = EmbeddedStore(folder / f"{uuid.uuid4().hex}.sqlite")
     buffers = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], segment_bytes(model, "float32"))
     writer, reader = WeightWriter(buffers, store, threads), WeightReader(store, threads)
+    shards = [WeightShard(name, tuple(t.shape), whole_box(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
+    ranks = alone().world
     copy = PlainCopy(size_bytes, threads)
     rounds = {name: Timed() for name in ("copy", "register", "update", "cold register", "cold update")}
     try:
@@ -95,7 +101,7 @@ def measure(model: ModelShapes, repeat: int, threads: int, folder: Path) -> tupl
             cold = "cold " if step < 2 else ""
             rounds["copy"].run(copy)
             version = WeightVersion(1, step)
-            rounds[cold + "register"].run(partial(writer.publish, tensors, version))
+            rounds[cold + "register"].run(lambda version=version: writer.publish(place_shards(ranks, shards), version))
             rounds[cold + "update"].run(partial(reader.read, version))
         received = reader.read().tensors
         assert all(torch.equal(sent, got) for (_, sent), (_, got) in zip(tensors, received, strict=True))

@@ -17,6 +17,7 @@ from lines import answer, command
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
+from tandem.model.huggingface import to_huggingface
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.pod.trainer_worker import Progress, TrainerWorker
@@ -24,7 +25,6 @@ from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.types import WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_scores
-from tandem.weight_transfer.convert import convert
 
 
 class Side:
@@ -44,7 +44,7 @@ class Side:
 
     def serve_weights(self) -> None:
         assert self.trainer.model is not None and self.rollout.llm is not None
-        self.rollout.llm.update_weights(convert(self.trainer.model), WeightVersion(1, self.trainer.steps))
+        self.rollout.llm.update_weights(to_huggingface(self.trainer.model), WeightVersion(1, self.trainer.steps))
 
     def step(self) -> tuple[float, float]:
         """(mean reward, mean tokens of a completion) of one step."""

@@ -44,6 +44,17 @@ def intersection(a: Box, b: Box) -> Box | None:
     return found if all(size > 0 for size in found.shape) else None
 
 
+def flat_range(shape: tuple[int, ...], box: Box) -> range | None:
+    """The row-major places of the elements of ``box`` in a tensor of ``shape``; ``None`` where they are not one run."""
+    first, has_several = 0, False
+    for size, start, stop in zip(shape, box.start, box.stop, strict=True):
+        if has_several and (start, stop) != (0, size):
+            return None
+        has_several = has_several or stop - start != 1
+        first = first * size + start
+    return range(first, first + box.numel)
+
+
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The elements ``start .. stop - 1`` of a tensor's row-major memory as boxes, in the order of that memory: at most
     2 n - 1 of them for n axes."""

@@ -17,7 +17,7 @@ from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
-from tandem.types import Prompt, RunError, Sample, Score, WeightVersion
+from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -114,14 +114,32 @@ class Pod:
         with self._trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
         version = WeightVersion(self.incarnation, step)
-        with self._trainer_does(TrainerState.REGISTER, step):
-            self.trainer.register(version, self.buffers)
+        self._register(version)
         if self.rollout_state in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE):
             self.start_engine(step)
-        with self._trainer_does(TrainerState.UPDATE_WEIGHT, step), self._rollout_does(RolloutState.UPDATE_WEIGHT, step):
-            self.rollout.update_weight(version)
-            self.engine_step = step
+        try:
+            self._update_weight(version)
+        except DamagedWeights as damage:
+            self._tell_of_damage(step, str(damage), "registering them again")
+            self._register(version)
+            self._update_weight(version)
         self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
+
+    def _register(self, version: WeightVersion) -> None:
+        with self._trainer_does(TrainerState.REGISTER, version.step):
+            self.trainer.register(version, self.buffers)
+
+    def _update_weight(self, version: WeightVersion) -> None:
+        step = version.step
+        with self._trainer_does(TrainerState.UPDATE_WEIGHT, step), self._rollout_does(RolloutState.UPDATE_WEIGHT, step):
+            rereads = self.rollout.update_weight(version)["rereads"]
+            self.engine_step = step
+        if rereads:
+            self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
+
+    def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
+        self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
+        self.listener.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT

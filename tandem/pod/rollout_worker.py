@@ -57,11 +57,12 @@ class RolloutWorker:
         return {}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies."""
-        llm, version = self._engine(), WeightVersion(*meta["version"])
+        """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of
+        tensors that were damaged when they were first read."""
+        llm, version, rereads = self._engine(), WeightVersion(*meta["version"]), tuple[str, ...]()
         if llm.weight_version != version:
-            self.reader.update(llm.update_weights, version)
-        return {"version": list(llm.weight_version)}, {}
+            rereads = self.reader.update(llm.update_weights, version).rereads
+        return {"version": list(llm.weight_version), "rereads": list(rereads)}, {}
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Samples of the prompts under the weights that the engine holds."""

@@ -3,7 +3,7 @@
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
 Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``.
 Where a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between.
-When the rollout sidecar dies under it, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
+Weights that arrive damaged are registered again. When the rollout sidecar dies under it, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ TRAINER_TRANSITIONS: Mapping[TrainerState, frozenset[TrainerState]] = {
     _T.OFFLOAD: frozenset({_T.CONVERT}),
     _T.CONVERT: frozenset({_T.REGISTER}),
     _T.REGISTER: frozenset({_T.UPDATE_WEIGHT, _T.ONLOAD}),
-    _T.UPDATE_WEIGHT: frozenset({_T.WAIT_ROLLOUT, _T.ONLOAD}),
+    _T.UPDATE_WEIGHT: frozenset({_T.WAIT_ROLLOUT, _T.ONLOAD, _T.REGISTER}),
     _T.WAIT_ROLLOUT: frozenset({_T.ONLOAD}),
     _T.ONLOAD: frozenset({_T.INFERENCE, _T.TRAIN, _T.OFFLOAD, _T.CHECKPOINT}),
     _T.INFERENCE: frozenset({_T.TRAIN}),
@@ -53,7 +53,7 @@ TRAINER_TRANSITIONS: Mapping[TrainerState, frozenset[TrainerState]] = {
 ROLLOUT_TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {
     _R.DOWN: frozenset({_R.START_ENGINE}),
     _R.START_ENGINE: frozenset({_R.UPDATE_WEIGHT}),
-    _R.UPDATE_WEIGHT: frozenset({_R.ROLLOUT, _R.EVALUATE}),
+    _R.UPDATE_WEIGHT: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.UPDATE_WEIGHT}),
     _R.EVALUATE: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.KEEP_ENGINE, _R.TERMINATE_ENGINE}),
     _R.ROLLOUT: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.KEEP_ENGINE, _R.TERMINATE_ENGINE}),
     _R.KEEP_ENGINE: frozenset({_R.UPDATE_WEIGHT, _R.TERMINATE_ENGINE}),

@@ -33,7 +33,7 @@ from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.rank_process import Rank, start
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
-from tandem.weight_transfer.convert import convert
+from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
 
@@ -73,7 +73,7 @@ class TrainerWorker:
         self.actor: Actor | None = None
         self.steps = 0
         self.inferred: Inferred | None = None
-        self.converted: list | None = None
+        self.converted: ConvertedWeights | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -171,8 +171,8 @@ class TrainerWorker:
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Name and place this rank's parts of the actor's weights under Hugging Face's names."""
-        self.converted = list(convert(self._actor().replica.model))
-        return {"tensors": len(self.converted)}, {}
+        self.converted = convert(self._actor().checkpoints.state)
+        return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``."""

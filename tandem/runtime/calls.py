@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.runtime.faults import FaultPoint
-from tandem.types.errors import CollectiveError, RunError, UserError
+from tandem.types.errors import CollectiveError, DamagedWeights, RunError, UserError
 from tandem.types.wire import Frame, decode_body, frame_sizes
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,9 @@ class RemoteError(CallError):
     """A method raised something that no user can mend: a defect. The remote traceback is in this side's log."""
 
 
-_KINDS: dict[str, type[UserError]] = {"UserError": UserError, "RunError": RunError, "CollectiveError": CollectiveError}
+_KINDS: dict[str, type[UserError]] = {
+    "UserError": UserError, "RunError": RunError, "CollectiveError": CollectiveError, "DamagedWeights": DamagedWeights,
+}  # fmt: skip
 _CALL_KINDS: dict[str, type[CallError]] = {"WorkerDied": WorkerDied, "RpcTimeout": RpcTimeout, "PeerDied": PeerDied}
 
 
@@ -69,7 +71,7 @@ def error_meta(error: BaseException) -> dict[str, Any]:
 
 
 def raise_error(meta: Meta, peer: str, call: str) -> None:
-    """Raise on this side what an ``error`` frame says: the same ``UserError``, ``RunError`` or ``CallError``, else
+    """Raise on this side what an ``error`` frame says: the same ``UserError`` (or its subclass) or ``CallError``, else
     ``RemoteError``."""
     name, message = str(meta.get("class")), str(meta.get("message"))
     if name in _KINDS:

@@ -1,16 +1,18 @@
 """The named values that cross rooms. Imports nothing but the standard library."""
 
 from tandem.types.batch import Batch, TrainSequence
-from tandem.types.errors import CollectiveError, RunError, UserError
+from tandem.types.errors import CollectiveError, DamagedWeights, RunError, UserError
 from tandem.types.prompt import Prompt
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
-from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
 
 __all__ = [
     "Batch",
     "CollectiveError",
+    "DamagedWeights",
     "FinishReason",
+    "PartEntry",
     "Prompt",
     "RunError",
     "Sample",

@@ -19,3 +19,7 @@ class RunError(UserError):
 
 class CollectiveError(RunError):
     """A collective failed or did not end: another rank is dead, hangs, or makes another call."""
+
+
+class DamagedWeights(RunError):
+    """Weights in shared memory whose bytes are not those of their manifest. The trainer can register them again."""

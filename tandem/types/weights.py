@@ -6,9 +6,21 @@ from tandem.types.sample import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
+class PartEntry:
+    """The elements with ``start[i] <= index[i] < stop[i]`` of a tensor, row-major. ``owner``: the trainer's rank that wrote them;
+    ``digest``: the xxh3-128 of their bytes, in hexadecimal."""
+
+    owner: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a segment. ``name`` and ``shape`` are Hugging Face's; ``offset_bytes`` is a multiple of 64;
-    ``digest`` is the xxh3-128 of the ``size_bytes`` bytes, in hexadecimal."""
+    """One tensor in a segment. ``name`` and ``shape`` are Hugging Face's; ``offset_bytes`` is a multiple of 64. ``parts`` cover the tensor
+    once and lie one behind the other from ``offset_bytes`` on, in the order of their ``start``. Parts that are runs of rows therefore form
+    the row-major tensor; a part of some columns is contiguous in itself."""
 
     name: str
     dtype: str
@@ -16,12 +28,12 @@ class TensorEntry:
     segment: str
     offset_bytes: int
     size_bytes: int
-    digest: str
+    parts: tuple[PartEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """All tensors of one weight version. ``digest`` is the xxh3-128 over every entry's name, dtype, shape and digest."""
+    """All tensors of one weight version. ``digest`` is the xxh3-128 over every entry's name, dtype, shape, parts and their digests."""
 
     version: WeightVersion
     tensors: tuple[TensorEntry, ...]
@@ -30,3 +42,8 @@ class WeightManifest:
     @property
     def size_bytes(self) -> int:
         return sum(t.size_bytes for t in self.tensors)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The trainer's ranks that wrote a part, ascending."""
+        return tuple(sorted({part.owner for tensor in self.tensors for part in tensor.parts}))

@@ -1,26 +1,189 @@
-"""From the trainer's decoder to Hugging Face's names: what is transferred to engines."""
+"""From the trainer's ranks to Hugging Face's names: which rank writes which part of which tensor, and where.
 
-from collections.abc import Iterator
+Every rank describes what it holds; all of them derive the same plan from that. Pipeline stages, experts, tensor-parallel cuts and the
+runs of numbers that ZeRO leaves to a rank are all boxes of whole tensors by then. What several ranks hold has one owner.
+"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from tandem.layout.boxes import Box, difference, whole_box
+from tandem.layout.bytes import DTYPE_BYTES
 from tandem.layout.shapes import parameters
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface import to_huggingface
+from tandem.runtime.agreement import vote
+from tandem.runtime.communicator import Communicator
+from tandem.trainer.checkpoint.model_state import WEIGHTS
+from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
+from tandem.trainer.checkpoint.shard import Key, Piece, divide
 from tandem.types.errors import RunError
+from tandem.weight_transfer.manifest import are_partition, place
 
 
-def convert(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(name, view of the decoder's own memory) of every parameter, in the order in which checkpoints list them.
+class Part(NamedTuple):
+    """The elements ``box`` of a tensor, which rank ``owner`` writes at ``offset_bytes``."""
 
-    Raises ``RunError`` where a parameter of the Hugging Face form is missing, is not expected or has another shape:
-    such weights would leave a part of the engine as it was, in silence.
+    owner: int
+    box: Box
+    offset_bytes: int
+
+
+class PlacedTensor(NamedTuple):
+    """One tensor's place in a segment. ``parts`` in the order of their ``start``, one behind the other."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+    parts: tuple[Part, ...]
+
+
+class OwnPart(NamedTuple):
+    """A part that this rank writes: ``tensors[tensor].parts[part]``, which is ``box`` (counted from the corner of the shard) of ``shard``."""
+
+    tensor: int
+    part: int
+    shard: WeightShard
+    box: Box
+
+    def read(self) -> Tensor:
+        """Contiguous, in the host's memory; a view where the shard is the part."""
+        whole = self.shard.read()
+        return (whole if self.box.shape == tuple(whole.shape) else whole[self.box.slices]).cpu().contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedWeights:
+    """What ``ranks`` will write: ``tensors`` in the order in which checkpoints list them, the same on every rank, and this rank's ``own``
+    parts. The weights are read when they are written."""
+
+    ranks: Communicator
+    tensors: tuple[PlacedTensor, ...]
+    own: tuple[OwnPart, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a segment."""
+        return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
+
+
+def convert(state: ReplicaState) -> ConvertedWeights:
+    """Names and places every part of the weights. Every rank of the replica calls it. Copies and gathers no weights.
+
+    Raises ``RunError`` on every rank where a parameter of the Hugging Face form is missing, is not expected or has another shape: such
+    weights would leave a part of the engine unchanged.
     """
-    expected = dict(parameters(decoder.shapes))
-    for name, tensor in to_huggingface(decoder):
-        shape = expected.pop(name, None)
-        if shape != tuple(tensor.shape):
-            raise RunError(f"the weights' conversion gives '{name}' as {list(tensor.shape)}; the architecture has {shape}")
-        yield name, tensor
-    if expected:
-        raise RunError(f"the weights' conversion leaves out '{next(iter(expected))}' and {len(expected) - 1} more")
+    order, shards, trouble = dict(parameters(state.replica.model.shapes)), list[WeightShard](), None
+    try:
+        shards = state.weight_shards()
+    except (RuntimeError, RunError) as error:
+        trouble = str(error).splitlines()[0]
+    converted = place_shards(state.replica.ranks.world, shards, list(order), trouble)
+    for tensor in converted.tensors:
+        shape = order.pop(tensor.name, None)
+        if shape != tensor.shape:
+            raise RunError(f"the weights' conversion gives '{tensor.name}' as {list(tensor.shape)}; the architecture has {shape}")
+    if order:
+        raise RunError(f"the weights' conversion leaves out '{next(iter(order))}' and {len(order) - 1} more")
+    return converted
+
+
+def place_shards(
+    ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None
+) -> ConvertedWeights:
+    """Gives each part of what ``ranks`` hold one owner and a place in a segment; tensors in the ``order`` of their names, others behind
+    them. Every rank calls it; ``trouble``: why this one cannot. Raises ``RunError`` on every rank where one has trouble, and where the
+    parts of a tensor do not make it whole."""
+    tensors = tuple(_placed(_owners(_gathered(ranks, shards, trouble)), order))
+    for tensor in tensors:
+        if not are_partition(tensor.shape, [part.box for part in tensor.parts]):
+            raise RunError(f"the weights' conversion leaves out a part of '{tensor.name}' {list(tensor.shape)}: no rank has it")
+    by_name: dict[str, list[WeightShard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.name, []).append(shard)
+    own = [
+        _own(i, j, part.box, by_name[tensor.name])
+        for i, tensor in enumerate(tensors) for j, part in enumerate(tensor.parts) if part.owner == ranks.rank
+    ]  # fmt: skip
+    return ConvertedWeights(ranks, tensors, tuple(own))
+
+
+def _own(tensor: int, part: int, box: Box, shards: Sequence[WeightShard]) -> OwnPart:
+    for shard in shards:
+        if all(a <= b for a, b in zip(shard.box.start, box.start, strict=True)) and all(
+            a >= b for a, b in zip(shard.box.stop, box.stop, strict=True)
+        ):
+            return OwnPart(tensor, part, shard, box.within(shard.box))
+    raise AssertionError(f"{box} is no part of {shards}")
+
+
+def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str | None) -> list[list[Piece]]:
+    """What every rank holds, by rank."""
+    if ranks.size == 1 and trouble is None:
+        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.box, s.dtype) for s in shards]]
+    told = [[s.name, dtype_name(s.dtype), s.whole, *s.box] for s in shards]
+    return [
+        [
+            Piece(Key(WEIGHTS, name), tuple(whole), Box(tuple(start), tuple(stop)), getattr(torch, dtype))
+            for name, dtype, whole, start, stop in pieces
+        ]
+        for pieces in vote(ranks, "the weights are not converted", trouble, told)
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class _Owned(NamedTuple):
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[Box, int]]
+
+
+def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
+    """The boxes of every tensor and the rank that owns each, by name. Boxes that overlap in part, as runs of the same norm do where
+    tensor-parallel ranks cut flat buffers of different lengths, are reduced to what the owners before them leave."""
+    found: dict[str, _Owned] = {}
+    chosen = [None] if len(everyone) == 1 else divide(everyone)
+    for rank, (pieces, own) in enumerate(zip(everyone, chosen, strict=True)):
+        for piece in pieces:
+            if own is None or (piece.key, piece.box) in own:
+                owned = found.setdefault(piece.key.name, _Owned(piece.whole, piece.dtype, []))
+                if (owned.whole, owned.dtype) != (piece.whole, piece.dtype):
+                    raise RunError(f"rank {rank} holds '{piece.key.name}' as {piece.dtype} {list(piece.whole)}, others as {owned.dtype} {list(owned.whole)}")
+                owned.boxes.append((piece.box, rank))
+    for owned in found.values():
+        if sum(box.numel for box, _ in owned.boxes) > whole_box(owned.whole).numel:
+            owned.boxes[:] = _disjoint(owned.boxes)
+    return found
+
+
+def _disjoint(boxes: Sequence[tuple[Box, int]]) -> list[tuple[Box, int]]:
+    taken: list[tuple[Box, int]] = []
+    for box, rank in sorted(boxes):
+        left = [box]
+        for before, _ in taken:
+            left = [rest for part in left for rest in difference(part, before)]
+        taken += [(rest, rank) for rest in left]
+    return taken
+
+
+def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor]:
+    rank_of = {name: place for place, name in enumerate(order)}
+    names = sorted(owned, key=lambda name: rank_of.get(name, len(rank_of)))
+    dtypes = [dtype_name(owned[name].dtype) for name in names]
+    sizes = [whole_box(owned[name].whole).numel * DTYPE_BYTES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
+    found = []
+    for name, dtype, size, offset in zip(names, dtypes, sizes, place(sizes), strict=True):
+        at, parts = offset, []
+        for box, rank in sorted(owned[name].boxes):
+            parts.append(Part(rank, box, at))
+            at += box.numel * DTYPE_BYTES[dtype]
+        found.append(PlacedTensor(name, dtype, owned[name].whole, offset, size, tuple(parts)))
+    return found

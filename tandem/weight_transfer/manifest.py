@@ -1,19 +1,20 @@
 """The manifest of a weight version: laid out before the copy, written as JSON, checked before anything is read."""
 
 import json
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, combinations
 
 import xxhash
 
+from tandem.layout.boxes import Box, flat_range, intersection, whole_box
 from tandem.layout.bytes import DTYPE_BYTES
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.types.sample import WeightVersion
-from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
 
 ALIGNMENT_BYTES = 64
-_FIELDS = tuple(field.name for field in fields(TensorEntry))
 
 
 def aligned(size_bytes: int) -> int:
@@ -21,15 +22,35 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def place(sizes: Iterable[int]) -> list[int]:
+    """The offset of each tensor, one behind the other, each aligned."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = aligned(end + size)
+    return offsets
+
+
 def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
     """Bytes of a segment that holds every tensor of the Hugging Face form, one behind the other, each aligned."""
     return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in parameters(shapes))
 
 
+def box_of(part: PartEntry) -> Box:
+    return Box(part.start, part.stop)
+
+
+def part_offsets(entry: TensorEntry) -> list[int]:
+    """The offset of each part in the segment, in bytes."""
+    itemsize = DTYPE_BYTES[entry.dtype]
+    sizes = [box_of(part).numel * itemsize for part in entry.parts]
+    return list(accumulate(sizes[:-1], initial=entry.offset_bytes))
+
+
 def total_digest(tensors: Iterable[TensorEntry]) -> str:
-    """The xxh3-128, in hexadecimal, over every entry's name, dtype, shape and digest, in order. Where the bytes lie is
-    not part of it: the same weights have the same digest in either buffer."""
-    lines = [[t.name, t.dtype, t.shape, t.digest] for t in tensors]
+    """The xxh3-128, in hexadecimal, over every entry's name, dtype and shape and its parts' places in the tensor and digests, in order.
+    Where the bytes lie and who wrote them is not part of it: the same weights have the same digest in either buffer."""
+    lines = [[t.name, t.dtype, t.shape, [[p.start, p.stop, p.digest] for p in t.parts]] for t in tensors]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(lines, separators=(",", ":")).encode("ascii")))
 
 
@@ -39,13 +60,16 @@ def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> Wei
 
 
 def to_json(manifest: WeightManifest) -> bytes:
-    tensors = [{name: getattr(entry, name) for name in _FIELDS} for entry in manifest.tensors]
+    tensors = [
+        [t.name, t.dtype, t.shape, t.segment, t.offset_bytes, t.size_bytes, [[p.owner, p.start, p.stop, p.digest] for p in t.parts]]
+        for t in manifest.tensors
+    ]
     plain = {"version": list(manifest.version), "digest": manifest.digest, "tensors": tensors}
     return json.dumps(plain, separators=(",", ":")).encode("ascii")
 
 
 def from_json(data: bytes) -> WeightManifest:
-    """Raises ``ValueError`` where ``data`` is no manifest or one that contradicts itself."""
+    """Raises ``ValueError`` where ``data`` is not a manifest or contradicts itself."""
     try:
         plain = json.loads(data)
     except ValueError as error:
@@ -63,36 +87,67 @@ def from_json(data: bytes) -> WeightManifest:
 
 
 def _entry(item: object) -> TensorEntry:
-    if not isinstance(item, dict) or set(item) != set(_FIELDS):
-        raise ValueError(f"the weights' manifest has the entry {item!r}")
-    texts = all(isinstance(item[name], str) for name in ("name", "dtype", "segment", "digest"))
-    counts = all(type(item[name]) is int and item[name] >= 0 for name in ("offset_bytes", "size_bytes"))
-    shape = item["shape"]
-    if not texts or not counts or not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"the weights' manifest has the entry {item!r}")
-    return TensorEntry(**{**item, "shape": tuple(shape)})
+    if isinstance(item, list) and len(item) == 7:
+        name, dtype, shape, segment, offset_bytes, size_bytes, parts = item
+        texts = all(isinstance(text, str) for text in (name, dtype, segment))
+        if texts and _are_counts([offset_bytes, size_bytes]) and _are_counts(shape) and isinstance(parts, list):
+            return TensorEntry(name, dtype, tuple(shape), segment, offset_bytes, size_bytes, tuple(_part(part, item) for part in parts))
+    raise ValueError(f"the weights' manifest has the entry {item!r}")
+
+
+def _part(part: object, item: object) -> PartEntry:
+    if isinstance(part, list) and len(part) == 4:
+        owner, start, stop, digest = part
+        if _are_counts([owner]) and _are_counts(start) and _are_counts(stop) and isinstance(digest, str):
+            return PartEntry(owner, tuple(start), tuple(stop), digest)
+    raise ValueError(f"the weights' manifest has the part {part!r} in the entry {item!r}")
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
 def check(manifest: WeightManifest) -> None:
-    """Raises ``ValueError`` where a name is there twice, a size does not follow from its shape, a segment's name is a
-    path, tensors overlap, or the digest is not that of the entries."""
+    """Raises ``ValueError`` where a name is listed twice, a size does not follow from its shape, a segment's name is a path, tensors
+    overlap, the parts of a tensor do not cover it once, or the digest is not that of the entries."""
     names: set[str] = set()
     ends: dict[str, int] = {}
     for entry in sorted(manifest.tensors, key=lambda t: (t.segment, t.offset_bytes)):
-        size = DTYPE_BYTES.get(entry.dtype, 0)
-        for count in entry.shape:
-            size *= count
         if entry.name in names:
             raise ValueError(f"the weights' manifest has '{entry.name}' twice")
         names.add(entry.name)
-        if entry.dtype not in DTYPE_BYTES or size != entry.size_bytes:
+        if entry.dtype not in DTYPE_BYTES or math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.size_bytes:
             what = f"'{entry.name}' of {entry.dtype} {list(entry.shape)}"
             raise ValueError(f"the weights' manifest: {what} says {entry.size_bytes} bytes")
         where = f"'{entry.name}' in segment {entry.segment!r} at {entry.offset_bytes}"
-        if not re.fullmatch(r"[\w.-]+", entry.segment) or not re.fullmatch(r"[0-9a-f]{32}", entry.digest):
-            raise ValueError(f"the weights' manifest: {where} with digest {entry.digest!r}")
+        if not re.fullmatch(r"[\w.-]+", entry.segment):
+            raise ValueError(f"the weights' manifest: {where} is not in a segment of that name")
+        for part in entry.parts:
+            if not re.fullmatch(r"[0-9a-f]{32}", part.digest):
+                raise ValueError(f"the weights' manifest: {where} with digest {part.digest!r}")
+        if not are_partition(entry.shape, [box_of(part) for part in entry.parts]):
+            raise ValueError(f"the weights' manifest: the parts of {where} do not cover its shape {list(entry.shape)} once, in order")
         if entry.offset_bytes % ALIGNMENT_BYTES or entry.offset_bytes < ends.get(entry.segment, 0):
             raise ValueError(f"the weights' manifest: {where} is unaligned or overlaps another")
         ends[entry.segment] = entry.offset_bytes + entry.size_bytes
     if total_digest(manifest.tensors) != manifest.digest:
         raise ValueError("the weights' manifest does not have the digest that it says")
+
+
+def are_partition(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether ``boxes`` contain every element of a tensor of ``shape`` once and are in the order of their ``start``."""
+    whole = whole_box(shape)
+    if len(boxes) == 1:
+        return boxes[0] == whole
+    for box in boxes:
+        if len(box.start) != len(shape) or len(box.stop) != len(shape) or intersection(box, whole) != box:
+            return False
+    starts = [box.start for box in boxes]
+    if starts != sorted(starts) or sum(box.numel for box in boxes) != whole.numel:
+        return False
+    ranges = [flat_range(shape, box) for box in boxes]
+    if None not in ranges:
+        # Runs of row-major memory with the right sum cover it once where none begins before the end of the one before it.
+        ends = list(accumulate(box.numel for box in boxes))
+        return [found.stop for found in ranges if found is not None] == ends
+    return all(intersection(a, b) is None for a, b in combinations(boxes, 2))

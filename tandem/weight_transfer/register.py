@@ -1,63 +1,74 @@
-"""The trainer's side: write the converted weights to the buffer that is free and publish them."""
+"""The trainer's side: its ranks write the converted weights to the buffer that is free, and the first publishes them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from tandem.runtime.agreement import vote
+from tandem.runtime.communicator import CollectiveError, Communicator
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
-from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
+from tandem.weight_transfer.convert import ConvertedWeights
 from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest
-from tandem.weight_transfer.manifest import aligned, make_manifest
-from tandem.weight_transfer.publication import check_newer, current, publish
+from tandem.weight_transfer.manifest import make_manifest
+from tandem.weight_transfer.publication import check_newer, current, describe, publish
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+
+Published = tuple[WeightManifest, int] | None
 
 
 class WeightWriter:
-    """Registers one version after another in ``buffers``, which a shim owns and outlives this process with."""
+    """Registers one version after another in ``buffers``, which a shim owns and outlives this process with. Each of the trainer's ranks has
+    one, all for the same buffers and ``store``; rank 0 reads and writes the store."""
 
     def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2) -> None:
         self.buffers, self.store = buffers, store
         self._threads = Threads(threads)
         self._touched: set[str] = set()
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
-        """Copy every tensor, digest it and make this ``version`` the current one, all or nothing.
+    def publish(self, weights: ConvertedWeights, version: WeightVersion) -> WeightManifest:
+        """Copies every part from its owner, digests it and makes this ``version`` the current one, all or nothing. Every rank calls it, and
+        every rank returns the manifest.
 
-        The buffer that holds the published version is not written to. Raises ``RunError`` where the tensors do not fit,
-        or where ``version`` is not newer than the published one (a trainer that has been replaced meanwhile loses).
+        The buffer that holds the published version is not written to. Raises the same ``RunError`` on every rank where the tensors do not
+        fit, where a rank fails, or where ``version`` is not newer than the published one (a trainer that has been replaced meanwhile).
         """
-        found = current(self.store)
-        check_newer(version, None, found[0] if found else None)
-        published = found[0].tensors[0].segment if found and found[0].tensors else None
-        manifest = self._write(self.buffers.other(published), tensors, version)
-        publish(self.store, manifest, found)
+        ranks, what = weights.ranks, f"the weights {describe(version)} are not registered"
+        found: Published = None
+
+        def choose() -> int:
+            nonlocal found
+            found = current(self.store)
+            check_newer(version, None, found[0] if found else None)
+            published = found[0].tensors[0].segment if found and found[0].tensors else None
+            chosen = self.buffers.other(published)
+            if weights.size_bytes > chosen.size_bytes:
+                raise RunError(f"they take {weights.size_bytes} bytes and their shared memory has {chosen.size_bytes}; they changed shape")
+            return self.buffers.segments.index(chosen)
+
+        place, *_ = _together(ranks, what, choose if ranks.rank == 0 else lambda: None)
+        segment = self.buffers.segments[place]
+        digests = _together(ranks, what, lambda: self._write(segment, weights))
+        manifest = _manifest(weights, segment.name, digests, version)
+        _together(ranks, what, (lambda: publish(self.store, manifest, found)) if ranks.rank == 0 else lambda: None)
         return manifest
 
-    def _write(self, segment: Segment, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
-        named = list(tensors)
-        sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
-        offsets = place(sizes)
-        needed = aligned(offsets[-1] + sizes[-1]) if named else 0
-        if needed > segment.size_bytes:
-            raise RunError(f"the weights take {needed} bytes and their shared memory has {segment.size_bytes}; they changed shape")
+    def _write(self, segment: Segment, weights: ConvertedWeights) -> list[str]:
+        """The digests of this rank's parts, in order."""
+        own = weights.own
+        places = [weights.tensors[part.tensor].parts[part.part].offset_bytes for part in own]
+        sizes = [part.box.numel * part.shard.dtype.itemsize for part in own]
         if segment.name not in self._touched:
-            segment.touch()
+            segment.touch(list(zip(places, sizes, strict=True)))
             self._touched.add(segment.name)
         base = address_of(segment.memory)
 
         def write(i: int) -> str:
-            source = named[i][1].detach().cpu().contiguous()
-            return copy_and_digest(base + offsets[i], source.data_ptr(), sizes[i], of_source=True)
+            source = own[i].read()
+            return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True)
 
-        digests = self._threads.map(write, range(len(named)), sizes)
-        entries = [
-            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), segment.name, offsets[i], sizes[i], digests[i])
-            for i, (name, tensor) in enumerate(named)
-        ]
-        return make_manifest(version, entries)
+        return self._threads.map(write, range(len(own)), sizes)
 
     def close(self) -> None:
         """End the threads and let go of the buffers; their owner removes them."""
@@ -65,15 +76,26 @@ class WeightWriter:
         self.buffers.close()
 
 
-def place(sizes: Iterable[int]) -> list[int]:
-    """The offset of each tensor, one behind the other, each aligned."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end = aligned(end + size)
-    return offsets
+def _together(ranks: Communicator, what: str, work: Callable[[], Any]) -> list[Any]:
+    """What ``work`` returns on every rank. Raises the same ``RunError`` on every rank where it fails on one."""
+    if ranks.size == 1:
+        return [work()]
+    value, trouble = None, None
+    try:
+        value = work()
+    except CollectiveError:
+        raise
+    except (RunError, OSError, RuntimeError, MemoryError) as error:
+        trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return vote(ranks, what, trouble, value)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+def _manifest(weights: ConvertedWeights, segment: str, digests: Sequence[Sequence[str]], version: WeightVersion) -> WeightManifest:
+    left = [iter(own) for own in digests]
+    return make_manifest(version, [
+        TensorEntry(
+            tensor.name, tensor.dtype, tensor.shape, segment, tensor.offset_bytes, tensor.size_bytes,
+            tuple(PartEntry(part.owner, part.box.start, part.box.stop, next(left[part.owner])) for part in tensor.parts),
+        )
+        for tensor in weights.tensors
+    ])  # fmt: skip

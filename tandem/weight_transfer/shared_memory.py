@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,9 +77,12 @@ class Segment:
             raise RunError(f"shared memory {path} cannot be opened: {error.strerror}") from None
         return cls(path, file, os.fstat(file).st_size, owned=False, writable=writable)
 
-    def touch(self) -> None:
-        """Map every page into this process now: the first touch of a page costs ten times what later ones do."""
-        populate(self._map, _POPULATE_WRITE if self._writable else _POPULATE_READ)
+    def touch(self, runs: Sequence[tuple[int, int]] | None = None) -> None:
+        """Map every page, or those of ``runs`` (offset, bytes), into this process now: the first touch of a page costs ten times what
+        later ones do."""
+        advice = _POPULATE_WRITE if self._writable else _POPULATE_READ
+        for start, stop in [(0, len(self._map))] if runs is None else _pages_of(runs):
+            populate(self._map, advice, start, min(stop, len(self._map)))
 
     def close(self) -> None:
         """Unmap it and, for the owner, remove it. Tensors that still look into it keep the mapping until they go."""
@@ -145,13 +149,26 @@ class WeightBuffers:
             segment.close()
 
 
-def populate(memory: mmap.mmap, advice: int = _POPULATE_WRITE) -> None:
-    """Touch every page of ``memory`` at once."""
+def populate(memory: mmap.mmap, advice: int = _POPULATE_WRITE, start: int = 0, stop: int | None = None) -> None:
+    """Touches every page of ``memory`` from ``start`` (a multiple of the page size) to ``stop`` at once."""
+    stop = len(memory) if stop is None else stop
     try:
-        memory.madvise(advice)
+        memory.madvise(advice, start, stop - start)
     except (OSError, ValueError):
-        for at in range(0, len(memory), mmap.PAGESIZE):
+        for at in range(start, stop, mmap.PAGESIZE):
             memory[at]
+
+
+def _pages_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pages of ``runs`` (offset, bytes) as ranges of bytes, neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for offset, size in sorted(run for run in runs if run[1]):
+        start, stop = offset // mmap.PAGESIZE * mmap.PAGESIZE, -(-(offset + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def sweep(pod_id: str | None = None, folder: Path = FOLDER) -> list[str]:

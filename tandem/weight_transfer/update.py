@@ -1,4 +1,4 @@
-"""The rollout's side: read a published version, verify it whole, and only then hand it to the engine."""
+"""The rollout's side: read a published version, verify all of it, and only then hand it to the engine."""
 
 import logging
 import mmap
@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.layout.boxes import Box
+from tandem.layout.bytes import DTYPE_BYTES
 from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.store import Store
-from tandem.types.errors import RunError
+from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, WeightManifest
-from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest
-from tandem.weight_transfer.manifest import aligned
+from tandem.weight_transfer.copying import Threads, address_of
+from tandem.weight_transfer.manifest import aligned, place
+from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
-from tandem.weight_transfer.register import place
 from tandem.weight_transfer.shared_memory import FOLDER, Segment, populate
 
 logger = logging.getLogger(__name__)
@@ -27,48 +29,60 @@ Apply = Callable[[Sequence[tuple[str, Tensor]], WeightVersion], object]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One version, verified. ``tensors`` look into the reader's own memory and are good until its next ``read``."""
+    """One version, verified. ``tensors`` are views of the reader's own memory and are good until its next ``read``; each has what the
+    reader wants of it. ``rereads``: names of tensors whose digest did not match at first, in which case all was read again."""
 
     version: WeightVersion
     digest: str
     size_bytes: int
     tensors: list[tuple[str, Tensor]]
+    rereads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update did: ``size_bytes`` of ``version`` were read and applied. ``rereads``: as in ``Weights``, for the journal."""
+
+    version: WeightVersion
+    size_bytes: int
+    rereads: tuple[str, ...]
 
 
 class WeightReader:
-    """Reads one version after another into private memory that stays warm between them."""
+    """Reads one version after another into private memory that stays warm between them. ``wanted``: what it needs of each tensor, and
+    holds."""
 
-    def __init__(self, store: Store, threads: int = 2, folder: Path = FOLDER) -> None:
-        self.store, self.folder = store, folder
+    def __init__(self, store: Store, threads: int = 2, folder: Path = FOLDER, wanted: Wanted = wants_all) -> None:
+        self.store, self.folder, self._wanted = store, folder, wanted
         self._threads = Threads(threads)
         self._segments: dict[str, Segment] = {}
         self._staging: mmap.mmap | None = None
 
-    def update(self, apply: Apply, version: WeightVersion | None = None) -> Weights:
+    def update(self, apply: Apply, version: WeightVersion | None = None) -> Updated:
         """Read ``version`` (``None``: the current one) and call ``apply(tensors, version)``, once, with all of it."""
         weights = self.read(version)
         apply(weights.tensors, weights.version)
-        return weights
+        return Updated(weights.version, weights.size_bytes, weights.rereads)
 
     def read(self, version: WeightVersion | None = None) -> Weights:
-        """Copy every tensor out and verify the digest *of the copy*; a mismatch is read once more, from the manifest
-        on.
+        """Copy every tensor out and verify the digest of what was copied; after a mismatch all is read once more, from the manifest on.
 
-        Raises ``RunError`` where nothing, or another version than ``version``, is published, and where a tensor's bytes
-        are not what its manifest says twice; ``PeerDied`` where the segments went with the trainer's shim. Nothing has
-        been handed on then.
+        Raises ``DamagedWeights`` where a tensor's bytes are not what its manifest says twice; ``RunError`` where nothing, or another version
+        than ``version``, is published; ``PeerDied`` where the segments were removed with the trainer's shim. Nothing has been applied then.
         """
-        wrong: TensorEntry | None = None
+        damaged: tuple[str, ...] = ()
         for _ in range(2):
-            manifest = self._manifest(version)
-            wrong = self._copy(manifest)
-            if wrong is None:
-                return Weights(manifest.version, manifest.digest, manifest.size_bytes, self._tensors(manifest))
-            logger.warning("tensor '%s' %s does not have its digest", wrong.name, describe(manifest.version))
-        assert wrong is not None
-        raise RunError(
-            f"tensor '{wrong.name}' of weights {describe(manifest.version)} was read twice and does not have its digest "
-            f"{wrong.digest}; the weights in shared memory are damaged"
+            manifest, before = self._manifest(version), damaged
+            chosen = [(e, box) for e in manifest.tensors if (box := self._wanted(e.name, e.shape)) is not None]
+            tensors, damaged = self._copy(manifest, chosen)
+            if not damaged:
+                size_bytes = sum(tensor.nbytes for _, tensor in tensors)
+                return Weights(manifest.version, manifest.digest, size_bytes, tensors, before)
+            logger.warning("tensor '%s' %s does not have its digest", damaged[0], describe(manifest.version))
+        digests = next([part.digest for part in entry.parts] for entry in manifest.tensors if entry.name == damaged[0])
+        raise DamagedWeights(
+            f"tensor '{damaged[0]}' of weights {describe(manifest.version)} was read twice and does not have its digest "
+            f"{', '.join(digests)}; the weights in shared memory are damaged"
         )
 
     def close(self) -> None:
@@ -88,44 +102,46 @@ class WeightReader:
             raise RunError(f"weights {describe(version)} were asked for and {describe(manifest.version)} are published")
         return manifest
 
-    def _copy(self, manifest: WeightManifest) -> TensorEntry | None:
-        """Fill the private memory; returns a tensor whose copy does not have its digest."""
-        entries = manifest.tensors
-        offsets = place([entry.size_bytes for entry in entries])
-        self._open_segments({entry.segment for entry in entries})
-        for entry in entries:
-            if entry.offset_bytes + entry.size_bytes > self._segments[entry.segment].size_bytes:
-                raise RunError(f"tensor '{entry.name}' of weights {describe(manifest.version)} lies outside its segment")
-        private = address_of(memoryview(self._private(offsets[-1] + entries[-1].size_bytes if entries else 0)))
+    def _copy(
+        self, manifest: WeightManifest, chosen: Sequence[tuple[TensorEntry, Box]]
+    ) -> tuple[list[tuple[str, Tensor]], tuple[str, ...]]:
+        """Fill the private memory with the boxes of ``chosen``; returns them, and the names of those whose copy does not have its digests."""
+        copies = [(i, copy) for i, (entry, box) in enumerate(chosen) for copy in part_copies(entry, box)]
+        self._open_segments(manifest, [(copy.entry.segment, copy.offset_bytes, copy.size_bytes) for _, copy in copies])
+        tensors = self._tensors(chosen)
         shared = {name: address_of(segment.memory) for name, segment in self._segments.items()}
 
-        def read(i: int) -> bool:
-            entry = entries[i]
-            source = shared[entry.segment] + entry.offset_bytes
-            return copy_and_digest(private + offsets[i], source, entry.size_bytes, of_source=False) == entry.digest
+        def read(at: tuple[int, PartCopy]) -> bool:
+            i, copy = at
+            return copy.read(shared[copy.entry.segment], tensors[i][1])
 
-        right = self._threads.map(read, range(len(entries)), [entry.size_bytes for entry in entries])
-        return next((entry for entry, good in zip(entries, right, strict=True) if not good), None)
+        right = self._threads.map(read, copies, [copy.size_bytes for _, copy in copies])
+        wrong = dict.fromkeys(copy.entry.name for (_, copy), good in zip(copies, right, strict=True) if not good)
+        return tensors, tuple(wrong)
 
-    def _tensors(self, manifest: WeightManifest) -> list[tuple[str, Tensor]]:
-        assert self._staging is not None
+    def _tensors(self, chosen: Sequence[tuple[TensorEntry, Box]]) -> list[tuple[str, Tensor]]:
+        """Views of the private memory with the names and shapes of ``chosen``."""
+        sizes = [box.numel * DTYPE_BYTES[entry.dtype] for entry, box in chosen]
+        offsets = place(sizes)
+        staging = self._private(offsets[-1] + sizes[-1] if chosen else 0)
         tensors = []
-        for entry, at in zip(manifest.tensors, place([entry.size_bytes for entry in manifest.tensors]), strict=True):
+        for (entry, box), at in zip(chosen, offsets, strict=True):
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            count = entry.size_bytes // dtype.itemsize
-            flat = torch.frombuffer(self._staging, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
-            tensors.append((entry.name, flat.view(entry.shape)))
+            flat = torch.frombuffer(staging, dtype=dtype, count=box.numel, offset=at) if box.numel else torch.empty(0, dtype=dtype)
+            tensors.append((entry.name, flat.view(box.shape)))
         return tensors
 
     def _private(self, size_bytes: int) -> mmap.mmap:
         size_bytes = max(aligned(size_bytes), mmap.PAGESIZE)
         if self._staging is None or len(self._staging) < size_bytes:
-            # An older, smaller one is freed with the last tensor that looks into it.
+            # An older, smaller one is freed with the last tensor that is a view of it.
             self._staging = mmap.mmap(-1, size_bytes)
             populate(self._staging)
         return self._staging
 
-    def _open_segments(self, names: set[str]) -> None:
+    def _open_segments(self, manifest: WeightManifest, runs: Sequence[tuple[str, int, int]]) -> None:
+        """Map the segments of ``runs`` (segment, offset, bytes). Raises ``RunError`` where one lies outside of its segment."""
+        names = {name for name, _, _ in runs}
         owners = {name.rsplit("-weights-", 1)[0] for name in names}
         for name in list(self._segments):
             # The other buffer of the same owner comes next; those of an owner that was replaced never come again.
@@ -137,5 +153,8 @@ class WeightReader:
             except FileNotFoundError:
                 text = f"the trainer's shim is gone: its shared memory {name} was removed before it was read"
                 raise PeerDied("trainer", "update_weight", text) from None
-            segment.touch()
             self._segments[name] = segment
+            segment.touch([(offset, size) for other, offset, size in runs if other == name and offset + size <= segment.size_bytes])
+        for name, offset, size in runs:
+            if offset + size > self._segments[name].size_bytes:
+                raise RunError(f"weights {describe(manifest.version)} lie outside of their segment {name}")

@@ -27,6 +27,7 @@ TRAINER_EDGES = """
     train -> inference                  the same, between two checkpoints
     register -> onload                  the rollout sidecar died
     update_weight -> onload
+    update_weight -> register           the weights arrived damaged
     onload -> offload
     onload -> checkpoint                the last step, which evaluations have followed already
 """
@@ -45,6 +46,7 @@ ROLLOUT_EDGES = """
     evaluate -> keep_engine
     evaluate -> terminate_engine
     rollout -> rollout
+    update_weight -> update_weight      the weights arrived damaged
     rollout -> evaluate
 """
 

@@ -17,6 +17,7 @@ def own(pod_id: str, folder: str) -> None:
 def write_versions(store_path: str, first: str, second: str, count: str) -> None:
     """A trainer's worker: publishes ``count`` versions as fast as it can; every tensor of step n is full of n."""
     import torch
+    from whole_tensors import converted
 
     from tandem.runtime.coordination.embedded import EmbeddedStore
     from tandem.types import WeightVersion
@@ -25,7 +26,8 @@ def write_versions(store_path: str, first: str, second: str, count: str) -> None
     torch.set_num_threads(1)
     writer = WeightWriter(WeightBuffers.open((first, second)), EmbeddedStore(Path(store_path)), threads=1)
     for step in range(1, int(count) + 1):
-        writer.publish([(f"t{i}", torch.full((64, 1000 + i), float(step))) for i in range(8)], WeightVersion(1, step))
+        tensors = [(f"t{i}", torch.full((64, 1000 + i), float(step))) for i in range(8)]
+        writer.publish(converted(tensors), WeightVersion(1, step))
     print("done", flush=True)
 
 

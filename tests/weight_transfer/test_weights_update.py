@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from whole_tensors import converted
 
 from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.embedded import EmbeddedStore
-from tandem.types import RunError, TensorEntry, WeightVersion
+from tandem.types import DamagedWeights, PartEntry, RunError, TensorEntry, WeightVersion
 from tandem.weight_transfer.convert import convert
 from tandem.weight_transfer.copying import CHUNK_BYTES, address_of, balanced, copy_and_digest
 from tandem.weight_transfer.manifest import check, from_json, make_manifest, segment_bytes, to_json
@@ -75,7 +76,7 @@ def reader(pod):
 
 def test_every_tensor_arrives_byte_for_byte_version_after_version(writer, reader):
     for step in range(4):
-        manifest = writer.publish(weights(step), WeightVersion(1, step))
+        manifest = writer.publish(converted(weights(step)), WeightVersion(1, step))
         got = reader.read(WeightVersion(1, step))
         assert got.version == WeightVersion(1, step) and got.digest == manifest.digest
         for (name, sent), (same, received) in zip(weights(step), got.tensors, strict=True):
@@ -84,17 +85,17 @@ def test_every_tensor_arrives_byte_for_byte_version_after_version(writer, reader
 
 
 def test_digests_are_those_of_the_bytes_and_places_are_aligned(writer):
-    manifest = writer.publish(weights(1), WeightVersion(1, 1))
+    manifest = writer.publish(converted(weights(1)), WeightVersion(1, 1))
     for (_, tensor), entry in zip(weights(1), manifest.tensors, strict=True):
-        assert entry.digest == xxhash.xxh3_128_hexdigest(raw(tensor))
+        assert [part.digest for part in entry.parts] == [xxhash.xxh3_128_hexdigest(raw(tensor))]
         assert entry.offset_bytes % 64 == 0 and entry.size_bytes == len(raw(tensor))
 
 
 def test_the_published_buffer_is_not_written_to(writer, pod):
-    first = writer.publish(weights(1), WeightVersion(1, 1))
+    first = writer.publish(converted(weights(1)), WeightVersion(1, 1))
     kept = bytes(pod[0].segments[0].memory)
-    second = writer.publish(weights(2), WeightVersion(1, 2))
-    third = writer.publish(weights(3), WeightVersion(1, 3))
+    second = writer.publish(converted(weights(2)), WeightVersion(1, 2))
+    third = writer.publish(converted(weights(3)), WeightVersion(1, 3))
     segments = [manifest.tensors[0].segment for manifest in (first, second, third)]
     assert segments == [pod[0].names[0], pod[0].names[1], pod[0].names[0]]
     assert bytes(pod[0].segments[0].memory) != kept
@@ -102,19 +103,19 @@ def test_the_published_buffer_is_not_written_to(writer, pod):
 
 def test_the_engine_gets_all_tensors_of_one_version_in_one_call(writer, reader):
     calls = []
-    writer.publish(weights(5), WeightVersion(2, 5))
+    writer.publish(converted(weights(5)), WeightVersion(2, 5))
     reader.update(lambda tensors, version: calls.append((len(tensors), version)))
     assert calls == [(9, WeightVersion(2, 5))]
 
 
 @pytest.mark.parametrize("at", [0, 600_000, 1_199_999])
 def test_a_corrupted_byte_is_caught_before_anything_is_applied(writer, reader, pod, at):
-    manifest = writer.publish(weights(1), WeightVersion(1, 1))
+    manifest = writer.publish(converted(weights(1)), WeightVersion(1, 1))
     entry = manifest.tensors[0]
     segment = next(segment for segment in pod[0].segments if segment.name == entry.segment)
     segment.memory[entry.offset_bytes + at] ^= 1
     applied = []
-    with pytest.raises(RunError, match=r"tensor 'embed' of weights of step 1 \(incarnation 1\) was read twice"):
+    with pytest.raises(DamagedWeights, match=r"tensor 'embed' of weights of step 1 \(incarnation 1\) was read twice"):
         reader.update(lambda tensors, version: applied.append(version))
     assert applied == []
     segment.memory[entry.offset_bytes + at] ^= 1
@@ -124,15 +125,15 @@ def test_a_corrupted_byte_is_caught_before_anything_is_applied(writer, reader, p
 
 def test_a_mismatch_is_read_once_more_from_the_manifest_on(writer, reader, pod):
     """The writer moves on between the reader's manifest and its copy, twice, so the buffer under it is overwritten."""
-    writer.publish(weights(1), WeightVersion(1, 1))
+    writer.publish(converted(weights(1)), WeightVersion(1, 1))
     manifest = reader._manifest
     handed_out = []
 
     def overtaken(version):
         found = manifest(version)
         if not handed_out:
-            writer.publish(weights(2), WeightVersion(1, 2))
-            writer.publish(weights(3), WeightVersion(1, 3))
+            writer.publish(converted(weights(2)), WeightVersion(1, 2))
+            writer.publish(converted(weights(3)), WeightVersion(1, 3))
         handed_out.append(found.version.step)
         return found
 
@@ -145,7 +146,7 @@ def test_a_mismatch_is_read_once_more_from_the_manifest_on(writer, reader, pod):
 def test_asking_for_another_version_than_the_published_one_is_refused(writer, reader):
     with pytest.raises(RunError, match="no weights are published"):
         reader.read()
-    writer.publish(weights(1), WeightVersion(1, 1))
+    writer.publish(converted(weights(1)), WeightVersion(1, 1))
     with pytest.raises(RunError, match=r"of step 2 \(incarnation 1\) were asked for and of step 1"):
         reader.read(WeightVersion(1, 2))
 
@@ -153,21 +154,21 @@ def test_asking_for_another_version_than_the_published_one_is_refused(writer, re
 def test_the_private_memory_is_used_again(writer, reader):
     places = []
     for step in range(3):
-        writer.publish(weights(step), WeightVersion(1, step))
+        writer.publish(converted(weights(step)), WeightVersion(1, step))
         places.append(reader.read().tensors[0][1].data_ptr())
     assert len(set(places)) == 1
 
 
 def test_a_new_owner_s_segments_follow_an_old_one_s(writer, reader, pod):
-    writer.publish(weights(1), WeightVersion(1, 9))
+    writer.publish(converted(weights(1)), WeightVersion(1, 9))
     reader.read()
     fresh = WeightBuffers.create("test" + uuid.uuid4().hex[:8], 2 << 20)
     replaced = WeightWriter(fresh, pod[1], 1)
-    replaced.publish(weights(2), WeightVersion(2, 3))
+    replaced.publish(converted(weights(2)), WeightVersion(2, 3))
     got = reader.read(WeightVersion(2, 3))
     assert raw(got.tensors[0][1]) == raw(weights(2)[0][1])
     with pytest.raises(RunError, match="of a trainer that has been replaced"):
-        writer.publish(weights(3), WeightVersion(1, 10))
+        writer.publish(converted(weights(3)), WeightVersion(1, 10))
     assert current(pod[1])[0].version == WeightVersion(2, 3)
     replaced.close()
 
@@ -175,7 +176,7 @@ def test_a_new_owner_s_segments_follow_an_old_one_s(writer, reader, pod):
 def test_a_shim_that_went_with_its_segments_is_named_as_such(pod, tmp_path, reader):
     gone = WeightBuffers.create("test" + uuid.uuid4().hex[:8], 2 << 20)
     writer = WeightWriter(gone, pod[1], 1)
-    writer.publish(weights(1), WeightVersion(1, 1))
+    writer.publish(converted(weights(1)), WeightVersion(1, 1))
     writer.close()
     with pytest.raises(PeerDied, match="the trainer's shim is gone") as caught:
         reader.read()
@@ -183,19 +184,19 @@ def test_a_shim_that_went_with_its_segments_is_named_as_such(pod, tmp_path, read
 
 
 def test_the_same_version_may_be_registered_again_with_the_same_bytes_only(writer, pod):
-    first = writer.publish(weights(1), WeightVersion(1, 1))
-    again = writer.publish(weights(1), WeightVersion(1, 1))
+    first = writer.publish(converted(weights(1)), WeightVersion(1, 1))
+    again = writer.publish(converted(weights(1)), WeightVersion(1, 1))
     assert first.digest == again.digest and first.tensors[0].segment != again.tensors[0].segment
     with pytest.raises(RunError, match="not newer than the published"):
-        writer.publish(weights(2), WeightVersion(1, 1))
+        writer.publish(converted(weights(2)), WeightVersion(1, 1))
     with pytest.raises(RunError, match="not newer than the published"):
-        writer.publish(weights(1), WeightVersion(1, 0))
+        writer.publish(converted(weights(1)), WeightVersion(1, 0))
     assert current(pod[1])[0] == again
 
 
 def test_tensors_that_do_not_fit_are_refused_and_nothing_is_published(writer, pod):
     with pytest.raises(RunError, match="their shared memory has"):
-        writer.publish([("big", torch.zeros(1 << 20))], WeightVersion(1, 1))
+        writer.publish(converted([("big", torch.zeros(1 << 20))]), WeightVersion(1, 1))
     assert current(pod[1]) is None
 
 
@@ -238,20 +239,24 @@ def test_a_reader_beside_a_writer_that_never_waits_sees_whole_versions_only(pod)
 # -- the manifest ------------------------------------------------------------------------------------------------------
 
 
+WHOLE = PartEntry(0, (0, 0), (2, 3), "0" * 32)
+
+
 def entry(name: str, offset: int = 0, **changes: object) -> TensorEntry:
-    made = TensorEntry(name, "float32", (2, 3), "tandem-p-1-weights-0", offset, 24, "0" * 32)
+    made = TensorEntry(name, "float32", (2, 3), "tandem-p-1-weights-0", offset, 24, (WHOLE,))
     return replace(made, **changes)
 
 
 def test_a_manifest_comes_back_from_its_json():
-    manifest = make_manifest(WeightVersion(2, 7), [entry("a"), entry("b", 64, shape=(), size_bytes=4)])
+    manifest = make_manifest(WeightVersion(2, 7), [entry("a"), entry("b", 64, shape=(), size_bytes=4, parts=(PartEntry(3, (), (), "1" * 32),))])
     assert from_json(to_json(manifest)) == manifest
 
 
 def test_the_digest_covers_names_shapes_and_bytes_but_not_places():
     one = make_manifest(WeightVersion(1, 1), [entry("a")])
     assert make_manifest(WeightVersion(2, 9), [entry("a", 128, segment="tandem-p-1-weights-1")]).digest == one.digest
-    for change in ({"name": "b"}, {"shape": (3, 2)}, {"digest": "1" * 32}, {"dtype": "float16"}):
+    assert make_manifest(WeightVersion(1, 1), [entry("a", parts=(replace(WHOLE, owner=5),))]).digest == one.digest
+    for change in ({"name": "b"}, {"shape": (3, 2)}, {"parts": (replace(WHOLE, digest="1" * 32),)}, {"dtype": "float16"}):
         assert make_manifest(WeightVersion(1, 1), [entry("a", **change) if "name" not in change else entry("b")]).digest != one.digest
 
 
@@ -264,7 +269,13 @@ def test_the_digest_covers_names_shapes_and_bytes_but_not_places():
         ([entry("a", size_bytes=23)], "says 23 bytes"),
         ([entry("a", dtype="object")], "says 24 bytes"),
         ([entry("a", segment="../../etc/passwd")], "segment"),
-        ([entry("a", digest="short")], "digest"),
+        ([entry("a", parts=(replace(WHOLE, digest="short"),))], "digest"),
+        ([entry("a", parts=())], "cover"),
+        ([entry("a", parts=(replace(WHOLE, stop=(2, 2)),))], "cover"),
+        ([entry("a", parts=(replace(WHOLE, stop=(2,)),))], "cover"),
+        ([entry("a", parts=(replace(WHOLE, stop=(1, 3)), replace(WHOLE, stop=(1, 3))))], "cover"),
+        ([entry("a", parts=(replace(WHOLE, start=(1, 0)), replace(WHOLE, stop=(1, 3))))], "cover"),
+        ([entry("a", parts=(replace(WHOLE, stop=(2, 2)), replace(WHOLE, start=(0, 1), stop=(2, 2))))], "cover"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(entries, complaint):
@@ -275,7 +286,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(entries, complaint):
 def test_a_tampered_or_broken_manifest_is_refused(pod):
     good = to_json(make_manifest(WeightVersion(1, 1), [entry("a")]))
     changed = json.loads(good)
-    changed["tensors"][0]["digest"] = "1" * 32
+    changed["tensors"][0][-1][0][-1] = "1" * 32
     for broken in (json.dumps(changed).encode(), good[:-1], b"[]", b'{"version": [1, 1]}', good.replace(b"[1,1]", b'["1",1]')):
         with pytest.raises(ValueError, match="manifest"):
             from_json(broken)
@@ -308,13 +319,21 @@ def test_shares_are_balanced_and_complete():
 
 
 def test_a_decoder_converts_to_every_parameter_of_the_architecture_and_fills_its_segment():
+    from tandem.config.trainer import TrainerConfig
     from tandem.kernels import select
     from tandem.layout.shapes import ModelShapes, parameters
     from tandem.model.decoder import Decoder
+    from tandem.model.huggingface import to_huggingface
+    from tandem.trainer.checkpoint.replica_state import ReplicaState
+    from tandem.trainer.optimizers.make import make_optimizer
+    from tandem.trainer.parallel.ranks import alone
+    from tandem.trainer.parallel.replica import Replica
 
     shapes = ModelShapes("qwen3", 99, 32, 2, 4, 2, 8, 48, 64, tie_embeddings=True, qk_norm=True)
     decoder = Decoder(shapes, select("reference"))
-    converted = list(convert(decoder))
-    assert [(name, tuple(tensor.shape)) for name, tensor in converted] == list(parameters(shapes))
-    assert all(not tensor.requires_grad for _, tensor in converted)
-    assert segment_bytes(shapes, "float32") == sum(-(-4 * tensor.numel() // 64) * 64 for _, tensor in converted)
+    optimizer = make_optimizer(decoder, TrainerConfig())
+    found = convert(ReplicaState(Replica(alone(), decoder, optimizer)))
+    assert [(tensor.name, tensor.shape) for tensor in found.tensors] == list(parameters(shapes))
+    assert [part.read().data_ptr() for part in found.own] == [tensor.data_ptr() for _, tensor in to_huggingface(decoder)], "views"
+    assert all(not part.read().requires_grad for part in found.own)
+    assert segment_bytes(shapes, "float32") == sum(-(-4 * part.read().numel() // 64) * 64 for part in found.own)

@@ -142,6 +142,11 @@ class PagedAdamW:
                 found |= pages.mapped(self.pager, WEIGHTS)
         return found
 
+    def weight(self, name: str) -> Tensor:
+        """One parameter, in memory or as a view of the file, which holds nothing once the view is dropped."""
+        pages = self._place_of[name]
+        return pages.mapped(self.pager, WEIGHTS)[name] if WEIGHTS in pages.kinds else self.parameters[name].detach()
+
     @torch.no_grad()
     def put(self, kind: str, name: str, values: Tensor, first: int = 0) -> None:
         """``values`` are the numbers of ``kind`` of the parameter ``name`` from ``first`` on."""

@@ -110,6 +110,10 @@ class ShardedOptimizer:
         self.sums.own = [None] * len(self.shards)
         self._publish()
 
+    def weight(self, name: str) -> Tensor:
+        """This rank's run of parameter ``name``, live."""
+        return self.paged.weight(name) if self.paged is not None else self._inner.parameters[name].detach()
+
     def parts(self, form: bool = False) -> Iterator[Part]:
         """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its state.
         ``form``: as they are after an update, without their numbers (``values`` are on the device ``meta``)."""

@@ -1,0 +1,131 @@
+"""What the ranks of a trainer do in the tests of weights with many owners."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_ranks import LEARNING_RATE, Case, ranks_of, sequences_of, weights_of
+from ranks import Here
+from torch import Tensor
+
+from tandem.kernels import select
+from tandem.layout.boxes import Box
+from tandem.layout.pipeline_stages import stage_spans
+from tandem.layout.schedules import PipelineShape
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_tensors, save_model
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.micro_batch import collate
+from tandem.trainer.parallel.pipeline import Pipeline
+from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.step import train_step
+from tandem.types import RunError, WeightVersion
+from tandem.weight_transfer.convert import convert, place_shards
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import WeightBuffers
+
+WHOLE_ROWS, COLUMNS = 64, 500
+
+
+def replica_of(here: Here | None, case: Case, zero: Any = 0, virtual: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Replica:
+    """``case``'s model on this rank, or in one process where there is none. ``offloaded``: keys of the trainer that are ``nvme``."""
+    torch.set_num_threads(1)
+    ranks, dtype = ranks_of(here, case), getattr(torch, case.dtype)
+    stages = ranks.groups["pipeline"]
+    spans = stage_spans(case.shapes, stages.size * virtual)
+    own = [spans[s] for s in PipelineShape(stages.size, 1, virtual).stages_of(stages.rank)]
+    model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=ranks.model_parallel(), spans=own)
+    load_tensors(model, weights_of(case.shapes).items())
+    pipeline = Pipeline(model, spans, stages, "1f1b" if virtual == 1 else "interleaved") if stages.size > 1 else None
+    return make_replica(model, replace(case.trainer, **dict.fromkeys(offloaded, "nvme")), ranks, zero, pipeline, directory=folder)
+
+
+def registered(here: Here | None, names: tuple[str, str], store: Path, case: Case, zero: Any = 0, virtual: int = 1,
+               folder: Path | None = None, offloaded: Sequence[str] = (), model_folder: Path | None = None) -> tuple[int, str]:  # fmt: skip
+    """Registers the weights as step 1; returns (bytes that this rank wrote, the manifest's digest). ``model_folder``: data-parallel ranks
+    train for a step first, and the first writes what the model is then."""
+    replica = replica_of(here, case, zero, virtual, folder, offloaded)
+    if model_folder is not None:
+        train_once(replica, case, model_folder)
+    converted = convert(ReplicaState(replica))
+    writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store))
+    manifest = writer.publish(converted, WeightVersion(1, 1))
+    writer.close()
+    return sum(part.box.numel * part.shard.dtype.itemsize for part in converted.own), manifest.digest
+
+
+def train_once(replica: Replica, case: Case, folder: Path) -> None:
+    data, every = replica.ranks.groups["data"], sequences_of(case)
+    micro_batch = collate(every[data.rank :: data.size], getattr(torch, case.dtype))
+    train_step(replica.model, replica.optimizer, [micro_batch], make_cross_entropy_loss(counts_of(every)), LEARNING_RATE, sums=replica.sums)
+    with replica.whole():
+        if replica.ranks.is_first:
+            save_model(replica.model, folder)
+
+
+def rows(here: Here, read: Callable[[int, Box], Tensor], tensors: int = 6) -> list[WeightShard]:
+    """This rank's rows of some made-up tensors, of which ``read(tensor, box)`` gives the numbers."""
+    world, found = here.groups["world"], []
+    share = WHOLE_ROWS // world.size
+    for i in range(tensors):
+        whole = (WHOLE_ROWS, COLUMNS + i)
+        box = Box((world.rank * share, 0), ((world.rank + 1) * share, whole[1]))
+        found.append(WeightShard(f"t{i}", whole, box, torch.float32, lambda i=i, box=box: read(i, box)))
+    return found
+
+
+def many_versions(here: Here, names: tuple[str, str], store: Path, count: int) -> None:
+    """Registers ``count`` versions as fast as the ranks can; every tensor of step n is full of n."""
+    torch.set_num_threads(1)
+    writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
+    for step in range(1, count + 1):
+        shards = rows(here, lambda i, box, step=step: torch.full(box.shape, float(step)))
+        writer.publish(place_shards(here.groups["world"], shards), WeightVersion(1, step))
+
+
+def one_fails(here: Here, names: tuple[str, str], store: Path, told: Path, how: str) -> str:
+    """Registers step 1, and step 2, during which rank 1 cannot read its fourth tensor (``how`` is ``raise``) or is killed; returns, and
+    writes to ``told``, what this rank raises."""
+    writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
+    world = here.groups["world"]
+    writer.publish(place_shards(world, rows(here, lambda i, box: torch.full(box.shape, 1.0))), WeightVersion(1, 1))
+
+    def read(i: int, box: Box) -> Tensor:
+        if world.rank == 1 and i == 3:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(5, "Input/output error")
+        return torch.full(box.shape, 2.0)
+
+    try:
+        writer.publish(place_shards(world, rows(here, read)), WeightVersion(1, 2))
+    except RunError as error:
+        (told / str(world.rank)).write_text(str(error))
+        return str(error)
+    return "registered"
+
+
+def peak(here: Here, names: tuple[str, str], store: Path, case: Case, zero: Any) -> tuple[int, int, int]:
+    """(bytes that this rank wrote, bytes by which its resident memory grew at most while it converted and registered, private bytes of these)."""
+    replica = replica_of(here, case, zero)
+    state, writer = ReplicaState(replica), WeightWriter(WeightBuffers.open(names), EmbeddedStore(store))
+    before = _memory()
+    Path("/proc/self/clear_refs").write_text("5")
+    converted = convert(state)
+    writer.publish(converted, WeightVersion(1, 1))
+    after = _memory()
+    own = sum(part.box.numel * part.shard.dtype.itemsize for part in converted.own)
+    writer.close()
+    return own, after["VmHWM"] - before["VmRSS"], after["VmHWM"] - before["VmRSS"] - (after["RssShmem"] - before["RssShmem"])
+
+
+def _memory() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[0] in ("VmHWM:", "VmRSS:", "RssShmem:")}

@@ -1,0 +1,19 @@
+"""Named tensors that one process holds whole, as the writer takes them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tandem.layout.boxes import whole_box
+from tandem.trainer.checkpoint.replica_state import WeightShard
+from tandem.trainer.parallel.ranks import alone
+from tandem.weight_transfer.convert import ConvertedWeights, place_shards
+
+
+def converted(tensors: Sequence[tuple[str, Tensor]]) -> ConvertedWeights:
+    shapes = [tuple(tensor.shape) for _, tensor in tensors]
+    shards = [
+        WeightShard(name, shape, whole_box(shape), tensor.dtype, lambda tensor=tensor: tensor)
+        for (name, tensor), shape in zip(tensors, shapes, strict=True)
+    ]
+    return place_shards(alone().world, shards)
