@@ -2,8 +2,8 @@
 
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
 Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``.
-Where a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between.
-Weights that arrive damaged are registered again. When the rollout sidecar dies under it, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
+If a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between. Weights that arrive damaged
+are registered again. When the rollout sidecar dies, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
 """
 
 from collections.abc import Mapping
