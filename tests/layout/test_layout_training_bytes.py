@@ -13,8 +13,11 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.layout.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.optimizers.make import make_optimizer
-from tandem.trainer.save import save_checkpoint
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import Replica
 
 MODELS = {
     "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=False, attention_bias=True),
@@ -34,8 +37,13 @@ def test_state_and_checkpoint_have_the_predicted_bytes(name: str, optimizer: str
         parameter.grad = torch.ones_like(parameter)
     made.step(1e-3)
     assert sum(t.nbytes for t in made.state().moments.values()) == optimizer_bytes(shapes, optimizer)
-    saved = save_checkpoint(tmp_path, 1, model, made, {})
-    written = sum(path.stat().st_size for path in saved.folder.glob("*.safetensors"))
+    ranks = alone()
+    checkpoints = ReplicaCheckpoints(
+        tmp_path, 1, tmp_path / "start", Replica(ranks, model, made), GradScaler(config), ranks.world, asynchronous=False
+    )
+    checkpoints.save(1, {"steps": 1})
+    checkpoints.close()
+    written = sum(path.stat().st_size for path in (tmp_path / "step-1").glob("*.safetensors"))
     assert 0 <= written - checkpoint_bytes(shapes, config) < 20_000, "the headers"
 
 

@@ -1,0 +1,81 @@
+"""A pod whose trainer is a mesh: it learns as one process does, its rollout finds the bits of its ranks, and it survives them."""
+
+import math
+from pathlib import Path
+
+import pytest
+from pod_runs import PodRun
+
+from tandem.model.huggingface import read_tensors
+
+TWO_HEADS = "--model.create.num_kv_heads=2"
+FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")
+MESHES = {
+    "data": "--parallel.data=2",
+    "tensor": "--parallel.tensor=2",
+    "pipeline": "--parallel.pipeline=2 --model.create.tie_embeddings=false",
+    "context": "--parallel.context=2",
+    "expert": "--parallel.data=2 --parallel.expert=2 --model.create.architecture=qwen3_moe --model.create.num_experts=4",
+    "zero 1": "--parallel.data=2 --parallel.zero=1",
+    "zero 2": "--parallel.data=2 --parallel.zero=2",
+    "zero 3": "--parallel.data=2 --parallel.zero=3",
+    "data x tensor, zero 1": "--parallel.data=2 --parallel.tensor=2 --parallel.zero=1",
+    "tensor x pipeline": "--parallel.tensor=2 --parallel.pipeline=2",
+}
+IN_EVERY_RUN = ("data x tensor, zero 1",)
+
+
+def cases() -> list[object]:
+    return [pytest.param(mesh, id=name, marks=() if name in IN_EVERY_RUN else pytest.mark.full) for name, mesh in MESHES.items()]
+
+
+def of_one_process(mesh: str, folder: Path) -> PodRun:
+    """The same recipe, with the model's settings of ``mesh``, in one process."""
+    run = PodRun(folder, name="alone")
+    done = run.train(TWO_HEADS, *FEW_STEPS, *(word for word in mesh.split() if word.startswith("--model")))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.parametrize("mesh", cases())
+def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bits(mesh: str, tmp_path: Path) -> None:
+    run, alone = PodRun(tmp_path), of_one_process(mesh, tmp_path)
+    done = run.train(TWO_HEADS, *FEW_STEPS, *mesh.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.left_behind() == []
+    found, wanted = run.rows(), alone.rows()
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in found] == [(0.0, 0.0)] * 3
+    # The first step's samples come from weights that differ in the last bits at most; later ones may be other samples.
+    for name in ("reward/mean", "actor/grad_norm", "actor/entropy"):
+        assert math.isclose(found[0][name], wanted[0][name], rel_tol=1e-3), name
+    one, two = dict(read_tensors(alone.directory / "model")), dict(read_tensors(run.directory / "model"))
+    assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
+
+
+@pytest.mark.parametrize("fault", ["rank1:after:train:1", *(pytest.param(f, marks=pytest.mark.full) for f in (
+    "rank3:before:register:2", "trainer_worker:after:save:2", "rank2:before:inference:1", "rank1:before:convert:2",
+    "trainer_shim:before:train:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1", "rank2:before:load:0",
+))])  # fmt: skip
+def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, tmp_path: Path) -> None:
+    mesh = ("--parallel.data=2", "--parallel.tensor=2", TWO_HEADS, *FEW_STEPS)
+    quiet, run = PodRun(tmp_path, name="quiet"), PodRun(tmp_path)
+    assert quiet.train(*mesh).returncode == 0
+    done = run.train(*mesh, "--fault", fault)
+    if fault.startswith("pod:"):
+        assert done.returncode == -9
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((run.directory / "faults").iterdir())) == 1
+    assert run.rows() == quiet.rows() and run.results() == quiet.results()
+    assert run.left_behind() == []
+
+
+def test_run_of_two_ranks_is_resumed_in_one_process_and_says_that_its_bits_may_differ(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--parallel.data=2", *FEW_STEPS, "--run.max_restarts=0", "--fault", "rank1:before:train:2")
+    assert done.returncode == 1 and "rank 1 died (killed by SIGKILL)" in done.stderr and len(done.stderr.splitlines()) == 1
+    resumed = run.resume("--parallel.data=1")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [row["step"] for row in run.rows()] == [0, 1, 2]
+    (changed,) = run.events("mesh")
+    assert (changed.detail["before"]["data"], changed.detail["now"]["data"]) == (2, 1)
