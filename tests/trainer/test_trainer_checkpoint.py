@@ -37,6 +37,7 @@ def die(point):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+torch.manual_seed(7)
 checkpoints = ReplicaCheckpoints(folder, 2, folder.parent, replica, guard, ranks.world, asynchronous=False, fault_point=die)
 found = checkpoints.load()
 step = 0 if found is None else found.step
