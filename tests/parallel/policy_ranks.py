@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from data_ranks import remember
-from model_ranks import LEARNING_RATE, Case, ranks_of, weights_of
+from model_ranks import Case, ranks_of, weights_of
 from pipeline_ranks import named
 from ranks import Here
 
