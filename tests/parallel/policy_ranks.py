@@ -83,7 +83,7 @@ def replica_of(policy: Policy, here: Here | None, folder: Path | None) -> tuple[
     case, ranks = policy.case, ranks_of(here, policy.case)
     stages, (order, virtual) = ranks.groups["pipeline"], policy.schedule
     spans = stage_spans(case.shapes, stages.size * virtual) if stages.size > 1 else None
-    own = None if spans is None else [spans[s] for s in PipelineShape(stages.size, 1, virtual).stages_of(stages.rank)]
+    own = () if spans is None else [spans[s] for s in PipelineShape(stages.size, 1, virtual).stages_of(stages.rank)]
     dtype = getattr(torch, case.dtype)
 
     def model() -> Decoder:

@@ -68,6 +68,11 @@ SLOW = {
 }
 
 
+def policy_of(case: Case) -> Policy:
+    """Experts are balanced over the tokens of a pass through all ranks: one process has the same ones where it makes a single pass."""
+    return Policy(case, micro_batch_tokens=1000 if case.balance_loss else 40)
+
+
 def rows(some: dict[str, Any], *marks: pytest.MarkDecorator) -> list[Any]:
     return [pytest.param(*row, id=name, marks=marks) for name, row in some.items()]
 
@@ -75,7 +80,7 @@ def rows(some: dict[str, Any], *marks: pytest.MarkDecorator) -> list[Any]:
 @pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW, FULL))
 def test_ranks_take_the_updates_of_one_process(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
     """Two minibatches, masked samples, and ranks with unequal numbers of sequences."""
-    policy = Policy(case)
+    policy = policy_of(case)
     policy = replace(policy, algorithm=replace(policy.algorithm, minibatches=2))
     check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
 
@@ -83,14 +88,14 @@ def test_ranks_take_the_updates_of_one_process(ranks: Ranks, mesh: MeshShape, ca
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW))
 def test_weights_after_ten_steps_are_those_of_one_process(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
-    policy = Policy(replace(case, steps=10))
+    policy = policy_of(replace(case, steps=10))
     check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW))
 def test_gradients_in_fp32_are_within_a_millionth_of_their_norm(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
-    policy = Policy(replace(case, dtype="float32", kernels="cpu", steps=1))
+    policy = policy_of(replace(case, dtype="float32", kernels="cpu", steps=1))
     check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
 
 

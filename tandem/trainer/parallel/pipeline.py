@@ -102,8 +102,8 @@ class Pipeline:
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
             logprobs = self.model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
-            part = next(parts)
-            return part.copy_(torch.stack((logprobs.raw, logprobs.scaled)))
+            next(parts).copy_(torch.stack((logprobs.raw, logprobs.scaled)))
+            return logprobs.scaled
 
         self.forward(micro_batches, at_last, on_progress)
         self.ranks.broadcast(found, self.ranks.size - 1, "log-probabilities")
