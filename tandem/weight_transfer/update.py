@@ -1,6 +1,7 @@
 """The rollout's side: read a published version, verify all of it, and only then hand it to the engine."""
 
 import logging
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,14 +122,16 @@ class WeightReader:
 
     def _tensors(self, chosen: Sequence[tuple[TensorEntry, Box]]) -> list[tuple[str, Tensor]]:
         """Views of the private memory with the names and shapes of ``chosen``."""
-        sizes = [box.numel * DTYPE_BYTES[entry.dtype] for entry, box in chosen]
+        shapes = [box.shape for _, box in chosen]
+        counts = list(map(math.prod, shapes))
+        sizes = [count * DTYPE_BYTES[entry.dtype] for count, (entry, _) in zip(counts, chosen, strict=True)]
         offsets = place(sizes)
         staging = self._private(offsets[-1] + sizes[-1] if chosen else 0)
         tensors = []
-        for (entry, box), at in zip(chosen, offsets, strict=True):
+        for (entry, _), shape, count, at in zip(chosen, shapes, counts, offsets, strict=True):
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            flat = torch.frombuffer(staging, dtype=dtype, count=box.numel, offset=at) if box.numel else torch.empty(0, dtype=dtype)
-            tensors.append((entry.name, flat.view(box.shape)))
+            flat = torch.frombuffer(staging, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+            tensors.append((entry.name, flat.view(shape)))
         return tensors
 
     def _private(self, size_bytes: int) -> mmap.mmap:
