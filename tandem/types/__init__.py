@@ -5,7 +5,7 @@ from tandem.types.errors import DamagedWeights, RunError, UserError
 from tandem.types.prompt import Prompt
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
-from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
+from tandem.types.weights import PartEntry, TensorEntry, Updated, WeightManifest, WeightSource
 
 __all__ = [
     "Batch",
@@ -19,7 +19,9 @@ __all__ = [
     "ScoreState",
     "TensorEntry",
     "TrainSequence",
+    "Updated",
     "UserError",
     "WeightManifest",
+    "WeightSource",
     "WeightVersion",
 ]

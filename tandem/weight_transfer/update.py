@@ -16,7 +16,7 @@ from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
-from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.types.weights import TensorEntry, Updated, WeightManifest
 from tandem.weight_transfer.copying import Threads, address_of
 from tandem.weight_transfer.manifest import aligned, place
 from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
@@ -31,22 +31,13 @@ Apply = Callable[[Sequence[tuple[str, Tensor]], WeightVersion], object]
 @dataclass(frozen=True, slots=True)
 class Weights:
     """One version, verified. ``tensors`` are views of the reader's own memory and are good until its next ``read``; each has what the
-    reader wants of it. ``rereads``: names of tensors whose digest did not match at first, in which case all was read again."""
+    reader wants of it. ``rereads``: as in ``Updated``."""
 
     version: WeightVersion
     digest: str
     size_bytes: int
     tensors: list[tuple[str, Tensor]]
     rereads: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """What an update did: ``size_bytes`` of ``version`` were read and applied. ``rereads``: as in ``Weights``, for the journal."""
-
-    version: WeightVersion
-    size_bytes: int
-    rereads: tuple[str, ...]
 
 
 class WeightReader:
