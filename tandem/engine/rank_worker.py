@@ -12,6 +12,7 @@ from tandem.engine.block_copies import apply_moves, host_pool
 from tandem.engine.flat_batch import to_device
 from tandem.engine.forward import forward
 from tandem.engine.kv_cache import make_cache
+from tandem.engine.rank_weights import RankWeights
 from tandem.engine.ranks import RankSettings
 from tandem.engine.step_message import decode_step
 from tandem.kernels import KVLayer
@@ -22,7 +23,7 @@ from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.worker_pipe import serve
-from tandem.types import RunError
+from tandem.types import RunError, WeightSource, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +39,24 @@ class RankWorker:
     adapters: list[Adapter | None]
     lora_layers: list[LoraLayer]
     hidden: torch.Tensor
+    weights: RankWeights | None = None
 
     def methods(self) -> Mapping[str, Method]:
-        return {
-            name: self._method(getattr(self, name)) for name in ("hello", "join", "load", "allocate", "fill_slot", "step", "logits", "update_weights")
-        }
+        names = (
+            "hello", "join", "load", "allocate", "fill_slot", "step", "logits", "update_weights", "read_weights", "apply_weights",
+        )  # fmt: skip
+        return {name: self._method(getattr(self, name)) for name in names}
 
     @staticmethod
     def _method(function: Any) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             try:
-                function(meta, blobs)
+                answer = function(meta, blobs)
             except (RuntimeError, RunError) as error:
                 # What an exchange raises when another rank is gone: the first rank finds out which.
                 logger.exception("a call failed")
                 raise RunError(f"a rank could not go on: {str(error).splitlines()[0]}") from None
-            return {}, {}
+            return answer or {}, {}
 
         return call
 
@@ -111,6 +114,16 @@ class RankWorker:
         }
         self.group.receive(list(parts.values()))
         load_parts(self.decoder, parts, pack=True)
+
+    def read_weights(self, meta: Meta, blobs: Blobs) -> dict[str, Any]:
+        source = WeightSource(**meta["source"])
+        if self.weights is None or self.weights.source != source:
+            self.weights = RankWeights(self.decoder, source)
+        return self.weights.answer(WeightVersion(*meta["version"]))
+
+    def apply_weights(self, meta: Meta, blobs: Blobs) -> None:
+        assert self.weights is not None
+        self.weights.apply()
 
 
 def main() -> None:

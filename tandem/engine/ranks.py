@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from tandem.engine.load import LoadFormat, load_decoder
+from tandem.engine.rank_weights import RankWeights, StagedWeights
 from tandem.kernels import KernelChoice
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import Cut
@@ -24,10 +25,10 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
 from tandem.model.tensor_parallel import RankGroup
-from tandem.runtime.calls import CallError, RpcTimeout, WorkerDied
+from tandem.runtime.calls import CallError, RpcTimeout, WorkerDied, raise_error
 from tandem.runtime.processes import Threads
 from tandem.runtime.worker_pipe import Worker
-from tandem.types import RunError, UserError
+from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 _GRACE_S = 5.0
 """After a failure: how long the ranks have to say, or to show, which of them is dead."""
@@ -74,6 +75,7 @@ class Ranks:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._broken = ""
+        self._weights: RankWeights | None = None
         self._folder = Path(mkdtemp(prefix="tandem-ranks-"))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         threads = Threads(max(1, torch.get_num_threads() // settings.size) if settings.device == "cpu" else 1)
@@ -100,6 +102,13 @@ class Ranks:
     ) -> T:
         """Make the call ``name`` on every other rank and meanwhile ``own()`` here; returns its result. ``per_rank``: the
         rank's number goes with the call."""
+        return self._together(name, meta, own, blobs, per_rank)[0]
+
+    def _together(
+        self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Mapping[str, bytes] | None = None,
+        per_rank: bool = False,
+    ) -> tuple[T, list[Mapping[str, Any]]]:
+        """``run``; returns what the other ranks answered too, by rank."""
         with self._lock:
             if self._broken:
                 raise RunError(self._broken)
@@ -121,7 +130,7 @@ class Ranks:
                 failure = call.exception()
                 if failure is not None:
                     raise self._end(name, calls, failure) from failure
-            return result
+            return result, [call.result().meta for call in calls]
 
     def _end(self, name: str, calls: "list[Future[Any]]", error: BaseException, grace_s: float = _GRACE_S) -> Exception:
         """Kill every rank; returns what the caller is told: who died or was stuck, else the first thing that went wrong."""
@@ -142,9 +151,27 @@ class Ranks:
         self._broken = str(told)
         return told
 
+    def read_weights(self, source: WeightSource, version: WeightVersion) -> StagedWeights:
+        """Have every rank read its own slices of the published ``version`` and verify them; ``update_weights`` applies them. Raises what
+        ``WeightReader.read`` raises where any rank cannot; the engine keeps its weights then."""
+        if self._weights is None or self._weights.source != source:
+            self._weights = RankWeights(self.decoder, source)
+        weights, meta = self._weights, {"source": asdict(source), "version": list(version)}
+        own, others = self._together("read_weights", meta, lambda: weights.answer(version))
+        answers = [own, *others]
+        for rank, answer in enumerate(answers):
+            if answer["error"] is not None:
+                raise_error(answer["error"], f"tensor-parallel rank {rank}", "read_weights")
+        rereads = dict.fromkeys(name for answer in answers for name in answer["rereads"])
+        return StagedWeights(Updated(version, sum(answer["size_bytes"] for answer in answers), tuple(rereads)))
+
     def update_weights(self, tensors: Any) -> None:
-        """Give every rank its part of a whole set of weights. Raises ``UserError`` where the set does not fit the model, and
-        nothing has changed then."""
+        """Give every rank its part of a whole set of weights, or have each apply what ``read_weights`` has staged. Raises ``UserError``
+        where the set does not fit the model, and nothing has changed then."""
+        if isinstance(tensors, StagedWeights):
+            assert self._weights is not None
+            self.run("apply_weights", {}, self._weights.apply)
+            return
         decoder, size = self.decoder, self._settings.size
         given = checked_tensors(decoder, tensors)
         names = [name for name, _ in parameters(decoder.shapes)]
@@ -182,6 +209,9 @@ class Ranks:
         for worker in self._workers:
             worker.stop()
         self._callers.shutdown(wait=True)
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
         self._remove_folder()
 
     def _log_of(self, name: str) -> Path:

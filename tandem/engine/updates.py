@@ -10,6 +10,7 @@ from tandem.engine.draft_model import DraftModel
 from tandem.engine.lifecycle import Transition
 from tandem.engine.parts import Parts
 from tandem.engine.proposers import new_draft
+from tandem.engine.rank_weights import StagedWeights
 from tandem.engine.request import Sequence
 from tandem.engine.row_table import RowTable
 from tandem.engine.runner import Runner
@@ -20,7 +21,7 @@ from tandem.types import WeightVersion
 
 
 def replace_weights(
-    parts: Parts, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion, draft_tensors: Iterable[tuple[str, Tensor]] | None,
+    parts: Parts, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, version: WeightVersion, draft_tensors: Iterable[tuple[str, Tensor]] | None,
     with_digests: bool,
 ) -> dict[str, str]:
     """As ``Engine.update_weights``, while no step is under way; returns the digests of the plain weights, where they are asked for."""
@@ -47,10 +48,11 @@ def replace_weights(
     return digests
 
 
-def _load(runner: Runner, tensors: Iterable[tuple[str, Tensor]], with_digests: bool) -> dict[str, str]:
+def _load(runner: Runner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, with_digests: bool) -> dict[str, str]:
     if runner.ranks is not None:
         runner.ranks.update_weights(tensors)
         return {}
+    assert not isinstance(tensors, StagedWeights)
     # Digests are those of plain weights, all of which must be there then.
     load_tensors(runner.decoder, tensors, pack=not with_digests)
     if not with_digests:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from operator import sub
 from typing import NamedTuple
 
 
@@ -13,7 +14,7 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:

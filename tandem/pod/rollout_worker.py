@@ -13,24 +13,22 @@ from tandem.pod.residents import kv_cache_tokens
 from tandem.rl.rollout.dispatch import request_key
 from tandem.rl.rollout.groups import samples_of, sampling_params
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.faults import FaultPoint
 from tandem.runtime.rank_settings import RankSettings
 from tandem.trainer.rank_process import start
-from tandem.types import RunError, WeightVersion
+from tandem.types import RunError, WeightSource, WeightVersion
 from tandem.types.wire_records import decode_prompts, encode_samples
-from tandem.weight_transfer.update import WeightReader
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
 
 
 class RolloutWorker:
-    """The state of the worker between calls: an engine, and a reader that keeps its staging memory warm."""
+    """The state of the worker between calls: an engine, which keeps what it reads weights with."""
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.recipe = recipe
-        self.reader = WeightReader(EmbeddedStore(directory / "pod" / "store.sqlite"))
+        self.source = WeightSource(str(directory / "pod" / "store.sqlite"))
         self.llm: LLM | None = None
 
     def methods(self) -> dict[str, Method]:
@@ -61,7 +59,7 @@ class RolloutWorker:
         tensors that were damaged when they were first read."""
         llm, version, rereads = self._engine(), WeightVersion(*meta["version"]), tuple[str, ...]()
         if llm.weight_version != version:
-            rereads = self.reader.update(llm.update_weights, version).rereads
+            rereads = llm.update_weights_from(self.source, version).rereads
         return {"version": list(llm.weight_version), "rereads": list(rereads)}, {}
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

@@ -5,7 +5,7 @@ from tandem.types.errors import CollectiveError, DamagedWeights, RunError, UserE
 from tandem.types.prompt import Prompt
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
-from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
+from tandem.types.weights import PartEntry, TensorEntry, Updated, WeightManifest, WeightSource
 
 __all__ = [
     "Batch",
@@ -20,7 +20,9 @@ __all__ = [
     "ScoreState",
     "TensorEntry",
     "TrainSequence",
+    "Updated",
     "UserError",
     "WeightManifest",
+    "WeightSource",
     "WeightVersion",
 ]

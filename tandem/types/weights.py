@@ -47,3 +47,23 @@ class WeightManifest:
     def owners(self) -> tuple[int, ...]:
         """The trainer's ranks that wrote a part, ascending."""
         return tuple(sorted({part.owner for tensor in self.tensors for part in tensor.parts}))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the file of the coordination
+    store; ``folder``: that of the shared memory; ``threads``: how many copy, on all ranks of an engine together."""
+
+    store: str
+    folder: str = "/dev/shm"
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update of an engine's weights did: ``size_bytes`` of ``version`` were read, on all ranks together, and applied. ``rereads``:
+    names of tensors whose digest did not match at first, in which case all was read again."""
+
+    version: WeightVersion
+    size_bytes: int
+    rereads: tuple[str, ...]

@@ -4,6 +4,7 @@ Every rank describes what it holds; all of them derive the same plan from that. 
 runs of numbers that ZeRO leaves to a rank are all boxes of whole tensors by then. What several ranks hold has one owner.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box, difference, whole_box
+from tandem.layout.boxes import Box, difference, intersection
 from tandem.layout.bytes import DTYPE_BYTES
 from tandem.layout.shapes import parameters
 from tandem.runtime.agreement import vote
@@ -43,17 +44,19 @@ class PlacedTensor(NamedTuple):
 
 
 class OwnPart(NamedTuple):
-    """A part that this rank writes: ``tensors[tensor].parts[part]``, which is ``box`` (counted from the corner of the shard) of ``shard``."""
+    """A part that this rank writes: ``tensors[tensor].parts[part]``, of ``size_bytes``. It is ``shard``, or that ``box`` of it, counted from
+    the shard's corner."""
 
     tensor: int
     part: int
+    size_bytes: int
     shard: WeightShard
-    box: Box
+    box: Box | None
 
     def read(self) -> Tensor:
         """Contiguous, in the host's memory; a view where the shard is the part."""
         whole = self.shard.read()
-        return (whole if self.box.shape == tuple(whole.shape) else whole[self.box.slices]).cpu().contiguous()
+        return (whole if self.box is None else whole[self.box.slices]).cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +105,21 @@ def place_shards(
     for tensor in tensors:
         if not are_partition(tensor.shape, [part.box for part in tensor.parts]):
             raise RunError(f"the weights' conversion leaves out a part of '{tensor.name}' {list(tensor.shape)}: no rank has it")
-    by_name: dict[str, list[WeightShard]] = {}
+    held: dict[str, list[WeightShard]] = {}
     for shard in shards:
-        by_name.setdefault(shard.name, []).append(shard)
-    own = [
-        _own(i, j, part.box, by_name[tensor.name])
-        for i, tensor in enumerate(tensors) for j, part in enumerate(tensor.parts) if part.owner == ranks.rank
-    ]  # fmt: skip
+        held.setdefault(shard.name, []).append(shard)
+    own = []
+    for i, tensor in enumerate(tensors):
+        for j, part in enumerate(tensor.parts):
+            if part.owner == ranks.rank:
+                size, shard = part.box.numel * DTYPE_BYTES[tensor.dtype], _holder(part.box, held[tensor.name])
+                own.append(OwnPart(i, j, size, shard, None if shard.box == part.box else part.box.within(shard.box)))
     return ConvertedWeights(ranks, tensors, tuple(own))
 
 
-def _own(tensor: int, part: int, box: Box, shards: Sequence[WeightShard]) -> OwnPart:
-    for shard in shards:
-        if all(a <= b for a, b in zip(shard.box.start, box.start, strict=True)) and all(
-            a >= b for a, b in zip(shard.box.stop, box.stop, strict=True)
-        ):
-            return OwnPart(tensor, part, shard, box.within(shard.box))
-    raise AssertionError(f"{box} is no part of {shards}")
+def _holder(box: Box, shards: Sequence[WeightShard]) -> WeightShard:
+    """The shard that ``box`` is a part of."""
+    return next(shard for shard in shards if shard.box == box or intersection(shard.box, box) == box)
 
 
 def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str | None) -> list[list[Piece]]:
@@ -152,14 +153,16 @@ def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
     found: dict[str, _Owned] = {}
     chosen = [None] if len(everyone) == 1 else divide(everyone)
     for rank, (pieces, own) in enumerate(zip(everyone, chosen, strict=True)):
-        for piece in pieces:
-            if own is None or (piece.key, piece.box) in own:
-                owned = found.setdefault(piece.key.name, _Owned(piece.whole, piece.dtype, []))
-                if (owned.whole, owned.dtype) != (piece.whole, piece.dtype):
-                    raise RunError(f"rank {rank} holds '{piece.key.name}' as {piece.dtype} {list(piece.whole)}, others as {owned.dtype} {list(owned.whole)}")
-                owned.boxes.append((piece.box, rank))
+        for key, whole, box, dtype in pieces:
+            if own is None or (key, box) in own:
+                owned = found.get(key.name)
+                if owned is None:
+                    found[key.name] = owned = _Owned(whole, dtype, [])
+                elif (owned.whole, owned.dtype) != (whole, dtype):
+                    raise RunError(f"rank {rank} holds '{key.name}' as {dtype} {list(whole)}, others as {owned.dtype} {list(owned.whole)}")
+                owned.boxes.append((box, rank))
     for owned in found.values():
-        if sum(box.numel for box, _ in owned.boxes) > whole_box(owned.whole).numel:
+        if len(owned.boxes) > 1 and sum(box.numel for box, _ in owned.boxes) > math.prod(owned.whole):
             owned.boxes[:] = _disjoint(owned.boxes)
     return found
 
@@ -178,7 +181,7 @@ def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor
     rank_of = {name: place for place, name in enumerate(order)}
     names = sorted(owned, key=lambda name: rank_of.get(name, len(rank_of)))
     dtypes = [dtype_name(owned[name].dtype) for name in names]
-    sizes = [whole_box(owned[name].whole).numel * DTYPE_BYTES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
+    sizes = [math.prod(owned[name].whole) * DTYPE_BYTES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
     found = []
     for name, dtype, size, offset in zip(names, dtypes, sizes, place(sizes), strict=True):
         at, parts = offset, []

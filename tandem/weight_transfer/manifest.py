@@ -15,6 +15,7 @@ from tandem.types.sample import WeightVersion
 from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
 
 ALIGNMENT_BYTES = 64
+_DIGEST, _SEGMENT = re.compile(r"[0-9a-f]{32}"), re.compile(r"[\w.-]+")
 
 
 def aligned(size_bytes: int) -> int:
@@ -42,6 +43,8 @@ def box_of(part: PartEntry) -> Box:
 
 def part_offsets(entry: TensorEntry) -> list[int]:
     """The offset of each part in the segment, in bytes."""
+    if len(entry.parts) == 1:
+        return [entry.offset_bytes]
     itemsize = DTYPE_BYTES[entry.dtype]
     sizes = [box_of(part).numel * itemsize for part in entry.parts]
     return list(accumulate(sizes[:-1], initial=entry.offset_bytes))
@@ -50,8 +53,13 @@ def part_offsets(entry: TensorEntry) -> list[int]:
 def total_digest(tensors: Iterable[TensorEntry]) -> str:
     """The xxh3-128, in hexadecimal, over every entry's name, dtype and shape and its parts' places in the tensor and digests, in order.
     Where the bytes lie and who wrote them is not part of it: the same weights have the same digest in either buffer."""
-    lines = [[t.name, t.dtype, t.shape, [[p.start, p.stop, p.digest] for p in t.parts]] for t in tensors]
+    lines = [[t.name, t.dtype, t.shape, [[p.digest, *_corners(p, t)] for p in t.parts]] for t in tensors]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(lines, separators=(",", ":")).encode("ascii")))
+
+
+def _corners(part: PartEntry, entry: TensorEntry) -> tuple[tuple[int, ...], ...]:
+    """Nothing where the tensor has one part, which is all of it."""
+    return (part.start, part.stop) if len(entry.parts) > 1 else ()
 
 
 def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> WeightManifest:
@@ -61,7 +69,7 @@ def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> Wei
 
 def to_json(manifest: WeightManifest) -> bytes:
     tensors = [
-        [t.name, t.dtype, t.shape, t.segment, t.offset_bytes, t.size_bytes, [[p.owner, p.start, p.stop, p.digest] for p in t.parts]]
+        [t.name, t.dtype, t.shape, t.segment, t.offset_bytes, t.size_bytes, [[p.owner, p.digest, *_corners(p, t)] for p in t.parts]]
         for t in manifest.tensors
     ]
     plain = {"version": list(manifest.version), "digest": manifest.digest, "tensors": tensors}
@@ -89,22 +97,23 @@ def from_json(data: bytes) -> WeightManifest:
 def _entry(item: object) -> TensorEntry:
     if isinstance(item, list) and len(item) == 7:
         name, dtype, shape, segment, offset_bytes, size_bytes, parts = item
-        texts = all(isinstance(text, str) for text in (name, dtype, segment))
-        if texts and _are_counts([offset_bytes, size_bytes]) and _are_counts(shape) and isinstance(parts, list):
-            return TensorEntry(name, dtype, tuple(shape), segment, offset_bytes, size_bytes, tuple(_part(part, item) for part in parts))
+        texts = type(name) is type(dtype) is type(segment) is str
+        if texts and _are_counts([offset_bytes, size_bytes, *shape] if isinstance(shape, list) else None) and isinstance(parts, list):
+            whole = tuple(shape)
+            return TensorEntry(name, dtype, whole, segment, offset_bytes, size_bytes, tuple([_part(part, whole, item) for part in parts]))
     raise ValueError(f"the weights' manifest has the entry {item!r}")
 
 
-def _part(part: object, item: object) -> PartEntry:
-    if isinstance(part, list) and len(part) == 4:
-        owner, start, stop, digest = part
-        if _are_counts([owner]) and _are_counts(start) and _are_counts(stop) and isinstance(digest, str):
+def _part(part: object, whole: tuple[int, ...], item: object) -> PartEntry:
+    if isinstance(part, list) and len(part) in (2, 4):
+        owner, digest, start, stop = part if len(part) == 4 else (*part, [0] * len(whole), list(whole))
+        if _are_counts([owner]) and isinstance(digest, str) and (len(part) == 2 or (_are_counts(start) and _are_counts(stop))):
             return PartEntry(owner, tuple(start), tuple(stop), digest)
     raise ValueError(f"the weights' manifest has the part {part!r} in the entry {item!r}")
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    return isinstance(values, list) and set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 
 def check(manifest: WeightManifest) -> None:
@@ -120,10 +129,10 @@ def check(manifest: WeightManifest) -> None:
             what = f"'{entry.name}' of {entry.dtype} {list(entry.shape)}"
             raise ValueError(f"the weights' manifest: {what} says {entry.size_bytes} bytes")
         where = f"'{entry.name}' in segment {entry.segment!r} at {entry.offset_bytes}"
-        if not re.fullmatch(r"[\w.-]+", entry.segment):
+        if not _SEGMENT.fullmatch(entry.segment):
             raise ValueError(f"the weights' manifest: {where} is not in a segment of that name")
         for part in entry.parts:
-            if not re.fullmatch(r"[0-9a-f]{32}", part.digest):
+            if not _DIGEST.fullmatch(part.digest):
                 raise ValueError(f"the weights' manifest: {where} with digest {part.digest!r}")
         if not are_partition(entry.shape, [box_of(part) for part in entry.parts]):
             raise ValueError(f"the weights' manifest: the parts of {where} do not cover its shape {list(entry.shape)} once, in order")

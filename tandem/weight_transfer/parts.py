@@ -25,39 +25,42 @@ def wants_all(name: str, shape: tuple[int, ...]) -> Box | None:
 
 
 class PartCopy(NamedTuple):
-    """One part to be read: its bytes begin at ``offset_bytes`` of the segment; ``box`` of the tensor are needed, of which the part has
-    some."""
+    """One part to be read: its ``size_bytes`` begin at ``offset_bytes`` of the segment. All of it is read, for its digest. ``box`` of the
+    tensor are needed, of which the part has ``common``. ``to``: where all of the part lies in the row-major memory of ``box``, in numbers;
+    ``None`` where it is not one run there."""
 
     entry: TensorEntry
     part: PartEntry
     offset_bytes: int
+    size_bytes: int
     box: Box
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the part, all of which is read: its digest is over all of it."""
-        return box_of(self.part).numel * DTYPE_BYTES[self.entry.dtype]
+    common: Box
+    to: int | None
 
     def read(self, source: int, out: Tensor) -> bool:
         """Copies what is needed from the segment at address ``source`` to ``out`` (of ``box``'s shape); returns whether the digest of the
         copied bytes is the part's."""
-        part, source = box_of(self.part), source + self.offset_bytes
-        common = intersection(part, self.box)
-        assert common is not None
-        run = flat_range(self.box.shape, common.within(self.box)) if common == part else None
-        if run is not None:
-            destination = out.data_ptr() + run.start * out.element_size()
+        source += self.offset_bytes
+        if self.to is not None:
+            destination = out.data_ptr() + self.to * out.element_size()
             return copy_and_digest(destination, source, self.size_bytes, of_source=False) == self.part.digest
-        return _scatter(source, part.shape, common.within(part), out[common.within(self.box).slices]) == self.part.digest
+        part = box_of(self.part)
+        return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.box).slices]) == self.part.digest
 
 
 def part_copies(entry: TensorEntry, box: Box) -> list[PartCopy]:
     """The parts of ``entry`` that have elements of ``box``."""
-    return [
-        PartCopy(entry, part, offset, box)
-        for part, offset in zip(entry.parts, part_offsets(entry), strict=True)
-        if intersection(box_of(part), box) is not None
-    ]
+    if len(entry.parts) == 1 and box.shape == entry.shape:
+        return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, box, box, 0)]
+    found = []
+    for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
+        held = box_of(part)
+        common = intersection(held, box)
+        if common is not None:
+            run = flat_range(box.shape, common.within(box)) if common == held else None
+            to = None if run is None else run.start
+            found.append(PartCopy(entry, part, offset, held.numel * DTYPE_BYTES[entry.dtype], box, common, to))
+    return found
 
 
 def _scatter(source: int, shape: tuple[int, ...], chosen: Box, out: Tensor) -> str:

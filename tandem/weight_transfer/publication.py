@@ -9,12 +9,14 @@ from tandem.weight_transfer.manifest import from_json, to_json
 KEY = "weights/current"
 
 
-def current(store: Store) -> tuple[WeightManifest, int] | None:
-    """The published manifest and its revision, or ``None`` before the first. Raises ``RunError`` where it is
-    damaged."""
+def current(store: Store, known: tuple[WeightManifest, int] | None = None) -> tuple[WeightManifest, int] | None:
+    """The published manifest and its revision, or ``None`` before the first; ``known``: one of earlier, which need not be read again
+    where it is still the published one. Raises ``RunError`` where the manifest is damaged."""
     entry = store.get(KEY)
     if entry is None:
         return None
+    if known is not None and known[1] == entry.revision:
+        return known
     try:
         return from_json(entry.value), entry.revision
     except ValueError as error:

@@ -26,6 +26,7 @@ class WeightWriter:
         self.buffers, self.store = buffers, store
         self._threads = Threads(threads)
         self._touched: set[str] = set()
+        self._published: Published = None
 
     def publish(self, weights: ConvertedWeights, version: WeightVersion) -> WeightManifest:
         """Copies every part from its owner, digests it and makes this ``version`` the current one, all or nothing. Every rank calls it, and
@@ -35,11 +36,9 @@ class WeightWriter:
         fit, where a rank fails, or where ``version`` is not newer than the published one (a trainer that has been replaced meanwhile).
         """
         ranks, what = weights.ranks, f"the weights {describe(version)} are not registered"
-        found: Published = None
 
         def choose() -> int:
-            nonlocal found
-            found = current(self.store)
+            found = self._published = current(self.store, self._published)
             check_newer(version, None, found[0] if found else None)
             published = found[0].tensors[0].segment if found and found[0].tensors else None
             chosen = self.buffers.other(published)
@@ -51,14 +50,18 @@ class WeightWriter:
         segment = self.buffers.segments[place]
         digests = _together(ranks, what, lambda: self._write(segment, weights))
         manifest = _manifest(weights, segment.name, digests, version)
-        _together(ranks, what, (lambda: publish(self.store, manifest, found)) if ranks.rank == 0 else lambda: None)
+
+        def move_on() -> None:
+            self._published = (manifest, publish(self.store, manifest, self._published))
+
+        _together(ranks, what, move_on if ranks.rank == 0 else lambda: None)
         return manifest
 
     def _write(self, segment: Segment, weights: ConvertedWeights) -> list[str]:
         """The digests of this rank's parts, in order."""
         own = weights.own
         places = [weights.tensors[part.tensor].parts[part.part].offset_bytes for part in own]
-        sizes = [part.box.numel * part.shard.dtype.itemsize for part in own]
+        sizes = [part.size_bytes for part in own]
         if segment.name not in self._touched:
             segment.touch(list(zip(places, sizes, strict=True)))
             self._touched.add(segment.name)

@@ -1,6 +1,7 @@
 """The rollout's side: read a published version, verify all of it, and only then hand it to the engine."""
 
 import logging
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
-from tandem.types.weights import TensorEntry, WeightManifest
+from tandem.types.weights import TensorEntry, Updated, WeightManifest
 from tandem.weight_transfer.copying import Threads, address_of
 from tandem.weight_transfer.manifest import aligned, place
 from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
@@ -30,22 +31,13 @@ Apply = Callable[[Sequence[tuple[str, Tensor]], WeightVersion], object]
 @dataclass(frozen=True, slots=True)
 class Weights:
     """One version, verified. ``tensors`` are views of the reader's own memory and are good until its next ``read``; each has what the
-    reader wants of it. ``rereads``: names of tensors whose digest did not match at first, in which case all was read again."""
+    reader wants of it. ``rereads``: as in ``Updated``."""
 
     version: WeightVersion
     digest: str
     size_bytes: int
     tensors: list[tuple[str, Tensor]]
     rereads: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """What an update did: ``size_bytes`` of ``version`` were read and applied. ``rereads``: as in ``Weights``, for the journal."""
-
-    version: WeightVersion
-    size_bytes: int
-    rereads: tuple[str, ...]
 
 
 class WeightReader:
@@ -121,14 +113,16 @@ class WeightReader:
 
     def _tensors(self, chosen: Sequence[tuple[TensorEntry, Box]]) -> list[tuple[str, Tensor]]:
         """Views of the private memory with the names and shapes of ``chosen``."""
-        sizes = [box.numel * DTYPE_BYTES[entry.dtype] for entry, box in chosen]
+        shapes = [box.shape for _, box in chosen]
+        counts = list(map(math.prod, shapes))
+        sizes = [count * DTYPE_BYTES[entry.dtype] for count, (entry, _) in zip(counts, chosen, strict=True)]
         offsets = place(sizes)
         staging = self._private(offsets[-1] + sizes[-1] if chosen else 0)
         tensors = []
-        for (entry, box), at in zip(chosen, offsets, strict=True):
+        for (entry, _), shape, count, at in zip(chosen, shapes, counts, offsets, strict=True):
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            flat = torch.frombuffer(staging, dtype=dtype, count=box.numel, offset=at) if box.numel else torch.empty(0, dtype=dtype)
-            tensors.append((entry.name, flat.view(box.shape)))
+            flat = torch.frombuffer(staging, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+            tensors.append((entry.name, flat.view(shape)))
         return tensors
 
     def _private(self, size_bytes: int) -> mmap.mmap:

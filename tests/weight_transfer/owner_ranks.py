@@ -58,7 +58,7 @@ def registered(here: Here | None, names: tuple[str, str], store: Path, case: Cas
     writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store))
     manifest = writer.publish(converted, WeightVersion(1, 1))
     writer.close()
-    return sum(part.box.numel * part.shard.dtype.itemsize for part in converted.own), manifest.digest
+    return sum(part.size_bytes for part in converted.own), manifest.digest
 
 
 def train_once(replica: Replica, case: Case, folder: Path) -> None:
@@ -121,7 +121,7 @@ def peak(here: Here, names: tuple[str, str], store: Path, case: Case, zero: Any)
     converted = convert(state)
     writer.publish(converted, WeightVersion(1, 1))
     after = _memory()
-    own = sum(part.box.numel * part.shard.dtype.itemsize for part in converted.own)
+    own = sum(part.size_bytes for part in converted.own)
     writer.close()
     return own, after["VmHWM"] - before["VmRSS"], after["VmHWM"] - before["VmRSS"] - (after["RssShmem"] - before["RssShmem"])
 

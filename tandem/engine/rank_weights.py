@@ -1,0 +1,64 @@
+"""A tensor-parallel rank's slices of published weights, read out of shared memory by the rank itself."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tandem.layout.sharding import local_parameters
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_parts
+from tandem.runtime.calls import CallError, error_meta
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
+
+if TYPE_CHECKING:
+    from tandem.weight_transfer.update import Weights
+
+
+class StagedWeights(NamedTuple):
+    """Weights that every rank has read and verified, and none has applied."""
+
+    updated: Updated
+
+
+class RankWeights:
+    """The reader of one rank. What was read last is staged in memory of its own, until ``apply`` puts it into ``decoder``."""
+
+    def __init__(self, decoder: Decoder, source: WeightSource) -> None:
+        # The digests need xxhash, which an engine that loads folders does without.
+        from tandem.weight_transfer.cut import wanted_by
+        from tandem.weight_transfer.update import WeightReader
+
+        self.decoder, self.source = decoder, source
+        self._store = EmbeddedStore(Path(source.store))
+        threads = max(1, source.threads // decoder.cut.size)
+        self._reader = WeightReader(self._store, threads, Path(source.folder), wanted_by(decoder.shapes, decoder.cut))
+        self._staged: Weights | None = None
+
+    def read(self, version: WeightVersion) -> "Weights":
+        """Reads and verifies ``version``. Raises what ``WeightReader.read`` raises."""
+        self._staged = None
+        weights = self._reader.read(version)
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors}
+        missing = [name for name, shape in local_parameters(self.decoder.shapes, self.decoder.cut) if shapes.get(name) != shape]
+        if missing:
+            raise RunError(f"the published weights do not have '{missing[0]}' in the shape of the engine's model")
+        self._staged = weights
+        return weights
+
+    def answer(self, version: WeightVersion) -> dict[str, Any]:
+        """``read`` in plain values. An error is returned and not raised, so that the engine and its old weights stay."""
+        try:
+            weights = self.read(version)
+        except (UserError, CallError) as error:
+            return {"error": error_meta(error), "size_bytes": 0, "rereads": []}
+        return {"error": None, "size_bytes": weights.size_bytes, "rereads": list(weights.rereads)}
+
+    def apply(self) -> None:
+        """Puts what was read last into the decoder, and packs it."""
+        assert self._staged is not None
+        load_parts(self.decoder, dict(self._staged.tensors), pack=True)
+        self._staged = None
+
+    def close(self) -> None:
+        self._reader.close()
+        self._store.close()

@@ -1,0 +1,159 @@
+"""Published weights reach an engine of one or of several tensor-parallel ranks, each of which reads its own slices: all ranks or none."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem import LLM, SamplingParams
+from tandem.layout.boxes import Box, whole_box
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.trainer.checkpoint.replica_state import WeightShard
+from tandem.trainer.parallel.ranks import alone
+from tandem.types import DamagedWeights, RunError, WeightSource, WeightVersion
+from tandem.weight_transfer.convert import place_shards
+from tandem.weight_transfer.manifest import part_offsets
+from tandem.weight_transfer.publication import current
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import WeightBuffers
+
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), [7] * 16)]
+PARAMS = SamplingParams(n=2, max_tokens=20, seed=11, temperature=0.9, ignore_eos=True)
+
+
+class Published:
+    """A pod's shared memory, and the version that it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.buffers = WeightBuffers.create("test" + uuid.uuid4().hex[:8], 1 << 20)
+        self.source = WeightSource(str(folder / "store.sqlite"))
+        self.store = EmbeddedStore(Path(self.source.store))
+        self.writer = WeightWriter(self.buffers, self.store, threads=1)
+
+    def publish(self, folder: Path, version: WeightVersion, cut: str = "none") -> None:
+        """The weights of ``folder`` whole, or matrices in two parts: of ``rows`` or of ``columns``."""
+        shards = [shard for name, t in load_file(folder / "model.safetensors").items() for shard in parts(name, t, cut)]
+        self.writer.publish(place_shards(alone().world, shards), version)
+
+    def flip(self, name: str, part: int) -> None:
+        found = current(self.store)
+        assert found is not None
+        entry = next(entry for entry in found[0].tensors if entry.name == name)
+        segment = next(s for s in self.buffers.segments if s.name == entry.segment)
+        segment.memory[part_offsets(entry)[part] + 3] ^= 1
+
+
+def parts(name: str, tensor: torch.Tensor, cut: str) -> list[WeightShard]:
+    box, whole = whole_box(tuple(tensor.shape)), tuple(tensor.shape)
+    boxes = [box]
+    if cut != "none" and len(whole) == 2:
+        axis = 0 if cut == "rows" else 1
+        middle = whole[axis] // 3
+        boxes = [
+            Box(box.start, tuple(middle if i == axis else n for i, n in enumerate(whole))),
+            Box(tuple(middle if i == axis else 0 for i in range(2)), box.stop),
+        ]
+    return [WeightShard(name, whole, part, tensor.dtype, partial(tensor.__getitem__, part.slices)) for part in boxes]
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Iterator[Published]:
+    made = Published(tmp_path)
+    yield made
+    made.store.close()
+    made.writer.close()
+    made.buffers.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., LLM]]:
+    made: dict[str, LLM] = {}
+
+    def make(folder: Path, **settings: Any) -> LLM:
+        key = f"{folder} {sorted(settings.items())}"
+        if key not in made:
+            made[key] = LLM(folder, max_num_seqs=16, max_num_batched_tokens=64, tensor_parallel_size=2, **settings)
+        return made[key]
+
+    yield make
+    for llm in made.values():
+        llm.close()
+
+
+def generate(llm: LLM) -> list[Any]:
+    return [answer.outputs for answer in llm.generate(PROMPTS, PARAMS)]
+
+
+def tokens(llm: LLM) -> list[Any]:
+    return [[(one.token_ids, one.raw_logprobs) for one in outputs] for outputs in generate(llm)]
+
+
+def size_of(folder: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("cut", ["none", "rows", "columns"])
+def test_every_rank_reads_its_own_slices_whoever_owns_them(make_folder, make_llm, ranks, published, cut) -> None:
+    llm, version = ranks(make_folder("qwen3")), WeightVersion(1, 1)
+    published.publish(make_folder("qwen3", 1), version, cut)
+    updated = llm.update_weights_from(published.source, version)
+    assert tokens(llm) == tokens(make_llm("qwen3", 1)) and llm.weight_version == version
+    whole = size_of(make_folder("qwen3", 1))
+    assert updated.rereads == () and whole <= updated.size_bytes < 1.05 * whole, "all that both hold are norms"
+    published.publish(make_folder("qwen3"), WeightVersion(1, 2), cut)
+    llm.update_weights_from(published.source, WeightVersion(1, 2))
+    assert tokens(llm) == tokens(make_llm("qwen3"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2"])
+def test_ranks_that_sum_partial_products_read_columns(make_folder, ranks, published, architecture) -> None:
+    llm, other = (ranks(make_folder(architecture, seed), deterministic=False) for seed in (0, 1))
+    published.publish(make_folder(architecture, 1), WeightVersion(1, 1), "rows")
+    llm.update_weights_from(published.source, WeightVersion(1, 1))
+    assert tokens(llm) == tokens(other)
+
+
+def test_damage_that_one_rank_alone_sees_changes_no_rank(make_folder, make_llm, ranks, published) -> None:
+    llm, name = ranks(make_folder("qwen3")), "model.layers.1.mlp.up_proj.weight"
+    published.publish(make_folder("qwen3"), WeightVersion(2, 0))
+    llm.update_weights_from(published.source, WeightVersion(2, 0))
+    before = tokens(llm)
+    published.publish(make_folder("qwen3", 1), WeightVersion(2, 1), "rows")
+    # Rows behind the first third: the second rank needs no others.
+    published.flip(name, 1)
+    with pytest.raises(DamagedWeights, match=f"tensor '{name}' of weights of step 1 .* was read twice"):
+        llm.update_weights_from(published.source, WeightVersion(2, 1))
+    assert llm.weight_version == WeightVersion(2, 0) and tokens(llm) == before
+    published.publish(make_folder("qwen3", 1), WeightVersion(2, 1), "rows")
+    llm.update_weights_from(published.source, WeightVersion(2, 1))
+    assert tokens(llm) == tokens(make_llm("qwen3", 1))
+
+
+def test_weights_of_another_version_or_model_are_refused_and_the_engine_stays(make_folder, make_llm, ranks, published) -> None:
+    for llm in (ranks(make_folder("qwen3")), make_llm("qwen3")):
+        before, version = tokens(llm), llm.weight_version
+        with pytest.raises(RunError, match="no weights are published"):
+            llm.update_weights_from(WeightSource(published.source.store + ".empty"), WeightVersion(3, 1))
+        published.publish(make_folder("qwen3", 1), WeightVersion(3, 1))
+        with pytest.raises(RunError, match=r"of step 2 \(incarnation 3\) were asked for and of step 1"):
+            llm.update_weights_from(published.source, WeightVersion(3, 2))
+        published.store.delete("weights/current")
+        published.publish(make_folder("llama"), WeightVersion(3, 1))
+        with pytest.raises(RunError, match="the engine's model has None"):
+            llm.update_weights_from(published.source, WeightVersion(3, 1))
+        assert tokens(llm) == before and llm.weight_version == version
+        published.store.delete("weights/current")
+
+
+def test_an_engine_of_one_rank_reads_parts_of_many_owners(make_folder, make_llm, published) -> None:
+    llm = LLM(make_folder("mixtral"), max_num_seqs=16, max_num_batched_tokens=64)
+    published.publish(make_folder("mixtral", 1), WeightVersion(4, 1), "columns")
+    updated = llm.update_weights_from(published.source, WeightVersion(4, 1))
+    assert updated.size_bytes == size_of(make_folder("mixtral", 1)) and tokens(llm) == tokens(make_llm("mixtral", 1))
+    llm.close()
