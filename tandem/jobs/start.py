@@ -97,7 +97,15 @@ def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
-    return load_config(directory / "config.yaml", overrides)
+    try:
+        return load_config(directory / "config.yaml", overrides)
+    except UserError as error:
+        if overrides or not str(error).startswith("unknown key"):
+            raise
+        raise UserError(
+            f"'{directory}' was written by another version of Tandem ({error}); resume it with that version, or start a new run with "
+            f"--model.path={shlex.quote(str(directory / 'model'))}"
+        ) from None
 
 
 def _new_directory(recipe: AnyRecipe, stem: str) -> Path:

@@ -346,3 +346,14 @@ def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_pat
     config.write_text(config.read_text().replace(str(data / "json"), str(data / "held-out")))
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 2 and "is not what this run began with" in error and len(error.splitlines()) == 1
+
+
+def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    run = tmp_path / "old"
+    (run / "checkpoints" / "step-3").mkdir(parents=True)
+    (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nwarm_up: {steps: 3}\n")
+    with pytest.raises(UserError, match="was written by another version of Tandem .unknown key 'warm_up'.*--model.path="):
+        resume(run)
+    (run / "checkpoints" / "step-3" / "trainer.json").write_text("{}")
+    with pytest.raises(Damaged, match="older version of Tandem"):
+        read_manifest(run / "checkpoints" / "step-3")

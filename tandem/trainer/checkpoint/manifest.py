@@ -59,6 +59,10 @@ def marker_of(manifest: bytes) -> bytes:
     return (json.dumps({"format": FORMAT, "manifest": bytes_digest(manifest)}) + "\n").encode()
 
 
+OLD_STATE = "trainer.json"
+"""What the checkpoints of version 0.1 had in place of a manifest."""
+
+
 class Damaged(RunError):
     """A checkpoint that is not as it was written; the message says what is wrong, without the folder's name."""
 
@@ -66,6 +70,8 @@ class Damaged(RunError):
 def read_manifest(folder: Path, committed: bool = True) -> tuple[Manifest, str]:
     """The manifest of ``folder`` and its digest, which the marker must name where the folder is ``committed``. Raises ``Damaged``."""
     data = _bytes(folder / MANIFEST) if (folder / MARKER).is_file() or not committed else None
+    if (folder / OLD_STATE).is_file() and not (folder / MANIFEST).exists():
+        raise Damaged("it was written by an older version of Tandem, which alone can read it; continue the run with that version")
     if data is None:
         raise Damaged(f"it has no {MARKER} marker: it was never completed" if folder.is_dir() else "it does not exist")
     digest = bytes_digest(data)
