@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
-from tandem.config.sft import SFTConfig
-from tandem.data.prompts import PromptSource
 from tandem.estimate.memory import PodMemory
+from tandem.jobs.sft_inputs import check_shown
 from tandem.layout.bytes import optimizer_bytes, weight_bytes
+from tandem.layout.expert_balance import check_balance
+from tandem.layout.mesh_check import check_layout
+from tandem.layout.pipeline_stages import spans_of
+from tandem.layout.placement import check_placement
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface_config import read_shapes
+from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
 from tandem.rl.rewards.pool import RewardPool
+from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
@@ -52,10 +58,15 @@ def check_inputs(recipe: Recipe) -> RunPlan:
             folder = Path(recipe.model.path or "")
             _check_folder(folder)
         shapes, context = read_shapes(folder), context_tokens(recipe, folder)
+        _check_mesh(recipe, shapes)
         memory, between_steps = plan(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
-            _check_demonstrations(recipe.sft, source, folder)
+            check_shown(source, recipe.sft.demonstrations, folder)
+    if recipe.checkpoint.upload:
+        open_storage(recipe.checkpoint.upload, create=True)
+    if recipe.registry.is_on:
+        open_registry(recipe.registry, create=True).close()
     with RewardPool(recipe.rewards):
         logger.debug("every reward function loads")
     kept, models = recipe.checkpoint.keep + 1, 3
@@ -77,13 +88,18 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
 
 
-def _check_demonstrations(config: SFTConfig, source: PromptSource, folder: Path) -> None:
-    """A whole epoch of a finite task, else the first one."""
-    ends = Tokenizer.from_folder(folder).eos_token_ids
-    if not ends:
-        raise UserError(f"the tokenizer in '{folder}' names no end of sequence, which a section 'sft' needs; set eos_token")
-    for index in range(source.task.size or 1):
-        source.demonstration(index, config.seed, config.corrupted_share, ends[0])
+def _check_mesh(recipe: Recipe, shapes: ModelShapes) -> None:
+    """Refuse a mesh that this model or this recipe's batches cannot be divided over."""
+    parallel = recipe.parallel
+    check_placement(parallel)
+    check_layout(shapes, parallel)
+    check_balance(shapes, recipe.trainer)
+    spans_of(parallel, shapes)
+    if recipe.sft is not None and recipe.sft.batch_size < parallel.data:
+        raise UserError(
+            f"'parallel.data' is {parallel.data} and a step of section 'sft' has {recipe.sft.batch_size} demonstrations; raise sft.batch_size, so "
+            "that every rank has one"
+        )
 
 
 def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkpoint.keep or set run.directory") -> None:

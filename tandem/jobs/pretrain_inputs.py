@@ -10,7 +10,7 @@ from tandem.data.tokenize import TokenizedDataset
 from tandem.data.tokenize_plan import tokenizer_fingerprint
 from tandem.jobs.inputs import check_disk
 from tandem.jobs.pretrain_data import dataset_paths
-from tandem.jobs.sft_inputs import check_examples
+from tandem.jobs.sft_inputs import check_demonstrations, check_examples
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.mesh import describe
@@ -50,7 +50,10 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         for path, files in datasets:
             files.check()
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
-        lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
+        if recipe.task is not None:
+            lines = check_demonstrations(recipe, recipe.task, folder)
+        else:
+            lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
         tokens = recipe.most_tokens
         batches = parallel.ranks_of_a_node * batch_bytes(recipe.data, parallel)

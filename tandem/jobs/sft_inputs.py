@@ -1,10 +1,17 @@
 """What is looked at before supervised fine-tuning begins: whether its datasets are of examples, and how long those are."""
 
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.sft import DemonstrationsConfig
+from tandem.config.task import TaskConfig
+from tandem.data.prompts import PromptSource
 from tandem.data.shard_files import ShardFiles
+from tandem.data.task_prompts import task_prompts
 from tandem.jobs.pretrain_data import all_lengths
+from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 
@@ -42,3 +49,22 @@ def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFi
         f"asked for: {asked:,} examples, {asked / examples:.2f} epochs",
         *lines,
     ]
+
+
+def check_demonstrations(recipe: PretrainRecipe, task: TaskConfig, folder: Path) -> list[str]:
+    """Refuse demonstrations that the model in ``folder`` cannot learn; what will be learned, a line a figure."""
+    with closing(task_prompts(task, folder, seed=recipe.run.seed, context_tokens=recipe.data.sequence_length)) as prompts:
+        count = prompts.task.size
+        check_shown(prompts, recipe.demonstrations, folder)
+    asked = recipe.run.max_steps * recipe.data.sequences_per_step
+    epochs = f", {asked / count:.2f} epochs" if count else ""
+    return [f"data: {count or 'endless'} demonstrations of task '{task.name}'", f"asked for: {asked:,} demonstrations{epochs}"]
+
+
+def check_shown(prompts: PromptSource, config: DemonstrationsConfig, folder: Path) -> None:
+    """Refuse demonstrations of ``prompts`` that cannot be made or do not fit: a whole epoch of a finite task, else its first."""
+    ends = Tokenizer.from_folder(folder).eos_token_ids
+    if not ends:
+        raise UserError(f"the tokenizer in '{folder}' names no end of sequence, which demonstrations (section 'sft') need; set eos_token")
+    for index in range(prompts.task.size or 1):
+        prompts.demonstration(index, config.seed, config.corrupted_share, ends[0])

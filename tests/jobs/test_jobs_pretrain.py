@@ -26,11 +26,12 @@ from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.pretrain_records import Records
-from tandem.jobs.start import train
+from tandem.jobs.start import resume, train
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
 from tandem.storage.files import open_storage
+from tandem.trainer.checkpoint.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError
 
 CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")
@@ -352,7 +353,7 @@ def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tm
     run = tmp_path / "old"
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nwarm_up: {steps: 3}\n")
-    with pytest.raises(UserError, match="was written by another version of Tandem .unknown key 'warm_up'.*--model.path="):
+    with pytest.raises(UserError, match=r"was written by another version of Tandem .unknown key 'warm_up'.*--model.path="):
         resume(run)
     (run / "checkpoints" / "step-3" / "trainer.json").write_text("{}")
     with pytest.raises(Damaged, match="older version of Tandem"):
