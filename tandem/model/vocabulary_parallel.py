@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.kernels.reference_logprobs import HeadGradients
+from tandem.layout import lm_head as sizes
 from tandem.model.collective_ops import gathered_columns, gathered_head, joined_rows
 from tandem.model.parallel import ModelParallel, training_collectives
 from tandem.runtime.communicator import Communicator
-
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits of this rank that are held at a time."""
 
 
 class Head(NamedTuple):
@@ -103,7 +102,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         # Of every row and temperature: the largest logit, then the sum of exponentials, the sum of exponentials times logits, and the
         # target's logit, each of this rank's part.
         parts = torch.empty(len(temperatures), 4, len(hidden), dtype=compute, device=hidden.device)
-        for rows in _chunks(hidden, weight):
+        for rows in sizes.row_chunks(len(hidden), len(weight), sizes.FORWARD_LOGITS):
             logits = kernels.linear(hidden[rows], weight, None).to(compute)
             for place, divisor in enumerate(temperatures):
                 scaled = logits if divisor == 1 else logits / divisor
@@ -127,9 +126,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, own, held, normaliser = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden, weight):
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        for rows in sizes.row_chunks(len(hidden), len(weight), sizes.BACKWARD_LOGITS):
             logits = ctx.kernels.linear(hidden[rows], weight, None).to(ctx.compute)
             total: Tensor | None = None
             for place, divisor in enumerate(ctx.temperatures):
@@ -139,14 +137,5 @@ class _VocabularyLogprobs(torch.autograd.Function):
                 grad.scatter_add_(1, own[rows].unsqueeze(1), of_rows * held[rows].unsqueeze(1))
                 total = grad if total is None else total + grad
             assert total is not None
-            total = total.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(total, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(total.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // len(weight))
-    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
+            gradients.add(total, rows)
+        return *gradients.found(), None, None, None, None, None
