@@ -24,7 +24,7 @@ GPU_LOGITS = 1 << 26
 """Logits that the Triton kernels hold at a time."""
 GPU_LOGIT_BYTES = 16
 """What they hold of each: the logit, its fp32 form and two gradients."""
-PARTS_OF_A_CHUNK = 6
+PARTS_OF_A_CHUNK = 4
 """Tensors as large as a chunk of logits that a tensor-parallel rank holds at a time, each in fp32."""
 
 
@@ -61,7 +61,8 @@ def logits_bytes(rows: int, vocabulary: int, hidden: int) -> int:
     head and the gradients of both."""
     at_once = min(rows, forward_rows(vocabulary))
     packed = vocabulary * hidden if at_once < rows and vocabulary * hidden <= PACKED_FLOATS else 0
-    backward = max((_area(rectangle) for rectangle in backward_rectangles(min(rows, K_BLOCK * K_BLOCK), vocabulary)), default=0)
+    # The first rectangle is the largest.
+    backward = next((_area(rectangle) for rectangle in backward_rectangles(rows, vocabulary)), 0)
     if keeps_logits(rows, vocabulary):
         return 4 * (rows * vocabulary + max(packed, backward))
     return 4 * max(at_once * vocabulary + packed, backward)
