@@ -83,10 +83,10 @@ def _forward(
     raw, scaled, entropy = torch.empty(len(hidden)), None if temperature == 1 else torch.empty(len(hidden)), torch.empty(len(hidden))
     size = sizes.forward_rows(len(weight))
     once = calls.pack(weight) if size < len(hidden) and weight.numel() <= sizes.PACKED_FLOATS else None
-    memory = hidden.new_empty(min(size, len(hidden)), len(weight)) if kept is None else None
+    memory = hidden.new_empty(min(size, len(hidden)), len(weight)) if kept is None else kept
     for start in range(0, len(hidden), size):
         rows = slice(start, min(start + size, len(hidden)))
-        at = kept[rows] if memory is None else memory[: rows.stop - start]
+        at = memory[: rows.stop - start] if kept is None else memory[rows]
         logits = calls.logits(hidden[rows], weight if once is None else once, at)
         calls.logprobs(
             logits, targets[rows], temperature, raw[rows], None if scaled is None else scaled[rows], entropy[rows],
