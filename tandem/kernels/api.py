@@ -205,8 +205,12 @@ class Kernels(Protocol):
         ...
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
-        """Log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``. Never holds
-        [T, V] for all T at once. ``raw`` has the bits of ``logits_logprobs``."""
+        """Log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``. ``raw`` has the bits of
+        ``logits_logprobs``.
+
+        Forward and backward hold a chunk of the logits [T, V] at a time, of the size that ``layout.lm_head`` gives; on CPU all of them
+        are kept for the backward pass where they are few. The size of a chunk changes no bit of the outputs and, but for Triton,
+        none of the gradients."""
         ...
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:

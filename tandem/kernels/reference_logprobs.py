@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
+from tandem.kernels.reference_dtype import compute_dtype
+from tandem.layout import lm_head as sizes
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits that are held at a time."""
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -34,7 +32,7 @@ class TokenLogprobsFunction(torch.autograd.Function):
         ctx.temperature, ctx.linear = temperature, linear
         raw = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         scaled, entropy = torch.empty_like(raw), torch.empty_like(raw)
-        for rows in _chunks(hidden, weight):
+        for rows in sizes.row_chunks(len(hidden), len(weight), sizes.FORWARD_LOGITS):
             logits = linear(hidden[rows], weight, None)
             logprobs = log_softmax(logits)
             raw[rows] = gather_columns(logprobs, targets[rows])
@@ -49,31 +47,52 @@ class TokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_raw: Tensor, grad_scaled: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden, weight):
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        for rows in sizes.row_chunks(len(hidden), len(weight), sizes.BACKWARD_LOGITS):
             logits = ctx.linear(hidden[rows], weight, None)
             grad = _logprob_grad(log_softmax(logits), targets[rows], grad_raw[rows])
             if ctx.temperature != 1:
                 scaled = log_softmax(logits / ctx.temperature)
                 grad += _logprob_grad(scaled, targets[rows], grad_scaled[rows] / ctx.temperature)
-            grad = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None
+            gradients.add(grad, rows)
+        return *gradients.found(), None, None, None
+
+
+class HeadGradients:
+    """The gradients by ``hidden[T, H]`` and ``weight[V, H]`` of logits ``hidden @ weight.T``, from gradients of chunks of rows. Tokens are
+    taken in tiles of ``ROW_TILE`` and summed tile by tile, so the bits do not depend on the chunks, which must be whole tiles."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._by_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # A sum over tokens in 16 bits would lose what a tile adds.
+        sums = compute_dtype(weight.dtype)
+        self._by_weight = torch.zeros(weight.shape, dtype=sums, device=weight.device) if wants_weight else None
+
+    def add(self, grad: Tensor, rows: slice) -> None:
+        """Take ``grad[R, V]``, that of the logits of ``rows``."""
+        grad = grad.to(self._hidden.dtype)
+        for first in range(0, len(grad), sizes.ROW_TILE):
+            tile = grad[first : first + sizes.ROW_TILE]
+            places = slice(rows.start + first, rows.start + first + len(tile))
+            if self._by_hidden is not None:
+                torch.mm(tile, self._weight, out=self._by_hidden[places])
+            if self._by_weight is None:
+                continue
+            if self._by_weight.dtype == tile.dtype:
+                self._by_weight.addmm_(tile.t(), self._hidden[places])
+            else:
+                self._by_weight += tile.t() @ self._hidden[places]
+
+    def found(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients by ``hidden`` and ``weight``, in their dtypes; ``None`` for what is not wanted."""
+        return self._by_hidden, None if self._by_weight is None else self._by_weight.to(self._weight.dtype)
 
 
 def _logprob_grad(logprobs: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     """The gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
     out = logprobs.exp_().mul_(-grad.unsqueeze(1))
     return out.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // weight.shape[0] // TILE_ROWS) * TILE_ROWS
-    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
 
 
 def first_argmax(x: Tensor) -> Tensor:

@@ -3,15 +3,13 @@
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.bytes import cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
 
 PIECE_BYTES = 16 << 20
 """Of offloaded moments: one piece of one moment (``trainer.adamw_host``)."""
 PIECES_ON_GPU = 6
-LOGITS_AT_ONCE = 1 << 26
-"""Numbers of logits that the head's kernel holds at a time, and what it holds of each: logits, their fp32 form and two gradients."""
-LOGIT_BYTES = 16
 
 
 def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
@@ -24,7 +22,7 @@ def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int,
     # Every matrix is there once more in 16 bits until the backward has passed it.
     copies = weights // 2 if trainer.precision != "fp32" else 0
     saved = gpu_saved_bytes(shapes, trainer, tokens)
-    logits = min(tokens * shapes.vocab_size, LOGITS_AT_ONCE) * LOGIT_BYTES
+    logits = gpu_logits_bytes(tokens, shapes.vocab_size)
     return (held + copies) // parallel.pipeline + at_work + saved // token_sharing(parallel) + logits
 
 

@@ -14,11 +14,10 @@ from tandem.layout.bytes import (
     optimizer_bytes,
     weight_bytes,
 )
+from tandem.layout.lm_head import logits_bytes, parallel_logits_bytes
 from tandem.layout.shapes import ModelShapes
 
 ONE_PROCESS = ParallelConfig()
-KEPT_LOGITS_BYTES = 4 << 25
-"""Of the head's logits at most so many are kept for the backward pass (``kernels.cpu.autograd``)."""
 STAGING_BYTES = 16 << 20
 """Of a pager's two buffers for two moments (``trainer.pager``); those for weights and gradients beside them take as much again."""
 ACTIVATIONS_IN_FLIGHT_BYTES = 32 << 20
@@ -52,7 +51,19 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
         # A layer's own are there while it computes, and in the backward pass as many gradients of them.
         at_work = 2 * tokens * largest_layer_activation_bytes_per_token(shapes) // token_sharing(parallel)
         saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + at_work)
-    return held + copies + saved + min(4 * tokens * shapes.vocab_size, KEPT_LOGITS_BYTES) // token_sharing(parallel)
+    return held + copies + saved + head_bytes(shapes, tokens, parallel)
+
+
+def head_bytes(shapes: ModelShapes, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+    """What one process of the mesh holds at most for the log-probabilities of a forward of ``tokens`` and their backward."""
+    rows, vocabulary = -(-tokens // parallel.context), shapes.vocab_size
+    if parallel.tensor == 1:
+        return logits_bytes(rows, vocabulary, shapes.hidden_size)
+    if not parallel.deterministic:
+        return parallel_logits_bytes(rows, -(-vocabulary // parallel.tensor))
+    # Each rank takes some of the rows to the whole head, which is gathered for that, and so is its gradient.
+    gathered = 2 * 4 * vocabulary * shapes.hidden_size if tokens else 0
+    return gathered + logits_bytes(-(-rows // parallel.tensor), vocabulary, shapes.hidden_size)
 
 
 def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:

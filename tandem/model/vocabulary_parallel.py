@@ -1,6 +1,7 @@
 """Log-probabilities where each tensor-parallel rank holds some rows of the head (Shoeybi et al., 2019, section 3)."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.kernels.reference_logprobs import HeadGradients
+from tandem.layout import lm_head as sizes
 from tandem.model.collective_ops import gathered_columns, gathered_head, joined_rows
 from tandem.model.parallel import ModelParallel, training_collectives
 from tandem.runtime.communicator import Communicator
-
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits of this rank that are held at a time."""
 
 
 class Head(NamedTuple):
@@ -100,19 +100,9 @@ class _VocabularyLogprobs(torch.autograd.Function):
         held = (own >= 0) & (own < len(weight))
         own = own.clamp(0, len(weight) - 1)
         temperatures = (1.0,) if temperature == 1 else (1.0, temperature)
-        # Of every row and temperature: the largest logit, then the sum of exponentials, the sum of exponentials times logits, and the
-        # target's logit, each of this rank's part.
         parts = torch.empty(len(temperatures), 4, len(hidden), dtype=compute, device=hidden.device)
-        for rows in _chunks(hidden, weight):
-            logits = kernels.linear(hidden[rows], weight, None).to(compute)
-            for place, divisor in enumerate(temperatures):
-                scaled = logits if divisor == 1 else logits / divisor
-                largest = scaled.amax(1)
-                weights = torch.exp(scaled - largest.unsqueeze(1))
-                chosen = scaled.gather(1, own[rows].unsqueeze(1)).squeeze(1).masked_fill(~held[rows], 0.0)
-                # 0 times -inf is 0 here: a token of probability 0 has no entropy.
-                expected = (weights * scaled.clamp_min(torch.finfo(compute).min)).sum(1)
-                parts[place, :, rows] = torch.stack((largest, weights.sum(1), expected, chosen))
+        for rows in sizes.row_chunks(len(hidden), len(weight), sizes.FORWARD_LOGITS):
+            parts[:, :, rows] = _row_sums(kernels.linear(hidden[rows], weight, None).to(compute), own[rows], held[rows], temperatures)
         largest = ranks.all_gather(parts[:, 0], "largest logits").amax(0)
         rescale = torch.exp(parts[:, 0] - largest).unsqueeze(1)
         sums = ranks.all_reduce(torch.cat((parts[:, 1:3] * rescale, parts[:, 3:]), dim=1), "sums over the vocabulary")
@@ -127,26 +117,33 @@ class _VocabularyLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, own, held, normaliser = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden, weight):
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        for rows in sizes.row_chunks(len(hidden), len(weight), sizes.BACKWARD_LOGITS):
             logits = ctx.kernels.linear(hidden[rows], weight, None).to(ctx.compute)
             total: Tensor | None = None
             for place, divisor in enumerate(ctx.temperatures):
                 of_rows = (grads[place][rows] / divisor).unsqueeze(1)
-                probabilities = torch.exp(logits / divisor - normaliser[place, rows].unsqueeze(1))
-                grad = -probabilities * of_rows
+                # Each step in the memory of the one before; the last temperature takes that of the logits.
+                scaled = logits if place == len(ctx.temperatures) - 1 else logits.clone()
+                grad = scaled.div_(divisor).sub_(normaliser[place, rows].unsqueeze(1)).exp_().neg_().mul_(of_rows)
                 grad.scatter_add_(1, own[rows].unsqueeze(1), of_rows * held[rows].unsqueeze(1))
-                total = grad if total is None else total + grad
+                total = grad if total is None else total.add_(grad)
             assert total is not None
-            total = total.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(total, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(total.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None, None, None
+            gradients.add(total, rows)
+            del logits, scaled, grad, total
+        return *gradients.found(), None, None, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // len(weight))
-    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
+def _row_sums(logits: Tensor, own: Tensor, held: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Of each temperature and row of this rank's ``logits[R, n]``: the largest logit, the sum of exponentials, the sum of exponentials times
+    logits, and the target's logit (0 where ``held[R]`` says that another rank has it): [temperatures, 4, R]."""
+    found = []
+    for divisor in temperatures:
+        scaled = logits if divisor == 1 else logits / divisor
+        largest = scaled.amax(1)
+        weights = (scaled - largest.unsqueeze(1)).exp_()
+        chosen = scaled.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
+        # 0 times -inf is 0 here: a token of probability 0 has no entropy.
+        expected = scaled.clamp_min(torch.finfo(scaled.dtype).min).mul_(weights).sum(1)
+        found.append(torch.stack((largest, weights.sum(1), expected, chosen)))
+    return torch.stack(found)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels import Kernels
-from tandem.kernels.cpu import autograd
 from tandem.kernels.reference import ReferenceKernels
 
 Outputs = Tensor | Sequence[Tensor]
@@ -216,22 +215,6 @@ def test_token_logprobs(kernels: Kernels, rows: int, vocabulary: int, temperatur
     assert not ours.entropy.requires_grad
     scaled = (hidden.double() @ weight.double().t() / temperature).log_softmax(-1)
     assert distance(ours.entropy, -(scaled.exp() * scaled).sum(-1)) < 1e-5
-
-
-@pytest.mark.parametrize("kept", [1 << 25, 0])
-def test_token_logprobs_sums_its_chunks_kept_or_computed_again(kept: int, cpu_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_KEPT_LOGITS", kept)
-    rows, vocabulary = 700, 20000
-    hidden, weight = torch.randn(rows, 16, requires_grad=True), torch.randn(vocabulary, 16, requires_grad=True)
-    assert len(autograd._chunks(hidden, weight)) > 1
-    targets = torch.randint(0, vocabulary, (rows,))
-    logprobs = cpu_kernels.token_logprobs(hidden, weight, targets, 1.0).raw
-    assert torch.equal(logprobs, cpu_kernels.logits_logprobs(cpu_kernels.linear(hidden.detach(), weight.detach(), None), targets))
-    logprobs.sum().backward()
-    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    F.cross_entropy(wide_hidden @ wide_weight.t(), targets, reduction="sum").neg().backward()
-    assert distance(hidden.grad, wide_hidden.grad) < 1e-5
-    assert distance(weight.grad, wide_weight.grad) < 1e-5
 
 
 def test_the_path_of_truth_passes_gradcheck() -> None:

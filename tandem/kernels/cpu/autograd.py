@@ -6,16 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import PackedWeight
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense
-
-_CHUNK_LOGITS = 1 << 22
-_MIN_CHUNK_ROWS = 128
-_KEPT_LOGITS = 1 << 25
-"""Logits up to this many are kept for the backward pass: computing them again is a third of the head's work."""
-_PACK_FLOATS = 1 << 24
-"""Weights up to this size are packed once for all chunks; larger ones slab by slab in the kernel."""
 
 
 def _dense_or_none(x: Tensor | None) -> Tensor | None:
@@ -60,9 +52,9 @@ class GroupedLinear(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for group, (start, end) in enumerate(itertools.pairwise(ctx.bounds)):
             if end > start and grad_x is not None:
-                calls.linear_grad_x(grad[start:end], weight[group], out=grad_x[start:end])
+                calls.linear_grad_x(grad[start:end], weight[group], grad_x[start:end])
             if end > start and grad_weight is not None:
-                calls.linear_grad_weight(grad[start:end], x[start:end], onto=grad_weight[group])
+                calls.linear_grad_weight(grad[start:end], x[start:end], grad_weight[group])
         return grad_x, grad_weight, None, None
 
 
@@ -190,68 +182,3 @@ class PackedAttention(torch.autograd.Function):
         *saved, cu_seqlens = ctx.saved_tensors
         grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window)
         return *grads, None, None, None, None
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """Logits live for one chunk of rows, and are computed again in the backward pass, or are kept for it where they are few."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, calls: Calls
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, targets = dense(hidden), dense(weight), targets.long().contiguous()
-        ctx.temperature, ctx.calls = temperature, calls
-        raw, entropy = torch.empty(len(hidden)), torch.empty(len(hidden))
-        scaled = None if temperature == 1 else torch.empty(len(hidden))
-        once, chunks = _maybe_packed(weight, calls), _chunks(hidden, weight)
-        kept = []
-        keeps = any(ctx.needs_input_grad) and len(hidden) * weight.shape[0] <= _KEPT_LOGITS
-        for rows in chunks:
-            logits = _logits(hidden[rows], weight, once, calls)
-            if keeps:
-                kept.append(logits)
-            calls.logprobs(
-                logits, targets[rows], temperature, raw[rows], None if scaled is None else scaled[rows], entropy[rows]
-            )
-        ctx.save_for_backward(hidden, weight, targets, *kept)
-        ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)
-        return raw, raw.new_empty(0) if scaled is None else scaled, entropy
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_raw: Tensor | None, grad_scaled: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, targets, *kept = ctx.saved_tensors
-        calls: Calls = ctx.calls
-        if ctx.temperature == 1:
-            grad_scaled = None
-        if grad_raw is None and grad_scaled is None:
-            return None, None, None, None, None
-        grad_raw = torch.zeros(len(hidden)) if grad_raw is None else dense(grad_raw)
-        grad_scaled = _dense_or_none(grad_scaled)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        once = None if kept else _maybe_packed(weight, calls)
-        for place, rows in enumerate(_chunks(hidden, weight)):
-            logits = kept[place] if kept else _logits(hidden[rows], weight, once, calls)
-            scaled = None if grad_scaled is None else grad_scaled[rows]
-            grad = calls.logprobs_backward(logits, targets[rows], ctx.temperature, grad_raw[rows], scaled)
-            if grad_hidden is not None:
-                calls.linear_grad_x(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                calls.linear_grad_weight(grad, hidden[rows], onto=grad_weight)
-        return grad_hidden, grad_weight, None, None, None
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(_MIN_CHUNK_ROWS, _CHUNK_LOGITS // weight.shape[0] // 64 * 64)
-    return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
-
-
-def _maybe_packed(weight: Tensor, calls: Calls) -> PackedWeight | None:
-    return calls.pack(weight) if weight.numel() <= _PACK_FLOATS else None
-
-
-def _logits(hidden: Tensor, weight: Tensor, packed: PackedWeight | None, calls: Calls) -> Tensor:
-    return calls.linear(hidden, weight, None) if packed is None else calls.linear_with(hidden, packed, None)

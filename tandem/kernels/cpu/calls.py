@@ -122,16 +122,17 @@ class Calls:
         )  # fmt: skip
         return out
 
-    def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
+        """``grad[T, N] @ weight[N, K]``, written to ``out`` or added to it."""
         columns, width = weight.shape
         out = grad.new_empty(len(grad), width) if out is None else out
-        self._c.linear_grad_x(grad.data_ptr(), weight.data_ptr(), len(grad), columns, width, out.data_ptr())
+        self._c.linear_grad_x(grad.data_ptr(), weight.data_ptr(), len(grad), columns, width, adds, out.data_ptr())
         return out
 
-    def linear_grad_weight(self, grad: Tensor, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def linear_grad_weight(self, grad: Tensor, x: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
+        """``grad[T, N].T @ x[T, K]``, written to ``out`` or added to it."""
         rows, columns, width = len(x), grad.shape[1], x.shape[1]
-        out = grad.new_empty(columns, width) if onto is None else onto
-        adds = onto is not None
+        out = grad.new_empty(columns, width) if out is None else out
         self._c.linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
         return out
 
@@ -187,31 +188,41 @@ class Calls:
         self._c.silu_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], out.data_ptr())
         return out
 
+    def logits(self, hidden: Tensor, weight: Tensor | PackedWeight, out: Tensor) -> Tensor:
+        """``linear`` or ``linear_with`` of dense tensors, written to ``out[T, V]``."""
+        is_packed = isinstance(weight, PackedWeight)
+        data = weight.data if isinstance(weight, PackedWeight) else weight
+        (rows, width), columns = hidden.shape, out.shape[1]
+        self._c.linear(hidden.data_ptr(), data.data_ptr(), is_packed, 0, rows, columns, width, out.data_ptr())
+        return out
+
     def logprobs(
         self, logits: Tensor, targets: Tensor, temperature: float, raw: Tensor, scaled: Tensor | None,
-        entropy: Tensor | None,
+        entropy: Tensor | None, softmaxes: Tensor | None = None,
     ) -> None:
+        """Fills ``raw[T]``, ``scaled[T]`` and ``entropy[T]`` (see ``TokenLogprobs``). ``softmaxes`` [T, 2], or [T, 4] with ``scaled``, receives
+        what ``logprobs_backward`` needs. Raises ``IndexError`` for a target outside the vocabulary."""
         rows, width = logits.shape
         if targets.shape[0] != rows:
             raise shape_error("targets", targets, f"[{rows}]")
         code = self._c.logprobs(
             logits.data_ptr(), indices(targets, int64).data_ptr(), rows, width, 1 / temperature, raw.data_ptr(),
-            address(scaled), address(entropy),
+            address(scaled), address(entropy), address(softmaxes),
         )  # fmt: skip
         if code:
             raise IndexError(f"logprobs: a target lies outside the vocabulary of {width}")
 
     def logprobs_backward(
-        self, logits: Tensor, targets: Tensor, temperature: float, grad_raw: Tensor, grad_scaled: Tensor | None
-    ) -> Tensor:
-        """The gradient by the logits."""
+        self, logits: Tensor, targets: Tensor, first: int, temperature: float, softmaxes: Tensor, grad_raw: Tensor,
+        grad_scaled: Tensor | None, out: Tensor,
+    ) -> None:
+        """Writes the gradient by ``logits`` [T, N], those of the token ids from ``first`` on, to the dense ``out[T, N]``, which may be
+        ``logits``."""
         rows, width = logits.shape
-        out = logits.new_empty(rows, width)
         self._c.logprobs_backward(
-            logits.data_ptr(), targets.data_ptr(), rows, width, 1 / temperature, grad_raw.data_ptr(),
-            address(grad_scaled), out.data_ptr(),
+            logits.data_ptr(), logits.stride(0), targets.data_ptr(), rows, first, width, 1 / temperature, softmaxes.data_ptr(),
+            softmaxes.shape[1], grad_raw.data_ptr(), address(grad_scaled), out.data_ptr(),
         )  # fmt: skip
-        return out
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor

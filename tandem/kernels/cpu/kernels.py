@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
-from tandem.kernels.cpu import autograd
+from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
@@ -114,8 +114,7 @@ class CpuKernels:
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
         if not temperature > 0:
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
-        raw, scaled, entropy = autograd.TokenLogprobs.apply(hidden, weight, targets, temperature, self._calls)
-        return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
+        return lm_head.token_logprobs(hidden, weight, targets, temperature, self._calls)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = dense(logits)

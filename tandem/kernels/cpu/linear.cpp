@@ -56,9 +56,9 @@ int tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_
   });
 }
 
-// grad_x[m, k] = grad[m, n] weight[n, k]
-int tandem_linear_grad_x(const float* grad, const float* weight, int64_t m, int64_t n, int64_t k, float* grad_x) {
-  return or_out_of_memory([&] { multiply({m, k, n, {grad, n, 1}, {weight, Layout::ROWS, k}, grad_x, k, nullptr, false}); });
+// grad_x[m, k] (+)= grad[m, n] weight[n, k]
+int tandem_linear_grad_x(const float* grad, const float* weight, int64_t m, int64_t n, int64_t k, int accumulate, float* grad_x) {
+  return or_out_of_memory([&] { multiply({m, k, n, {grad, n, 1}, {weight, Layout::ROWS, k}, grad_x, k, nullptr, accumulate != 0}); });
 }
 
 // grad_weight[n, k] (+)= grad[m, n]^T x[m, k]

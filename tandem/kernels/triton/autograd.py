@@ -156,20 +156,19 @@ class PackedAttention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logits are computed ``rows_at_once`` rows at a time, and again in the backward pass."""
+    """Logits are computed chunk by chunk of rows, and again in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, multiply: Callable[..., Tensor], block: int,
-        rows_at_once: int,
+        chunks: list[slice],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.multiply, ctx.rows_at_once = temperature, multiply, rows_at_once
-        parts = [
-            logit_calls.logprobs(multiply(x, weight, None), y, temperature, block)
-            for x, y in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True)
-        ]
-        raw, scaled, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.temperature, ctx.multiply, ctx.chunks = temperature, multiply, chunks
+        raw, scaled, entropy = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3))
+        for chunk in chunks:
+            part = logit_calls.logprobs(multiply(hidden[chunk], weight, None), targets[chunk], temperature, block)
+            raw[chunk], scaled[chunk], entropy[chunk] = part
         ctx.mark_non_differentiable(entropy)
         return raw, scaled, entropy
 
@@ -178,17 +177,16 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), ctx.rows_at_once):
-            rows = slice(start, start + ctx.rows_at_once)
-            logits = ctx.multiply(hidden[rows], weight, None).float()
-            grad = _logprob_grad(logits, targets[rows], grad_raw[rows])
+        for chunk in ctx.chunks:
+            logits = ctx.multiply(hidden[chunk], weight, None).float()
+            grad = _logprob_grad(logits, targets[chunk], grad_raw[chunk])
             if ctx.temperature != 1:
-                grad += _logprob_grad(logits / ctx.temperature, targets[rows], grad_scaled[rows] / ctx.temperature)
+                grad += _logprob_grad(logits / ctx.temperature, targets[chunk], grad_scaled[chunk] / ctx.temperature)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
+                torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+                grad_weight += grad.t() @ hidden[chunk]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 

@@ -13,9 +13,7 @@ from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.autograd import through_reference, wants_grad
 from tandem.kernels.triton.launch import DTYPES, IS_INTERPRETED
 from tandem.kernels.triton.tiles import INTERPRETED, Tiles, tiles_for
-
-_CHUNK_ELEMENTS = 1 << 26
-"""Logits that ``token_logprobs`` holds at a time."""
+from tandem.layout import lm_head as sizes
 
 
 class TritonKernels(PlainPacking):
@@ -133,9 +131,9 @@ class TritonKernels(PlainPacking):
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
         if hidden.dtype not in DTYPES:
             return self._reference.token_logprobs(hidden, weight, targets, temperature)
-        rows_at_once = max(64, _CHUNK_ELEMENTS // len(weight) // 64 * 64)
+        chunks = sizes.row_chunks(len(hidden), len(weight), sizes.GPU_LOGITS)
         raw, scaled, entropy = autograd.TokenLogprobs.apply(
-            hidden, weight, targets.long(), temperature, self._multiply, self._tiles[hidden.dtype].vocabulary, rows_at_once
+            hidden, weight, targets.long(), temperature, self._multiply, self._tiles[hidden.dtype].vocabulary, chunks
         )
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
