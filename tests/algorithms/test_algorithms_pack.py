@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tandem.trainer.packing import best_fit
+from tandem.trainer.packing import best_fit, pack, pack_shares, spread
+from tandem.types import TrainSequence
 
 
 def lengths_of(seed, count=200, longest=100):
@@ -38,3 +39,29 @@ def test_a_sequence_longer_than_the_capacity_has_a_bin_of_its_own():
 
 def test_nothing_packs_into_nothing():
     assert best_fit([], 10) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_sequences_are_spread_over_ranks_so_that_none_has_many_more_tokens(seed, ranks):
+    lengths = lengths_of(seed)
+    shares = spread(lengths, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    assert all(list(share) == sorted(share) for share in shares)
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    # The last sequence that the fullest rank took went to the emptiest: they differ by one sequence at most, and it was a short one.
+    assert max(loads) - min(loads) <= max(lengths)
+    assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * max(max(lengths), sum(lengths) / ranks) + 1
+
+
+def test_spreading_gives_the_longest_to_the_rank_with_the_fewest_tokens():
+    # 7 to rank 0 | 5 to rank 1 | 4 to rank 1 (5 < 7) | 3 to rank 0 (7 < 9) | 2 to rank 1 (9 < 10).
+    assert spread([2, 7, 3, 5, 4], 2) == [(1, 2), (0, 3, 4)]
+    assert spread([3, 3], 4) == [(0,), (1,), (), ()]
+
+
+def test_each_rank_packs_its_own_share_and_one_rank_packs_all():
+    sequences = [TrainSequence(f"{i}", (0,) * (n + 1), 1, (0.0,) + (1.0,) * n) for i, n in enumerate([2, 7, 3, 5, 4])]
+    assert pack_shares(sequences, 1, 10) == [pack(sequences, 10)]
+    # Rank 0: 7 and 3 fit into 10. Rank 1: 5 and 4 do, and 2 does not.
+    assert pack_shares(sequences, 2, 10) == [[(1, 2)], [(3, 4), (0,)]]

@@ -37,7 +37,8 @@ TEMPERATURE = 0.8
 @dataclass(frozen=True)
 class Policy:
     """``case``: the model and how ranks hold it. ``counts``: samples of each prompt. ``faults``: the samples of each step that have no
-    score, by place. ``schedule`` (name, virtual stages) of a pipeline. ``offloaded``: keys of the trainer that are ``nvme``."""
+    score, by place. ``schedule`` (name, virtual stages) of a pipeline. ``offloaded``: keys of the trainer that are ``nvme``. ``deviation``:
+    of the weights in matrices at the start."""
 
     case: Case
     algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(kl_coefficient=0.1, truncated_importance_cap=2.0, clip_high=0.28))
@@ -48,6 +49,7 @@ class Policy:
     schedule: tuple[ScheduleName, int] = ("1f1b", 1)
     offloaded: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    deviation: float = 0.25
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -59,7 +61,7 @@ class Policy:
 
 
 def judged_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]]:
-    """Samples of random tokens and lengths, with records near what a model would say, and random scores."""
+    """Samples of random tokens and lengths, with random records and scores."""
     draw = random.Random(step)
     samples: list[Sample] = []
     for prompt, count in enumerate(policy.counts):
@@ -88,7 +90,8 @@ def replica_of(policy: Policy, here: Here | None, folder: Path | None) -> tuple[
 
     def model() -> Decoder:
         found = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=ranks.model_parallel(), spans=own)
-        load_tensors(found, weights_of(case.shapes).items())
+        weights = weights_of(case.shapes).items()
+        load_tensors(found, ((name, w * (policy.deviation / 0.25) if w.ndim > 1 else w) for name, w in weights))
         found.kernels = in_precision(found.kernels, policy.precision, found.device)
         return found
 

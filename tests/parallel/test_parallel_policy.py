@@ -95,7 +95,8 @@ def test_weights_after_ten_steps_are_those_of_one_process(ranks: Ranks, mesh: Me
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW))
 def test_gradients_in_fp32_are_within_a_millionth_of_their_norm(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
-    policy = policy_of(replace(case, dtype="float32", kernels="cpu", steps=1))
+    """Weights as large as a model's own: with steeper ones fp32 in one process is further than that from its own float64."""
+    policy = replace(policy_of(replace(case, dtype="float32", kernels="cpu", steps=1)), deviation=0.05)
     check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
 
 

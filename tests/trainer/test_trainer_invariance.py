@@ -11,6 +11,8 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.grpo import make_grpo_loss
 from tandem.rl.algorithms.update import update_policy
+from tandem.runtime.tracing import Tracer, read_trace
+from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.micro_batch import collate, forward_tokens
@@ -255,3 +257,31 @@ def test_progress_counts_every_micro_batch_of_every_update(make_model, make_batc
     )
     total = heard[-1][1]
     assert heard == [(done, total) for done in range(1, total + 1)]
+
+
+def test_an_update_that_is_not_finite_is_left_out_by_a_guard_and_the_others_are_taken(make_model, make_batch):
+    batch, trainer = make_batch(), TrainerConfig(learning_rate=1e-3, dtype="float64")
+    broken = replace(batch.sequences[0], advantages=(float("nan"),) * len(batch.sequences[0].token_ids))
+    model, guard = make_model(), GradScaler(trainer)
+    optimizer = AdamW(model.named_parameters(), trainer)
+    harmed = replace(batch, sequences=(broken, *batch.sequences[1:]))
+    result = update_policy(Replica(alone(), model, optimizer), harmed, AlgorithmConfig(minibatches=3), trainer, guard=guard)
+    assert (result.verdict, result.updated, optimizer.updates) == ("skipped", True, 2)
+    assert result.metrics["train/skipped_steps"] == guard.skipped == 1
+    other = make_model()
+    counted = [s for s in batch.sequences if forward_tokens(s) > 0]
+    rest = replace(batch, sequences=tuple(counted[len(split(counted, 3)[0]) :]))
+    update_policy(Replica(alone(), other, AdamW(other.named_parameters(), trainer)), rest, AlgorithmConfig(minibatches=2), trainer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_traced_update_shards_the_batch_infers_and_then_passes_micro_batches(make_model, make_batch, tmp_path):
+    model, trainer = make_model(), TrainerConfig(dtype="float64")
+    tracer, phases = Tracer(tmp_path, steps=(0,)), []
+    tracer.begin(0)
+    replica = Replica(alone(), model, AdamW(model.named_parameters(), trainer))
+    update_policy(replica, make_batch(), AlgorithmConfig(old_logprobs="recompute"), trainer, tracer=tracer, on_phase=phases.append)
+    assert [span.name for span in sorted(read_trace(tmp_path, 0), key=lambda span: span.start_s)] == [
+        "shard the batch", "log-probabilities", "log-probabilities", "forward", "backward", "clip", "optimizer",
+    ]  # fmt: skip
+    assert phases == ["forward", "forward", "forward", "backward", "reduce", "optimizer"]
