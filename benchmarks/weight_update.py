@@ -1,16 +1,18 @@
 """Verified bytes per second of the weight update, as a share of what the memory can do.
 
-    python benchmarks/weight_update.py [--repeat 7] [--threads 2]
+    python benchmarks/weight_update.py [--repeat 7] [--threads 2] [--owners 1]
 
 Three models with the shapes of a Qwen3 (5 MB, 100 MB, 1 GB of fp32). In every round, one after the other, so that all see the
 same machine: the ceiling (a plain copy between two warm private buffers, as many threads), ``register`` (copy to shared
 memory, xxh3-128 of every tensor, publication) and ``update`` (copy out, xxh3-128 of the private copy of every tensor, all
-compared with the manifest). The best of the rounds counts.
+compared with the manifest). The best of the rounds counts. With several ``--owners`` as many processes hold the weights, as data-parallel
+ranks do, and each registers its share of the tensors with its share of the threads.
 """
 
 import ctypes
 import mmap
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +24,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from machine import machine, write_report
 from options import parser as shared_parser
 
 from tandem.layout.boxes import whole_box
 from tandem.layout.shapes import ModelShapes, parameters
+from tandem.runtime.communicator import Communicator, connect
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
@@ -84,15 +88,41 @@ class PlainCopy:
         list(self.pool.map(copy, range(len(self.bounds) - 1)))
 
 
-def measure(model: ModelShapes, repeat: int, threads: int, folder: Path) -> tuple[int, int, dict[str, Timed]]:
+def shards_of(model: ModelShapes) -> list[WeightShard]:
+    """The same random weights on every owner."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [(name, torch.randn(shape, generator=generator)) for name, shape in parameters(model)]
+    return [WeightShard(name, tuple(t.shape), whole_box(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
+
+
+def world_of(rank: int, owners: int, folder: Path) -> Communicator:
+    """The owners' ranks, which meet in ``folder``."""
+    if owners == 1:
+        return alone().world
+    return connect("world", rank, owners, dist.FileStore(str(folder / "rendezvous"), owners), torch.device("cpu"), 600.0)
+
+
+def register_as(rank: int, owners: int, name: str, versions: int, threads: int, folder: Path, buffers: tuple[str, str]) -> None:
+    """What an owner but the first does: its part of every version."""
+    shards = shards_of(MODELS[name])
+    placed = place_shards(world_of(rank, owners, folder), shards, [shard.name for shard in shards])
+    writer = WeightWriter(WeightBuffers.open(buffers), EmbeddedStore(folder / "store.sqlite"), threads)
+    for step in range(versions):
+        writer.publish(placed, WeightVersion(1, step))
+    writer.close()
+
+
+def measure(name: str, repeat: int, threads: int, owners: int, folder: Path) -> tuple[int, int, dict[str, Timed]]:
     """(tensors, bytes, rounds by name); the first, cold round of register and update is kept as ``cold ...``."""
-    tensors = [(name, torch.randn(shape)) for name, shape in parameters(model)]
-    size_bytes = sum(tensor.numel() * 4 for _, tensor in tensors)
-    store = EmbeddedStore(folder / f"{uuid.uuid4().hex}.sqlite")
+    model, each = MODELS[name], max(1, threads // owners)
+    shards = shards_of(model)
+    size_bytes = sum(shard.read().nbytes for shard in shards)
+    store = EmbeddedStore(folder / "store.sqlite")
     buffers = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], segment_bytes(model, "float32"))
-    writer, reader = WeightWriter(buffers, store, threads), WeightReader(store, threads)
-    shards = [WeightShard(name, tuple(t.shape), whole_box(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
-    placed = place_shards(alone().world, shards)
+    arguments = [str(argument) for argument in (owners, name, repeat + 2, each, folder, *buffers.names)]
+    others = [subprocess.Popen([sys.executable, __file__, "owner", str(rank), *arguments]) for rank in range(1, owners)]
+    writer, reader = WeightWriter(buffers, store, each), WeightReader(store, threads)
+    placed = place_shards(world_of(0, owners, folder), shards, [shard.name for shard in shards])
     copy = PlainCopy(size_bytes, threads)
     rounds = {name: Timed() for name in ("copy", "register", "update", "cold register", "cold update")}
     try:
@@ -104,24 +134,27 @@ def measure(model: ModelShapes, repeat: int, threads: int, folder: Path) -> tupl
             rounds[cold + "register"].run(partial(writer.publish, placed, version))
             rounds[cold + "update"].run(partial(reader.read, version))
         received = reader.read().tensors
-        assert all(torch.equal(sent, got) for (_, sent), (_, got) in zip(tensors, received, strict=True))
+        assert all(torch.equal(sent.read(), got) for sent, (_, got) in zip(shards, received, strict=True))
+        assert [other.wait(60) for other in others] == [0] * (owners - 1)
     finally:
         del copy
+        for other in others:
+            other.kill()
         reader.close()
         writer.close()
         store.close()
-    return len(tensors), size_bytes, rounds
+    return len(shards), size_bytes, rounds
 
 
-def table(repeat: int, threads: int) -> str:
+def table(repeat: int, threads: int, owners: int) -> str:
     lines = [
         "| model | tensors | plain copy GB/s | register GB/s | share of copy | update GB/s | share of copy | both, ms (median) | "
-        "CPU s a GB, register / update | first use, ms: register / update |",
+        "CPU s a GB of the first owner, register / update | first use, ms: register / update |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, model in MODELS.items():
-            count, size, rounds = measure(model, repeat, threads, Path(folder))
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            count, size, rounds = measure(name, repeat, threads, owners, Path(folder))
             rate = {key: size / min(timed.wall_s) / 1e9 for key, timed in rounds.items()}
             cpu = {key: min(timed.cpu_s) / size * 1e9 for key, timed in rounds.items()}
             both = statistics.median(a + b for a, b in zip(rounds["register"].wall_s, rounds["update"].wall_s, strict=True))
@@ -136,20 +169,26 @@ def table(repeat: int, threads: int) -> str:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[1:2] == ["owner"]:
+        rank, owners, name, versions, threads, folder, first, second = sys.argv[2:]
+        register_as(int(rank), int(owners), name, int(versions), int(threads), Path(folder), (first, second))
+        return
     parser = shared_parser(__doc__ or "", threads=2)
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--owners", type=int, default=1, help="processes that hold the weights and register them together")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     described = machine()
     text = (
         f"# Weight update\n\n{described}\n\n"
-        f"Best of {options.repeat} interleaved rounds, {options.threads} threads, fp32. Every byte of register and update is digested "
-        "with xxh3-128 and compared; the plain copy verifies nothing. The 5 MB model fits in the processor's cache, where a "
+        f"Best of {options.repeat} interleaved rounds, {options.threads} threads, {options.owners} owner(s), fp32. Every byte of "
+        "register and update is digested with xxh3-128 and compared; the plain copy verifies nothing. The 5 MB model fits in the processor's cache, where a "
         "plain copy is much faster than from memory, and its fixed costs (the manifest and its publication, about 1 ms) show.\n\n"
-        f"{table(options.repeat, options.threads)}\n"
+        f"{table(options.repeat, options.threads, options.owners)}\n"
     )
     print(text)
-    print(f"wrote {write_report('weight-update', text, options.out)}")
+    title = "weight-update" if options.owners == 1 else f"weight-update-{options.owners}-owners"
+    print(f"wrote {write_report(title, text, options.out)}")
 
 
 if __name__ == "__main__":
