@@ -23,8 +23,8 @@ from test_jobs_ranks import (  # noqa: F401 - fixtures too
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.memory import PROCESS_BYTES
+from tandem.estimate.training_bytes import training_bytes
 from tandem.jobs.pretrain_inputs import check_pretraining
-from tandem.layout.training_bytes import training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
 from tandem.types import UserError

@@ -11,7 +11,7 @@ from data_ranks import trained
 from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one, check, ranks_of, sequences_of
 from ranks import Here, Ranks
 
-from tandem.layout.bytes import cut_by_zero, optimizer_bytes
+from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
