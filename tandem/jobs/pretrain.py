@@ -19,7 +19,7 @@ from tandem.jobs.pretrain_data import TrainData
 from tandem.jobs.pretrain_records import Records
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, save_model
+from tandem.model.huggingface import save_model
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
 from tandem.runtime.tracing import NO_TRACE, Tracer
@@ -194,21 +194,16 @@ class PretrainRun:
     def export(self) -> Path:
         """The trained model as a Hugging Face folder, once."""
         folder = self.directory / "model"
+        if not self.ranks.is_first or folder.exists():
+            return folder
         is_cut = math.prod(self.ranks.groups[name].size for name in ("tensor", "expert", "pipeline")) > 1
         if self.replica.pages_weights:
-            if self.ranks.is_first and not folder.exists():
-                save_model(self.model, folder, self.start, tensors=self.checkpoints.paged_weights())
-            return folder
-        if is_cut:
-            if self.ranks.is_first and not folder.exists():
-                # No rank holds the whole model; the last checkpoint does.
-                model = Decoder(self.model.shapes, self.model.kernels, dtype=self.model.dtype)
-                load_tensors(model, self.checkpoints.whole_weights())
-                save_model(model, folder, self.start)
-            return folder
-        with self.replica.whole():
-            if self.ranks.is_first and not folder.exists():
-                save_model(self.model, folder, self.start)
+            save_model(self.model, folder, self.start, tensors=self.checkpoints.paged_weights())
+        elif is_cut or self.replica.cuts_weights:
+            # No rank holds the whole model, nor has to: the last checkpoint does.
+            save_model(self.model, folder, self.start, tensors=self.checkpoints.whole_weights())
+        else:
+            save_model(self.model, folder, self.start)
         return folder
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:

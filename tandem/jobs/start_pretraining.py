@@ -49,6 +49,7 @@ from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.trainer.parallel.router_balance import make_balance
+from tandem.types import UserError
 
 
 def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> PretrainResult:
@@ -111,8 +112,10 @@ def opened_run(
             _make_start_model(recipe, directory, listener)
         # Nobody reads the model before it is written.
         ranks.world.barrier("the model to start from")
-        start = _start_folder(recipe, directory)
-        stack.enter_context(freed_memory_kept() if _has_room_to_keep(recipe, start) else large_memory_given_back())
+        start, is_alone = _start_folder(recipe, directory), ranks.world.size == 1
+        keeps_freed = is_alone or _has_room_to_keep(recipe, start)
+        # What loading takes meanwhile is no training step's, and would stay with a rank for good.
+        stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
         data = open_data(recipe, journal)
         for note in data.notes if ranks.is_first else ():
             listener.message(note)
@@ -123,6 +126,8 @@ def opened_run(
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load(at_most)
+        if keeps_freed and not is_alone:
+            stack.enter_context(freed_memory_kept())
         if journal is not None and metrics is not None:
             if step and at_most is None:
                 _tell_of_gaps(journal, metrics, step, listener)
@@ -141,8 +146,6 @@ def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
     """Whether this machine has room for freed memory that is kept. On ranks, what sums take and free between layers cuts it up:
     several times what is held was measured, and steps a fifth slower where it is given back."""
     parallel = recipe.parallel
-    if parallel.world == 1:
-        return True
     held = parallel.ranks_of_a_node * training_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
     return not recipe.trainer.offloads and KEPT_TIMES * held <= available_bytes(recipe.machine.memory_gib)
 
@@ -164,8 +167,9 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     parallel, stages, on_gpu = recipe.parallel, ranks.groups["pipeline"], ranks.device.type == "cuda"
     kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
     spans = spans_of(parallel, read_shapes(start))
-    is_paged = recipe.trainer.offload_parameters == "nvme"
-    make = unfilled_model if is_paged else load_model
+    # Read straight into the file, or into this rank's part: the model need not fit in memory once.
+    is_filled = recipe.trainer.offload_parameters != "nvme" and (parallel.zero < 3 or ranks.world.size == 1)
+    make = load_model if is_filled else unfilled_model
     model = make(start, kernels, device=ranks.device, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank))
     model.router_balance = make_balance(model, recipe.trainer, ranks)
     model.recompute = recipe.trainer.recompute
@@ -178,13 +182,15 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
     if recipe.trainer.offload == "cpu" and not on_gpu:
         listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
-    replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
+    replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=is_filled)
     if recipe.trainer.offload_activations == "nvme":
         expected = saved_bytes(model.shapes, recipe.trainer, recipe.most_tokens, parallel)
         ActivationOffload(model, offload_folder(recipe.trainer, directory), expected, passes=waiting_passes(parallel, stages.rank))
-    if is_paged:
-        # Read straight into the file: the model need not fit in memory once.
-        ReplicaState(replica).fill(read_tensors(start))
+    if not is_filled:
+        try:
+            ReplicaState(replica).fill(read_tensors(start, model.holds))
+        except UserError as error:
+            raise UserError(f"model '{start}': {error}") from None
     return replica, kernels
 
 

@@ -21,6 +21,7 @@ from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.gpus import chosen_device
+from tandem.runtime.heap import kept_heap_environment
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
@@ -113,8 +114,9 @@ class RankProcesses:
             )  # fmt: skip
             output = directory / "logs" / f"rank-{rank}.log"
             process = spawn(
-                "tandem.jobs.pretrain_rank", [settings.to_json()], threads=Threads(threads), output=output, pass_fds=[write], new_session=True
-            )
+                "tandem.jobs.pretrain_rank", [settings.to_json()], threads=Threads(threads), output=output, pass_fds=[write], new_session=True,
+                environment=kept_heap_environment(os.environ),
+            )  # fmt: skip
             os.close(write)
             self._processes.append(process)
             self._readers.append(EventReader(read))

@@ -94,13 +94,14 @@ class Communicator:
         """``x[size, ...]``, a part for each rank -> the sum over ranks of this rank's part."""
         return self.start_reduce_scatter(x, name).wait()
 
-    def start_reduce_scatter(self, x: Tensor, name: str) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, name: str, out: Tensor | None = None) -> Pending:
+        """``out``: contiguous memory of the shape of ``x`` for the parts that arrive; the sum is then its first part."""
         if self.size == 1:
             return Pending(self, name, None, lambda: x[0])
         x = x.contiguous()
-        out = torch.empty_like(x)
-        work = self._call(name, lambda: self._group.alltoall_base(out.view(-1), x.view(-1), [], []), x.nbytes // self.size * (self.size - 1))
-        return Pending(self, name, work, lambda: _sum(out))
+        arrived = torch.empty_like(x) if out is None else out
+        work = self._call(name, lambda: self._group.alltoall_base(arrived.view(-1), x.view(-1), [], []), x.nbytes // self.size * (self.size - 1))
+        return Pending(self, name, work, lambda: _sum(arrived, in_place=out is not None))
 
     def all_reduce(self, x: Tensor, name: str) -> Tensor:
         """The sum over ranks."""
@@ -211,8 +212,8 @@ def _gloo_device(hostname: str) -> Any:
     return gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
 
 
-def _sum(parts: Tensor) -> Tensor:
+def _sum(parts: Tensor, in_place: bool = False) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
-        total = total + part
+        total = total.add_(part) if in_place else total + part
     return total
