@@ -20,6 +20,8 @@ from tandem.types import RunError
 
 FEW_BYTES = 1 << 16
 """An all-reduce of at most so many gathers every rank's whole tensor: one exchange in place of two, for the same sum."""
+EXCHANGE_TAG = 1 << 20
+"""Tags of the transfers of large gathers begin here; those of ``send`` and ``receive`` lie below."""
 GROUPS: tuple[GroupName, ...] = (*AXES, "tokens", "expert", "expert_data", "world")
 HOST_GROUPS: tuple[GroupName, ...] = ("data", "world")
 """Those that exchange small values from the host's memory, over gloo on every device: nothing waits for a GPU to tell a loss. Gradients of
@@ -64,7 +66,7 @@ class Communicator:
 
     def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s
-        self._group, self._traffic = group, traffic
+        self._group, self._traffic, self._exchanges = group, traffic, 0
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Every rank's ``x``: [size, *x.shape]."""
@@ -76,8 +78,23 @@ class Communicator:
             return Pending(self, name, None, lambda: x.unsqueeze(0) if out is None else out.view(1, *x.shape).copy_(x))
         x = x.contiguous()
         out = x.new_empty(self.size, x.numel()) if out is None else out
-        work = self._call(name, lambda: self._group._allgather_base(out.view(-1), x.view(-1)), x.nbytes * (self.size - 1))
+        # gloo's own gathers into memory that it allocates, and copies from there.
+        is_direct = x.is_cpu and x.nbytes > FEW_BYTES
+        gather = self._exchange if is_direct else lambda x, out: self._group._allgather_base(out.view(-1), x.view(-1))
+        work = self._call(name, lambda: gather(x, out), x.nbytes * (self.size - 1))
         return Pending(self, name, work, lambda: out.view(self.size, *x.shape))
+
+    def _exchange(self, x: Tensor, out: Tensor) -> "_Works":
+        """Every rank's ``x`` straight to its place in ``out``."""
+        parts = out.view(self.size, x.numel())
+        parts[self.rank].copy_(x.view(-1))
+        tag, self._exchanges = EXCHANGE_TAG + self._exchanges, (self._exchanges + 1) % EXCHANGE_TAG
+        works = _Works()
+        for step in range(1, self.size):
+            source, to = (self.rank - step) % self.size, (self.rank + step) % self.size
+            works.append(self._group.recv([parts[source]], source, tag))
+            works.append(self._group.send([x], to, tag))
+        return works
 
     def gather(self, x: Tensor, to: int, name: str) -> list[Tensor]:
         """On rank ``to`` every rank's ``x``, by rank; elsewhere none."""
@@ -210,6 +227,14 @@ def _gloo_device(hostname: str) -> Any:
     """One for all groups of the process: each has a thread that wakes a hundred times a second and outlives its groups."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
+
+
+class _Works(list[Any]):
+    """Transfers that are waited for as one."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 def _sum(parts: Tensor, in_place: bool = False) -> Tensor:
