@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from tandem.config.pretrain import PretrainRecipe
-from tandem.estimate.training_bytes import saved_bytes, training_bytes, waiting_passes
+from tandem.estimate.peak_bytes import peak_bytes
+from tandem.estimate.training_bytes import saved_bytes, waiting_passes
 from tandem.jobs.device_speed import DeviceSpeed
 from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
@@ -90,8 +91,8 @@ def train_on(
             return None
         return _finish(directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
 
-KEPT_TIMES = 3
-"""The most that a rank was seen to hold of what it is said to need, where freed memory is kept."""
+KEPT_TIMES = 1.25
+"""The most that a rank was measured to hold of what is predicted, where freed memory is kept (``tests/jobs/test_jobs_memory.py``)."""
 
 
 @contextlib.contextmanager
@@ -143,10 +144,9 @@ def opened_run(
 
 
 def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
-    """Whether this machine has room for freed memory that is kept. On ranks, what sums take and free between layers cuts it up:
-    several times what is held was measured, and steps a fifth slower where it is given back."""
+    """Whether this machine has room for freed memory that every rank keeps; where it is given back, steps were measured a fifth slower."""
     parallel = recipe.parallel
-    held = parallel.ranks_of_a_node * training_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
+    held = parallel.world * peak_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
     return not recipe.trainer.offloads and KEPT_TIMES * held <= available_bytes(recipe.machine.memory_gib)
 
 
