@@ -1,6 +1,6 @@
 """Peak resident bytes of each rank under ZeRO 0 to 3, beside the formula and beside what a run predicts before it starts.
 
-    python benchmarks/zero_memory.py [--ranks 2] [--model 300M] [--steps 2]
+    python benchmarks/zero_memory.py [--ranks 2] [--model 300M] [--steps 2] [--stages 0 1 2 3]
 
 Every row is a whole run of ``tandem train``: a model that is read from its folder, steps of two micro-batches, a checkpoint before the last step and one
 after it, the exported model. The peak is the kernel's (``VmHWM``), so that loading, checkpoints and export count. "Formula": weights, gradients
@@ -34,6 +34,7 @@ from tandem.runtime.processes import peak_memory_of
 from tandem.storage.files import open_storage
 
 MODELS: dict[str, dict[str, int]] = {
+    "1M": {"hidden_size": 128, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "intermediate_size": 384},
     "12M": {"hidden_size": 384, "num_layers": 8, "num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1024},
     "100M": {"hidden_size": 1024, "num_layers": 9, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "intermediate_size": 2816},
     "300M": {"hidden_size": 1280, "num_layers": 16, "num_heads": 20, "num_kv_heads": 10, "head_dim": 64, "intermediate_size": 3712},
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="300M")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     described, lines = machine(), list[str]()
@@ -138,7 +140,7 @@ def main() -> None:
         work = Path(folder)
         make_data(work)
         shapes = make_model(work, options.model, options.steps)
-        for zero in STAGES:
+        for zero in options.stages:
             lines.append(row(work, shapes, options.ranks, zero))
             print(lines[-1], flush=True)
     text = report(described, shapes, options.ranks, options.steps, lines)
