@@ -26,8 +26,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.lifecycle import State
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select
-from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import config_json, to_huggingface

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.layout.bytes import kv_bytes_per_token
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.types.kv_cache import KVCacheDtype
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from tandem.engine.block_table import blocks_for
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
-from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import Cut
 from tandem.text.tokenizer import Tokenizer

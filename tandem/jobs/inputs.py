@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tandem.config.recipe import Recipe
 from tandem.estimate.memory import PodMemory
+from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.jobs.sft_inputs import check_shown
-from tandem.layout.bytes import optimizer_bytes, weight_bytes
 from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import spans_of

@@ -4,26 +4,29 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenize import TokenizedDataset
 from tandem.data.tokenize_plan import tokenizer_fingerprint
+from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
+from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
+from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
 from tandem.jobs.inputs import check_disk
 from tandem.jobs.pretrain_data import dataset_paths
 from tandem.jobs.sft_inputs import check_demonstrations, check_examples
 from tandem.layout.expert_balance import check_balance
-from tandem.layout.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.mesh import describe
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.model_registry.open import open_registry
 from tandem.pod.new_model import folder_without_weights
-from tandem.pod.residents import available_bytes
+from tandem.runtime.available_memory import available_bytes
 from tandem.runtime.gpus import Device, check_gpu_memory, chosen_device, probe
+from tandem.runtime.processes import available_cores
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
@@ -56,19 +59,19 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
         parallel = recipe.parallel
         tokens = recipe.most_tokens
-        batches = parallel.ranks_of_a_node * batch_bytes(recipe.data, parallel)
+        # All ranks start on this machine, whatever parallel.ranks_per_node says.
+        batches = parallel.world * batch_bytes(recipe.data, parallel)
         if device == "cuda":
-            # Supervised from here, all ranks stand on this machine.
             check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
             lines = [*lines, *_describe_gpus(parallel.world, on_gpu)]
-            needed = host_bytes_beside_gpu(shapes, recipe.trainer) + batches
+            needed = parallel.world * TRAINING_PROCESS_BYTES + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
         else:
-            needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel) + batches
+            needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             largest = "data.sequences_per_step" if 2 * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
+                f"this run needs {needed / 2**30:.2f} GiB{_for_ranks(parallel)} and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
                 "trainer.offload_activations nvme too"
             )
@@ -83,7 +86,8 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             open_registry(recipe.registry, create=True).close()
         return [
             *lines,
-            f"predicted memory: {needed / 2**20:,.0f} MiB besides the {'process itself' if parallel.world == 1 else 'processes themselves'}",
+            f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
+            *([core_warning] if device == "cpu" and (core_warning := warn_of_cores(parallel)) else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *([f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded and not recipe.trainer.offload_folder else []),
             *([f"offloaded: {offloaded / 2**20:,.0f} MiB in '{recipe.trainer.offload_folder}'"] if recipe.trainer.offload_folder else []),
@@ -106,6 +110,22 @@ def _check_offload(recipe: PretrainRecipe, device: Device) -> None:
 def _describe_gpus(ranks: int, needed: int) -> list[str]:
     names = sorted({gpu.name for gpu in probe().gpus[:ranks]})
     return [f"device: {ranks} x {', '.join(names)}, predicted {needed / 2**20:,.0f} MiB of each"]
+
+
+def _for_ranks(parallel: ParallelConfig) -> str:
+    return "" if parallel.world == 1 else f" for the {parallel.world} ranks that start on this machine"
+
+
+def warn_of_cores(parallel: ParallelConfig) -> str:
+    """Returns a warning where ranks outnumber the cores, with what that costs; empty where they do not."""
+    ranks, cores = parallel.world, available_cores()
+    if ranks <= cores:
+        return ""
+    shared = "1 core" if cores == 1 else f"{cores} cores"
+    return (
+        f"warning: {ranks} ranks share {shared}: a step takes about {ranks / cores:.1f} times as long as with a core for each rank, and longer where they "
+        f"wait for each other; lower 'parallel' to {cores} {'rank' if cores == 1 else 'ranks'} or fewer for speed"
+    )
 
 
 def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:

@@ -25,12 +25,15 @@ def train(
     faults: FaultPlan | None = None,
 ) -> RunResult | PretrainResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
-    _check(recipe)
+    warnings = [line for line in _check(recipe) if line.startswith("warning: ")]
     if isinstance(recipe, PretrainRecipe):
         check_upload_is_free(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
     _write_recipe(recipe, directory)
-    return _execute(recipe, directory, inline, listener or Listener(), faults)
+    listener = listener or Listener()
+    for line in warnings:
+        listener.message(line)
+    return _execute(recipe, directory, inline, listener, faults)
 
 
 def _write_recipe(recipe: AnyRecipe, directory: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.estimate.peak_bytes import peak_bytes
 from tandem.jobs.device_speed import DeviceSpeed
 from tandem.jobs.numerics import check_run_numerics
 from tandem.jobs.pretrain import PretrainRun, pretrain
@@ -20,11 +21,10 @@ from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import is_emulated
-from tandem.layout.training_bytes import training_bytes
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.create_model import create_model
-from tandem.pod.residents import available_bytes
 from tandem.report.run_report import report_run
+from tandem.runtime.available_memory import available_bytes
 from tandem.runtime.gpus import chosen_device
 from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
@@ -74,8 +74,8 @@ def train_on(rank: Rank, recipe: PretrainRecipe, listener: Listener, *, resumed:
         return _finish(rank.directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
 
 
-KEPT_TIMES = 3
-"""The most that a rank was seen to hold of what it is said to need, where freed memory is kept."""
+KEPT_TIMES = 1.25
+"""The most that a rank was measured to hold of what is predicted, where freed memory is kept (``tests/jobs/test_jobs_memory.py``)."""
 
 
 @contextlib.contextmanager
@@ -95,8 +95,10 @@ def opened_run(
             _make_start_model(recipe, directory, listener)
         # Nobody reads the model before it is written.
         ranks.world.barrier("the model to start from")
-        start = _start_folder(recipe, directory)
-        stack.enter_context(freed_memory_kept() if _has_room_to_keep(recipe, start) else large_memory_given_back())
+        start, is_alone = _start_folder(recipe, directory), ranks.world.size == 1
+        keeps_freed = is_alone or _has_room_to_keep(recipe, start)
+        # What loading takes meanwhile is no training step's, and would stay with a rank for good.
+        stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
         data = open_data(recipe, start, journal)
         for note in data.notes if ranks.is_first else ():
             listener.message(note)
@@ -107,6 +109,8 @@ def opened_run(
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load(at_most)
+        if keeps_freed and not is_alone:
+            stack.enter_context(freed_memory_kept())
         if journal is not None and metrics is not None:
             if step and at_most is None:
                 _tell_of_gaps(journal, metrics, step, listener)
@@ -124,12 +128,9 @@ def opened_run(
 
 
 def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
-    """Whether this machine has room for freed memory that is kept. On ranks, what sums take and free between layers cuts it up:
-    several times what is held was measured, and steps a fifth slower where it is given back."""
+    """Whether this machine has room for freed memory that every rank keeps; where it is given back, steps were measured a fifth slower."""
     parallel = recipe.parallel
-    if parallel.world == 1:
-        return True
-    held = parallel.ranks_of_a_node * training_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
+    held = parallel.world * peak_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
     return not recipe.trainer.offloads and KEPT_TIMES * held <= available_bytes(recipe.machine.memory_gib)
 
 

@@ -19,7 +19,7 @@ from tandem.model.huggingface_config import TokenIds, config_json, read_json, re
 from tandem.model.moe import Experts
 from tandem.model.parallel import ModelParallel
 from tandem.model.quantization.scheme import Scheme
-from tandem.model.safetensors_file import read_file, write_file
+from tandem.model.safetensors_file import Form, read_file, write_file
 from tandem.model.tensor_parallel import RankGroup
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import RunError, UserError
@@ -240,7 +240,8 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
 
-    ``tensors``: the weights by Hugging Face name where the decoder does not hold them. Special ids that are not given are those of
+    ``tensors``: the weights by Hugging Face name where the decoder does not hold them, all of its dtype and in the order of
+    ``layout.shapes.parameters``; one is in memory at a time. Special ids that are not given are those of
     ``tokenizer_folder``. All is written to a fresh folder beside it that
     takes its name at the end. Raises ``UserError`` where ``folder`` exists and ``RunError`` where it cannot be
     written.
@@ -267,7 +268,10 @@ def save_model(
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         temporary.chmod(0o755)
-        write_file(temporary / WEIGHTS, to_huggingface(decoder) if tensors is None else tensors)
+        if tensors is None:
+            write_file(temporary / WEIGHTS, to_huggingface(decoder))
+        else:
+            write_file(temporary / WEIGHTS, tensors, [Form(name, decoder.dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)])
         _write_json(temporary / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
         _write_json(temporary / "generation_config.json", generation)
         if tokenizer_folder is not None:

@@ -7,11 +7,12 @@ another.
 
 import ctypes
 import json
+import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,25 +33,36 @@ DTYPE_NAMES = {
 }
 
 
-def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write ``tensors`` in their order and flush them to the disk. Raises ``OSError`` as the system does, on a full
-    disk too."""
-    held = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
+class Form(NamedTuple):
+    """The name, dtype and shape of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], forms: Sequence[Form] | None = None) -> None:
+    """Writes ``tensors`` in their order and flushes them to the disk. ``forms``: those of ``tensors``, in the same order; each is then taken and
+    written in turn, so that one is in memory at a time. Raises ``OSError`` as the system does, on a full disk too, and ``ValueError`` where a tensor
+    does not have its form."""
+    held = tensors
+    if forms is None:
+        held = list(tensors)
+        forms = [_form(name, tensor) for name, tensor in held]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in held:
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
+    for form in forms:
+        size = math.prod(form.shape) * form.dtype.itemsize
+        header[form.name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in held:
-            _write_bytes(file, tensor)
+        for form, (name, tensor) in zip(forms, held, strict=True):
+            if form != _form(name, tensor):
+                raise ValueError(f"tensor {_form(name, tensor)} is given where the file is to have {form}")
+            _write_bytes(file, tensor.detach().cpu().contiguous())
         file.flush()
         os.fsync(file.fileno())
 
@@ -75,6 +87,10 @@ def read_file(
         raise UserError(f"'{path}' is missing; download the folder again") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"'{path}' is broken or cut short ({error}); download it again") from None
+
+
+def _form(name: str, tensor: Tensor) -> Form:
+    return Form(name, tensor.dtype, tuple(tensor.shape))
 
 
 def _write_bytes(file: BinaryIO, tensor: Tensor) -> None:

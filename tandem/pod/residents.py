@@ -11,26 +11,10 @@ import logging
 from tandem.config.recipe import Recipe
 from tandem.estimate.memory import PodMemory, between_steps, predict
 from tandem.layout.shapes import ModelShapes
+from tandem.runtime.available_memory import available_bytes
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
-
-
-def available_bytes(limit_gib: float) -> int:
-    """What the pod may take: ``limit_gib``, or 80 % of the memory that is free now (and of the cgroup's limit)."""
-    if limit_gib:
-        return int(limit_gib * 2**30)
-    with open("/proc/meminfo", encoding="ascii") as file:
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            free = min(free, int(text))
-    return int(0.8 * free)
 
 
 def kv_cache_tokens(recipe: Recipe, max_length: int) -> int:

@@ -20,6 +20,8 @@ from tandem.types import CollectiveError
 
 FEW_BYTES = 1 << 16
 """An all-reduce of at most so many gathers every rank's whole tensor: one exchange in place of two, for the same sum."""
+EXCHANGE_TAG = 1 << 20
+"""Tags of the transfers of large gathers begin here; those of ``send`` and ``receive`` lie below."""
 GROUPS: tuple[GroupName, ...] = (*AXES, "tokens", "expert", "expert_data", "world")
 HOST_GROUPS: tuple[GroupName, ...] = ("data", "world")
 """Those that exchange small values from the host's memory, over gloo on every device: nothing waits for a GPU to tell a loss. Gradients of
@@ -60,7 +62,7 @@ class Communicator:
 
     def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s
-        self._group, self._traffic = group, traffic
+        self._group, self._traffic, self._exchanges = group, traffic, 0
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Every rank's ``x``: [size, *x.shape]."""
@@ -72,8 +74,23 @@ class Communicator:
             return Pending(self, name, None, lambda: x.unsqueeze(0) if out is None else out.view(1, *x.shape).copy_(x))
         x = x.contiguous()
         out = x.new_empty(self.size, x.numel()) if out is None else out
-        work = self._call(name, lambda: self._group._allgather_base(out.view(-1), x.view(-1)), x.nbytes * (self.size - 1))
+        # gloo's own gathers into memory that it allocates, and copies from there.
+        is_direct = x.is_cpu and x.nbytes > FEW_BYTES
+        gather = self._exchange if is_direct else lambda x, out: self._group._allgather_base(out.view(-1), x.view(-1))
+        work = self._call(name, lambda: gather(x, out), x.nbytes * (self.size - 1))
         return Pending(self, name, work, lambda: out.view(self.size, *x.shape))
+
+    def _exchange(self, x: Tensor, out: Tensor) -> "_Works":
+        """Every rank's ``x`` straight to its place in ``out``."""
+        parts = out.view(self.size, x.numel())
+        parts[self.rank].copy_(x.view(-1))
+        tag, self._exchanges = EXCHANGE_TAG + self._exchanges, (self._exchanges + 1) % EXCHANGE_TAG
+        works = _Works()
+        for step in range(1, self.size):
+            source, to = (self.rank - step) % self.size, (self.rank + step) % self.size
+            works.append(self._group.recv([parts[source]], source, tag))
+            works.append(self._group.send([x], to, tag))
+        return works
 
     def gather(self, x: Tensor, to: int, name: str) -> list[Tensor]:
         """On rank ``to`` every rank's ``x``, by rank; elsewhere none."""
@@ -90,13 +107,14 @@ class Communicator:
         """``x[size, ...]``, a part for each rank -> the sum over ranks of this rank's part."""
         return self.start_reduce_scatter(x, name).wait()
 
-    def start_reduce_scatter(self, x: Tensor, name: str) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, name: str, out: Tensor | None = None) -> Pending:
+        """``out``: contiguous memory of the shape of ``x`` for the parts that arrive; the sum is then its first part."""
         if self.size == 1:
             return Pending(self, name, None, lambda: x[0])
         x = x.contiguous()
-        out = torch.empty_like(x)
-        work = self._call(name, lambda: self._group.alltoall_base(out.view(-1), x.view(-1), [], []), x.nbytes // self.size * (self.size - 1))
-        return Pending(self, name, work, lambda: _sum(out))
+        arrived = torch.empty_like(x) if out is None else out
+        work = self._call(name, lambda: self._group.alltoall_base(arrived.view(-1), x.view(-1), [], []), x.nbytes // self.size * (self.size - 1))
+        return Pending(self, name, work, lambda: _sum(arrived, in_place=out is not None))
 
     def all_reduce(self, x: Tensor, name: str) -> Tensor:
         """The sum over ranks."""
@@ -207,8 +225,16 @@ def _gloo_device(hostname: str) -> Any:
     return gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
 
 
-def _sum(parts: Tensor) -> Tensor:
+class _Works(list[Any]):
+    """Transfers that are waited for as one."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+def _sum(parts: Tensor, in_place: bool = False) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
-        total = total + part
+        total = total.add_(part) if in_place else total + part
     return total

@@ -158,6 +158,17 @@ class ProcessMemory:
     shared_bytes: int
 
 
+def peak_memory_of(pid: int) -> int:
+    """Returns the most resident bytes that a process has had (``VmHWM``). Raises ``ProcessLookupError`` where it has ended."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except FileNotFoundError:
+        pass
+    raise ProcessLookupError(f"process {pid} has ended")
+
+
 def memory_of(pid: int) -> ProcessMemory:
     """The memory of a process now. Raises ``ProcessLookupError`` where it is gone."""
     found: dict[str, int] = {}

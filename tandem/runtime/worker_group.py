@@ -6,6 +6,7 @@ trainer sidecar both own a ``WorkerGroup``.
 """
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.calls import Blobs, Meta, Progress, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.heap import kept_heap_environment
 from tandem.runtime.processes import Threads, describe_exit, kill, memory_of
 from tandem.runtime.rank_board import RankBoard, RankState
 from tandem.runtime.rank_settings import RankSettings
@@ -85,7 +87,12 @@ class WorkerGroup:
         )  # fmt: skip
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
-        return Worker(name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True)
+        # Beside others, a rank is to hold no more than it needs.
+        environment = kept_heap_environment(os.environ) if self.shape.world > 1 else None
+        return Worker(
+            name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
+            environment=environment,
+        )  # fmt: skip
 
     @property
     def alive(self) -> bool:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.training_bytes import saved_bytes, waiting_passes
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.layout.training_bytes import saved_bytes, waiting_passes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
@@ -19,6 +19,7 @@ from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.trainer.parallel.router_balance import make_balance
+from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -38,18 +39,21 @@ class ReplicaSettings:
 def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> Replica:
     """This rank's part of the actor, with its optimizer."""
     trainer, parallel = settings.trainer, settings.parallel
-    is_paged = trainer.offload_parameters == "nvme"
-    model, pipeline = _load(settings, ranks, kernels, is_filled=not is_paged)
+    # Read straight into the file, or into this rank's part: the model need not fit in memory once.
+    is_filled = trainer.offload_parameters != "nvme" and (parallel.zero < 3 or ranks.world.size == 1)
+    model, pipeline = _load(settings, ranks, kernels, is_filled)
     model.router_balance = make_balance(model, trainer, ranks)
     model.recompute = trainer.recompute
-    replica = make_replica(model, trainer, ranks, parallel.zero, pipeline, settings.directory, is_filled=not is_paged)
+    replica = make_replica(model, trainer, ranks, parallel.zero, pipeline, settings.directory, is_filled=is_filled)
     if trainer.offload_activations == "nvme":
         expected = saved_bytes(model.shapes, trainer, settings.most_tokens, parallel)
         passes = waiting_passes(parallel, ranks.groups["pipeline"].rank)
         ActivationOffload(model, offload_folder(trainer, settings.directory), expected, passes=passes)
-    if is_paged:
-        # Read straight into the file: the model need not fit in memory once.
-        ReplicaState(replica).fill(read_tensors(settings.start))
+    if not is_filled:
+        try:
+            ReplicaState(replica).fill(read_tensors(settings.start, model.holds))
+        except UserError as error:
+            raise UserError(f"model '{settings.start}': {error}") from None
     return replica
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.boxes import Box, difference, intersection
-from tandem.layout.bytes import DTYPE_BYTES
 from tandem.layout.shapes import parameters
 from tandem.runtime.agreement import vote
 from tandem.runtime.communicator import Communicator

@@ -8,8 +8,8 @@ from itertools import accumulate, combinations
 
 import xxhash
 
+from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.boxes import Box, flat_range, intersection, whole_box
-from tandem.layout.bytes import DTYPE_BYTES
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import PartEntry, TensorEntry, WeightManifest

@@ -9,8 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.boxes import Box, flat_range, intersection, whole_box
-from tandem.layout.bytes import DTYPE_BYTES
 from tandem.types.weights import PartEntry, TensorEntry
 from tandem.weight_transfer.copying import CHUNK_BYTES, copy_and_digest
 from tandem.weight_transfer.manifest import box_of, part_offsets

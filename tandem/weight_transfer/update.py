@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.boxes import Box
-from tandem.layout.bytes import DTYPE_BYTES
 from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import DamagedWeights, RunError

@@ -3,9 +3,9 @@
 import pytest
 
 from tandem.config.parallel import ParallelConfig
+from tandem.estimate.training_bytes import head_bytes
 from tandem.layout import lm_head
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.training_bytes import head_bytes
 
 MIB = 1 << 20
 

@@ -1,6 +1,8 @@
 """Data parallelism and ZeRO against one process, and against each other bit for bit."""
 
+import ctypes
 import gc
+import mmap
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -11,11 +13,12 @@ from data_ranks import trained
 from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one, check, ranks_of, sequences_of
 from ranks import Here, Ranks
 
-from tandem.layout.bytes import cut_by_zero, optimizer_bytes
+from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate
+from tandem.trainer.offload.reserved_memory import ReservedMemory
 from tandem.trainer.parallel.gradient_reducer import GradientReducer
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
@@ -123,9 +126,17 @@ def test_the_sum_of_a_layer_begins_before_the_backward_pass_reaches_the_layer_be
         assert begun["embed_tokens"] == ["the head", "layer 1", "layer 0"]
 
 
-def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int]:
+def resident_bytes(memory: ReservedMemory) -> int:
+    """Bytes of the pages that the system has given to ``memory``, as the kernel counts them."""
+    pages = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.tensor.data_ptr()), ctypes.c_size_t(memory.nbytes), pages) == 0
+    return mmap.PAGESIZE * sum(page & 1 for page in pages)
+
+
+def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int, list[int], int]:
     """Bytes of all tensors of this process that a step of two backward passes keeps from one to the next, besides those that were
-    there before the model; and numbers of the model. Two steps: AdamW has its moments then."""
+    there before the model; resident bytes of memory that is handed from one bucket to the next; numbers of buckets, the largest first, and of the model. Two
+    steps: AdamW has its moments then."""
     torch.set_num_threads(1)
     gc.collect()
     before = {t.untyped_storage().data_ptr() for t in all_tensors()}
@@ -137,18 +148,23 @@ def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int]:
     loss = make_cross_entropy_loss(counts_of(every))
     micro_batches = [collate(own[:1]), collate(own[1:])]
     held: list[int] = []
+    handed_on: list[int] = []
 
     def measure(done: int, total: int) -> None:
         if done < total:
             gc.collect()
             tables = model._cos_sin.untyped_storage().data_ptr()
             batches = {t.untyped_storage().data_ptr() for m in micro_batches for t in vars_of(m)}
-            found = {s.data_ptr(): s.nbytes() for t in all_tensors() if (s := t.untyped_storage()).data_ptr() not in before | batches | {0, tables}}
+            memories = {m.tensor.data_ptr(): m for m in gc.get_objects() if type(m) is ReservedMemory}
+            left_out = before | batches | memories.keys() | {0, tables}
+            found = {s.data_ptr(): s.nbytes() for t in all_tensors() if (s := t.untyped_storage()).data_ptr() not in left_out}
             held.append(sum(found.values()))
+            handed_on.append(sum(map(resident_bytes, memories.values())))
 
     for _ in range(2):
         train_step(model, replica.optimizer, micro_batches, loss, LEARNING_RATE, on_progress=measure, sums=replica.sums)
-    return held[-1], numbers
+    assert replica.sums is not None
+    return held[-1], handed_on[-1], sorted({bucket.length for bucket in replica.sums.buckets}, reverse=True), numbers
 
 
 def all_tensors() -> list[torch.Tensor]:
@@ -165,9 +181,13 @@ def vars_of(micro_batch: MicroBatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bytes_that_a_rank_holds_between_backward_passes_are_those_of_the_formula(zero: int, ranks: Ranks) -> None:
     case = Case(LARGER, "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7))
-    for held, numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
+    for held, handed_on, (layer, *others), numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
         wanted = cut_by_zero(4 * numbers, 8 * numbers, 4, zero)
         assert abs(held - wanted) < 0.05 * wanted, (held, wanted)
+        # Two layers whose sums are under way, each as it is sent and as it arrives, or one bucket of another size; two layers whose weights are
+        # whole; pages of 1,024 numbers.
+        most = (4 + (2 if zero == 3 else 0)) * (layer + 1024) + 2 * sum(other + 1024 for other in others)
+        assert handed_on <= 4 * most, (handed_on, most)
 
 
 OTHERS = [pytest.param(name, zero, marks=pytest.mark.full) for name in ("muon", "adamw8bit") for zero in (1, 2, 3) if (name, zero) != ("muon", 3)]
@@ -176,6 +196,6 @@ OTHERS = [pytest.param(name, zero, marks=pytest.mark.full) for name in ("muon", 
 @pytest.mark.parametrize(("optimizer", "zero"), [("muon", 3), *OTHERS])
 def test_bytes_of_other_optimizers_are_cut_alike(optimizer: Any, zero: int, ranks: Ranks) -> None:
     case = Case(LARGER, "float32", lengths=(9, 8, 7, 6, 5, 4, 8, 9, 7), optimizer=optimizer)
-    for held, numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
+    for held, _, _, numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
         wanted = cut_by_zero(4 * numbers, optimizer_bytes(LARGER, optimizer), 4, zero)
         assert abs(held - wanted) < 0.05 * wanted, (held, wanted)

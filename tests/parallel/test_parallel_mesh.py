@@ -10,6 +10,7 @@ from ranks import Here, Ranks
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
 from tandem.layout.placement import check_placement
+from tandem.runtime.communicator import FEW_BYTES
 from tandem.types import UserError
 
 SHAPES = [MeshShape(), MeshShape(data=2, tensor=2), MeshShape(2, 2, 2), MeshShape(data=4, context=2, expert=4), MeshShape(3, 2, 2, 2, 6)]
@@ -66,6 +67,15 @@ def test_sums_are_taken_in_rank_order_and_an_all_reduce_is_a_reduce_scatter_and_
         assert torch.equal(answer["scattered"], total[rank])
         assert torch.equal(answer["reduced"], total)
         assert torch.equal(answer["broadcast"], torch.ones(3))
+
+
+def test_a_large_gather_which_goes_straight_to_its_place_has_every_ranks_rows_in_order(ranks: Ranks) -> None:
+    width = FEW_BYTES // 4
+    for size in (2, 3):
+        found = ranks.run(MeshShape(data=size), collectives, width)
+        for answer in found:
+            assert answer["x"].nbytes > FEW_BYTES
+            assert torch.equal(answer["gathered"], torch.stack([other["x"] for other in found]))
 
 
 def test_rows_reach_the_rank_they_are_sent_to_none_included(ranks: Ranks) -> None:

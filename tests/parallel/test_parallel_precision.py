@@ -69,7 +69,7 @@ def trained(
     found: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "verdicts": [], "weights": []}
     reduce_scatter = Communicator.start_reduce_scatter
     if wrong == "sums in bf16":
-        Communicator.start_reduce_scatter = lambda self, x, name: reduce_scatter(self, x.bfloat16().float(), name)  # type: ignore[method-assign]
+        Communicator.start_reduce_scatter = lambda self, x, name, out=None: reduce_scatter(self, x.bfloat16().float(), name, out)  # type: ignore[method-assign]
     try:
         for step in range(CASE.steps):
             seen: dict[str, Any] = remember(replica.sums) if replica.sums is not None and step == 0 else {}

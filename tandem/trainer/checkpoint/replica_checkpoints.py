@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tandem.layout.boxes import whole_box
 from tandem.layout.shapes import parameters
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, save_model
+from tandem.model.huggingface import save_model
 from tandem.runtime.agreement import gather_values
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint, no_fault
@@ -111,21 +110,15 @@ class ReplicaCheckpoints:
     def export(self, folder: Path) -> None:
         """The model as a Hugging Face folder, once. A model that no rank holds whole is read from the newest checkpoint, which is of now."""
         replica = self._replica
-        is_cut = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
-        model = replica.model
-        if not replica.pages_weights and not is_cut:
-            with replica.whole():
-                if replica.ranks.is_first and not folder.exists():
-                    save_model(model, folder, self._start)
-            return
         if not replica.ranks.is_first or folder.exists():
             return
+        is_cut = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
+        tensors = None
         if replica.pages_weights:
-            save_model(model, folder, self._start, tensors=self._paged_weights())
-            return
-        whole = Decoder(model.shapes, model.kernels, dtype=model.dtype)
-        load_tensors(whole, self.whole_weights())
-        save_model(whole, folder, self._start)
+            tensors = self._paged_weights()
+        elif is_cut or replica.cuts_weights:
+            tensors = self.whole_weights()
+        save_model(replica.model, folder, self._start, tensors=tensors)
 
     def whole_weights(self, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files of ``into``."""

@@ -108,8 +108,8 @@ class ReplicaState:
             yield part.name, held[part.parameter].view(-1)[part.first : part.first + part.box.numel].view(part.box.shape)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Where weights are paged: take over those of a whole model by Hugging Face name, one in memory at a time. Raises ``UserError``
-        where they are not the model's, and has changed nothing then."""
+        """Takes over the weights of a whole model by Hugging Face name, one in memory at a time: where they are paged, or cut by ZeRO. Raises
+        ``UserError`` where they are not the model's, and has changed nothing then."""
         given, optimizer = checked_tensors(self.replica.model, tensors), self.replica.optimizer
         for part in self._parts:
             values = given[part.name][part.box.slices].reshape(-1)

@@ -59,13 +59,22 @@ class FlatBuffer:
         """The parameters' places in ``flat[length]``, in their shapes."""
         return {name: flat[start : start + self.shapes[name].numel()].view(self.shapes[name]) for name, start in self.starts.items()}
 
-    def filled(self, value: Callable[[str], Tensor | None]) -> Tensor:
-        """``value(name)`` of every parameter in one tensor [ranks, part]; 0 where there is none, and in padding."""
-        flat = self.like.new_zeros(self.length)
+    def filled(self, value: Callable[[str], Tensor | None], out: Tensor | None = None) -> Tensor:
+        """``value(name)`` of every parameter in one tensor [ranks, part], that of ``out[length]`` where given; 0 where there is none, and in
+        padding."""
+        flat = self.like.new_zeros(self.length) if out is None else out
+        end = 0
         for name, view in self.views(flat).items():
-            given = value(name)
+            given, start = value(name), self.starts[name]
+            if out is not None:
+                flat[end:start].zero_()
+                end = start + view.numel()
             if given is not None:
                 view.copy_(given)
+            elif out is not None:
+                view.zero_()
+        if out is not None:
+            flat[end:].zero_()
         return flat.view(self.ranks.size, self.part)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Pending
+from tandem.trainer.offload.reserved_memory import ReservedMemory
 from tandem.trainer.optimizers.adamw import Optimizer, OptimizerState, norm_of, values_of
 from tandem.trainer.parallel.flat_buffer import ALIGNED, FlatBuffer, flat_buffers
 from tandem.trainer.parallel.placement import is_tied_copy, placement
@@ -67,7 +68,9 @@ class GradientReducer:
         self._sum_tied, self._is_finished = sum_tied, False
         self._backwards, self._next = 1, 0
         self._seen: dict[str, int] = {}
-        self._pending: list[tuple[int, Pending]] = []
+        self._pending: list[tuple[int, Pending, tuple[ReservedMemory, ...]]] = []
+        self._spare: dict[tuple[int, torch.dtype], list[ReservedMemory]] = {}
+        self._sums: list[Tensor | None] = [None] * len(self.buckets)
         self.after_sum: Callable[[FlatBuffer], None] | None = None
         self.started: list[str] = []
         """Labels of the buckets whose sums have begun in this step."""
@@ -162,14 +165,17 @@ class GradientReducer:
         bucket = self.buckets[place]
         while len(self._pending) >= IN_FLIGHT:
             self._take()
+        # A GPU's allocator uses the memory of the last bucket again by itself; the C library's cuts it up for what comes between.
+        memory = (self._take_spare(bucket), self._take_spare(bucket)) if bucket.ranks.size > 1 and bucket.like.is_cpu and place not in self.kept else ()
         with torch.no_grad():
             self._sum_partial(bucket)
-            flat = bucket.filled(lambda name: bucket.parameters[name].grad)
+            flat = bucket.filled(lambda name: bucket.parameters[name].grad, memory[0].tensor if memory else None)
         for parameter in bucket.parameters.values():
             parameter.grad = None
         if self.after_sum is not None:
             self.after_sum(bucket)
-        self._pending.append((place, bucket.ranks.start_reduce_scatter(flat, f"gradients of {bucket.label}")))
+        out = memory[1].tensor.view_as(flat) if memory else None
+        self._pending.append((place, bucket.ranks.start_reduce_scatter(flat, f"gradients of {bucket.label}", out), memory))
         self.started.append(bucket.label)
         self._next = place + 1
 
@@ -185,12 +191,30 @@ class GradientReducer:
             bucket.parameters[name].grad = part.view(bucket.shapes[name])
 
     def _take(self) -> None:
-        place, pending = self._pending.pop(0)
+        place, pending, memory = self._pending.pop(0)
         part, held = pending.wait(), self.own[place]
         if place in self.kept:
             self.kept[place].add(part)
-            return
-        self.own[place] = part if held is None else held.add_(part)
+        elif held is not None:
+            held.add_(part)
+        else:
+            self.own[place] = self._own_sum(place, part) if memory else part
+        for used in memory:
+            self._spare.setdefault((used.tensor.numel(), used.tensor.dtype), []).append(used)
+
+    def _own_sum(self, place: int, part: Tensor) -> Tensor:
+        """``part``, the first of a step, in memory of its own: where sums are taken after every backward pass, that of the step before."""
+        if not self.each_backward:
+            return part.clone()
+        kept = self._sums[place]
+        if kept is None:
+            kept = self._sums[place] = torch.empty_like(part)
+        return kept.copy_(part)
+
+    def _take_spare(self, bucket: FlatBuffer) -> ReservedMemory:
+        """Memory for the gradients of ``bucket`` that no sum under way uses."""
+        spare = self._spare.get((bucket.length, bucket.like.dtype))
+        return spare.pop() if spare else ReservedMemory(bucket.length, bucket.like.dtype)
 
 
 class ReplicatedOptimizer:
@@ -214,16 +238,23 @@ class ReplicatedOptimizer:
         return norm
 
     def _gather(self) -> None:
-        """Every rank's part of the clipped sums becomes the gradient of the whole parameters."""
-        sums = self.sums
-        pending = [
-            bucket.ranks.start_all_gather(own, f"summed gradients of {bucket.label}")
-            for bucket, own in zip(sums.buckets, sums.own, strict=True)
-            if own is not None
-        ]
-        for bucket, gathered in zip(sums.buckets, pending, strict=True):
+        """Makes every rank's part of the clipped sums the gradient of the whole parameters. The parts are dropped as they are gathered, so that
+        gradients are not held one and a half times."""
+        sums, pending = self.sums, list[tuple[FlatBuffer, Pending]]()
+
+        def take() -> None:
+            bucket, gathered = pending.pop(0)
             for name, view in bucket.views(gathered.wait().view(-1)).items():
                 bucket.parameters[name].grad = view
+
+        for place, bucket in enumerate(sums.buckets):
+            own, sums.own[place] = sums.own[place], None
+            assert own is not None
+            if len(pending) >= IN_FLIGHT:
+                take()
+            pending.append((bucket, bucket.ranks.start_all_gather(own, f"summed gradients of {bucket.label}")))
+        while pending:
+            take()
 
     def step(self, learning_rate: float) -> None:
         self.inner.step(learning_rate)

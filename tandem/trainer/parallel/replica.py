@@ -47,6 +47,11 @@ class Replica:
         optimizer = self.optimizer
         return optimizer.whole(changes) if isinstance(optimizer, ShardedOptimizer) else nullcontext()
 
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether this rank holds a part of each weight (ZeRO 3)."""
+        return isinstance(self.optimizer, ShardedOptimizer) and self.optimizer.stage == 3
+
     def addresses(self) -> AbstractContextManager[None]:
         """Every parameter has memory of its own inside; its numbers may not be there."""
         return self.optimizer.addresses() if isinstance(self.optimizer, ShardedOptimizer) else nullcontext()
@@ -120,7 +125,7 @@ def make_replica(
     directory: Path | None = None, is_filled: bool = True,
 ) -> Replica:
     """``model`` with the optimizer that ``config`` names; ``directory``: the run's, for what is offloaded. ``is_filled``: its weights are
-    there; else, where they are to lie in a file, ``checkpoint.replica_state`` is to be given them."""
+    there; else, where they are to lie in a file or are cut (``zero`` 3), ``checkpoint.replica_state`` is to be given them."""
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None

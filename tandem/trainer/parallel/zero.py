@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.trainer.offload.pages import WEIGHTS
+from tandem.trainer.offload.reserved_memory import PagePool
 from tandem.trainer.offload.zero_part import PagedPart, WritesBehind
 from tandem.trainer.optimizers.adamw import OptimizerState, PieceOptimizer
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
@@ -61,7 +62,8 @@ class ShardedOptimizer:
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
         # Their own parts must have their place in the file before the shards put them there.
         paged = [bucket for bucket in sums.buckets if pages_weights and layer_of(bucket) is not None]
-        held = {id(bucket): Shard(bucket, stage == 3, None, is_filled) for bucket in sums.buckets if bucket not in paged}
+        pages = PagePool()
+        held = {id(bucket): Shard(bucket, stage == 3, None, is_filled, pages) for bucket in sums.buckets if bucket not in paged}
         pieces = {name: piece for bucket in sums.buckets for name, piece in _pieces(bucket, held.get(id(bucket)))}
         self._inner = make_inner(pieces, [[segment.name for segment in bucket.segments()] for bucket in paged])
         self.kinds = self._inner.kinds
@@ -153,13 +155,18 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def fill(self, name: str, first: int, values: Tensor) -> None:
-        """``values`` are the weights of parameter ``name`` from number ``first`` on; this rank takes those of its part. Weights are cut."""
-        assert self.paged is not None and self.stage == 3
+        """Takes from ``values``, the weights of parameter ``name`` from number ``first`` on, those of this rank's part. Stage 3 only."""
+        assert self.stage == 3
         for shard in self.shards:
             for segment in shard.bucket.segments():
                 begin, end = max(first, segment.first), min(first + values.numel(), segment.last)
-                if segment.name == name and begin < end:
-                    self.paged.put(WEIGHTS, name, values[begin - first : end - first], begin - segment.first)
+                if segment.name != name or begin >= end:
+                    continue
+                own, at = values[begin - first : end - first], begin - segment.first
+                if self.paged is not None:
+                    self.paged.put(WEIGHTS, name, own, at)
+                else:
+                    self._inner.parameters[name][at : at + end - begin] = own
 
     def _publish(self) -> None:
         for pending in [shard.publish() for shard in self.shards]:

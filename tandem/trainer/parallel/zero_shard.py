@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.runtime.communicator import Pending
-from tandem.trainer.offload.reserved_memory import ReservedMemory
+from tandem.trainer.offload.reserved_memory import PagePool, ReservedMemory
 from tandem.trainer.offload.zero_part import PagedPart
 from tandem.trainer.parallel.flat_buffer import FlatBuffer
 
@@ -12,11 +12,16 @@ from tandem.trainer.parallel.flat_buffer import FlatBuffer
 class Shard:
     """The weights of one bucket: all of them in ``whole[length]``, and this rank's part in ``own[part]``. ``is_cut``: ``whole`` has memory
     only between ``gather`` and ``free``, and ``own`` has its own. ``paged``: where this rank's part lies instead, if it does; ``whole`` keeps its
-    addresses then. ``is_filled``: the parameters have values; else whoever fills them writes to this rank's part."""
+    addresses then. ``is_filled``: the parameters have values; else whoever fills them writes to this rank's part. ``pages``: where weights that are
+    cut have the memory of ``whole`` from, on a CPU."""
 
-    def __init__(self, bucket: FlatBuffer, is_cut: bool, paged: PagedPart | None = None, is_filled: bool = True) -> None:
+    def __init__(
+        self, bucket: FlatBuffer, is_cut: bool, paged: PagedPart | None = None, is_filled: bool = True, pages: PagePool | None = None
+    ) -> None:
         self.bucket, self.is_cut, self.paged, self.is_whole = bucket, is_cut, paged, True
-        self._lasting = ReservedMemory(bucket.length, bucket.like.dtype) if paged is not None else None
+        self._pages = pages if is_cut and paged is None and bucket.like.is_cpu else None
+        lasts = paged is not None or self._pages is not None
+        self._lasting = ReservedMemory(bucket.length, bucket.like.dtype) if lasts else None
         self.whole = bucket.like.new_zeros(bucket.length) if self._lasting is None else self._lasting.tensor
         with torch.no_grad():
             for name, view in bucket.views(self.whole).items() if is_filled else ():
@@ -62,7 +67,9 @@ class Shard:
     def free(self) -> None:
         """Hold this rank's part alone, where the weights are cut."""
         if self.is_cut and self.is_whole:
-            if self._lasting is not None:
+            if self._lasting is not None and self._pages is not None:
+                self._pages.take(self._lasting)
+            elif self._lasting is not None:
                 self._lasting.release()
             else:
                 self.whole.untyped_storage().resize_(0)
@@ -72,13 +79,16 @@ class Shard:
         """The parameters have addresses, and no numbers, up to ``free``."""
         if not self.is_whole:
             assert self._pending is None
-            self._come()
+            if self._lasting is None:
+                self._come()
             self.is_whole = True
 
     def _come(self) -> None:
         """Have memory."""
         if self._lasting is None:
             self.whole.untyped_storage().resize_(self._bytes)
+        elif self._pages is not None:
+            self._pages.fill(self._lasting)
 
     def take_own(self) -> None:
         """This rank's part is what ``whole`` has there now."""

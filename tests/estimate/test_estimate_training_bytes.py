@@ -7,10 +7,10 @@ import torch
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.model_bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
+from tandem.estimate.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.kernels import select
-from tandem.layout.bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.layout.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints

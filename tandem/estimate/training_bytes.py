@@ -3,7 +3,7 @@
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import (
+from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
     activation_bytes_per_token,
     cut_by_zero,

@@ -2,10 +2,10 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.estimate.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
 from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
 
 PIECE_BYTES = 16 << 20
 """Of offloaded moments: one piece of one moment (``trainer.adamw_host``)."""

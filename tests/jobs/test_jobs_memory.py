@@ -1,0 +1,64 @@
+"""What ranks take of a machine's memory: predicted, measured by the kernel, and looked at before a run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_jobs_ranks import data, write_recipe  # noqa: F401 - a fixture too
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import load_config
+from tandem.jobs import pretrain_inputs
+from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.types import RunError
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(folder: Path, *arguments: str) -> dict[int, tuple[float, list[float]]]:
+    """(predicted, peaks of the ranks) in MiB by ZeRO stage, as ``benchmarks/zero_memory.py`` measures them."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "zero_memory.py"), "--out", str(folder), *arguments]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=580)
+    (report,) = folder.glob("zero-memory-*.md")
+    cells = [line.strip("| ").replace(",", "").split(" | ") for line in report.read_text().splitlines() if line[:3] in ("| 0", "| 1", "| 2", "| 3")]
+    return {int(stage): (float(predicted), [float(peak) for peak in peaks]) for stage, _, predicted, *peaks, _ in cells}
+
+
+def test_peak_of_a_rank_is_within_a_quarter_of_the_prediction_for_a_model_that_is_small_beside_the_process(tmp_path: Path) -> None:
+    ((predicted, peaks),) = measured(tmp_path, "--model", "1M", "--stages", "3").values()
+    assert len(peaks) == 2 and all(predicted / 1.25 < peak < 1.25 * predicted for peak in peaks), (predicted, peaks)
+
+
+@pytest.mark.full
+def test_peak_of_each_stage_is_within_a_quarter_of_the_prediction_and_each_stage_is_smaller_than_the_one_before(tmp_path: Path) -> None:
+    found = measured(tmp_path, "--model", "100M")
+    for predicted, peaks in found.values():
+        assert all(predicted / 1.25 < peak < 1.25 * predicted for peak in peaks), found
+    largest = [max(found[stage][1]) for stage in range(4)]
+    assert largest[0] > largest[1] > largest[2] > largest[3], largest
+
+
+def checked(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
+    write_recipe(folder, data)
+    recipe = load_config(folder / "recipe.yaml", list(overrides))
+    assert isinstance(recipe, PretrainRecipe)
+    return check_pretraining(recipe)
+
+
+def test_every_rank_that_starts_on_this_machine_is_counted_whatever_ranks_per_node_says(data: Path, tmp_path: Path) -> None:  # noqa: F811
+    four = ("parallel.data=4", "parallel.ranks_per_node=1")
+    # One rank takes some 0.4 GiB, the process itself.
+    checked(tmp_path, data, "machine.memory_gib=1.0")
+    with pytest.raises(RunError, match=r"for the 4 ranks that start on this machine and may take 1\.00") as caught:
+        checked(tmp_path, data, *four, "machine.memory_gib=1.0")
+    assert len(str(caught.value).splitlines()) == 1
+    (line,) = [line for line in checked(tmp_path, data, *four, "machine.memory_gib=4") if line.startswith("predicted memory")]
+    assert "for the 4 ranks that start on this machine" in line and int(line.split()[2].replace(",", "")) > 4 * 390
+
+
+def test_more_ranks_than_cores_is_a_warning_that_says_the_cost(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(pretrain_inputs, "available_cores", lambda: 2)
+    (warning,) = [line for line in checked(tmp_path, data, "parallel.data=4", "machine.memory_gib=4") if line.startswith("warning")]
+    assert "4 ranks share 2 cores: a step takes about 2.0 times as long" in warning
+    assert not [line for line in checked(tmp_path, data, "parallel.data=2", "machine.memory_gib=4") if line.startswith("warning")]
