@@ -25,7 +25,7 @@ from machine import machine, write_report
 from tandem.config.model import NewModelConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sampling_params import SamplingParams
-from tandem.pod.create_model import create_model
+from tandem.model.create_model import create_model
 from tandem.runtime.processes import Threads
 
 REQUESTS, PROMPT, OUTPUT = 64, 32, 128

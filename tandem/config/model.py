@@ -1,7 +1,6 @@
 """Section ``model``: a Hugging Face folder, or the shape of a small model that the run makes itself."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tandem.types.errors import UserError
 
@@ -12,14 +11,15 @@ MOST_LAYERS = 1000
 class NewModelConfig:
     """A model with random weights, made from the recipe: nothing is downloaded.
 
+    ``architecture``: the ``model_type`` of a family in ``tandem.model.families``.
     ``tokenizer``: a folder whose tokenizer it takes; empty makes one with a token a character. ``characters``: the
     vocabulary of that besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the line break.
     ``initial_deviation``: standard deviation of the random weights; narrow models learn faster from about
     0.7 / sqrt(hidden_size). ``num_experts``, ``experts_per_token`` and ``expert_intermediate_size`` (0: as
-    ``intermediate_size``): the mixture of experts in every layer of qwen3_moe and mixtral.
+    ``intermediate_size``): the mixture of experts in every layer, of families that have one.
     """
 
-    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = "qwen3"
+    architecture: str = "qwen3"
     hidden_size: int = 128
     num_layers: int = 5
     num_heads: int = 4
@@ -50,11 +50,6 @@ class NewModelConfig:
             )
         if self.expert_intermediate_size < 0:
             raise UserError(f"'model.create.expert_intermediate_size' is {self.expert_intermediate_size}; it must be 0 or more")
-        if self.architecture == "mixtral" and self.expert_intermediate_size not in (0, self.intermediate_size):
-            raise UserError(
-                f"'model.create.expert_intermediate_size' is {self.expert_intermediate_size}; mixtral's experts have "
-                f"intermediate_size ({self.intermediate_size}): leave it out"
-            )
         if self.num_layers > MOST_LAYERS:
             raise UserError(f"'model.create.num_layers' is {self.num_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initial_deviation < 10:

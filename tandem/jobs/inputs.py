@@ -13,7 +13,7 @@ from tandem.data.prompts import PromptSource
 from tandem.estimate.memory import PodMemory
 from tandem.layout.bytes import optimizer_bytes, weight_bytes
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.new_model import folder_without_weights
+from tandem.model.new_model import folder_without_weights
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
 from tandem.rl.rewards.pool import RewardPool

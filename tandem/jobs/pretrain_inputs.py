@@ -20,8 +20,8 @@ from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.layout.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
+from tandem.model.new_model import folder_without_weights
 from tandem.model_registry.open import open_registry
-from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
 from tandem.runtime.gpus import Device, check_gpu_memory, chosen_device, probe
 from tandem.storage.files import open_storage

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -34,12 +31,26 @@ class RopeScaling:
     truncate: bool = True
 
 
+class ExpertNames(NamedTuple):
+    """Names of a layer's router and expert matrices in the Hugging Face folder, behind ``model.layers.N.``. Those of an expert contain
+    ``.experts.{}.`` for its number."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+
+
+STANDARD_NAMES = ExpertNames()
+"""Those of Qwen's families and of most others."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
     """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``experts_per_token``.
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a
-    plain MLP instead, ascending.
+    plain MLP instead, ascending. ``names``: how the model's family names the matrices.
     """
 
     num_experts: int
@@ -47,17 +58,19 @@ class ExpertShapes:
     intermediate_size: int
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    names: ExpertNames = STANDARD_NAMES
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """A decoder-only transformer. All counts in elements; ``sliding_window`` in tokens (``None``: full attention).
+    """A decoder-only transformer. All counts in elements.
 
-    ``layer_windows[i]`` is layer i's window (``None``: full), derived from the checkpoint's own rules. ``experts``: the
-    mixture of experts where the architecture has one.
+    ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer
+    i's sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts,
+    ``None`` where every layer has a plain MLP.
     """
 
-    architecture: Architecture
+    architecture: str
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -87,8 +100,6 @@ class ModelShapes:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even one")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
-        if (self.experts is not None) != (self.architecture in EXPERT_NAMES):
-            raise ValueError(f"model experts is {self.experts}; {self.architecture} models have {'some' if self.experts is None else 'none'}")
         if self.experts is not None:
             self._check_experts(self.experts)
 
@@ -98,6 +109,9 @@ class ModelShapes:
                 raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
         if experts.experts_per_token > experts.num_experts:
             raise ValueError(f"model experts_per_token {experts.experts_per_token} is more than its num_experts {experts.num_experts}")
+        for name in experts.names[1:]:
+            if name.count(".experts.{}.") != 1:
+                raise ValueError(f"model experts' name '{name}' must contain '.experts.{{}}.' once")
         if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_layers))):
             raise ValueError(f"model experts' dense_layers are {list(experts.dense_layers)}; they must be layers from 0 to {self.num_layers - 1}, ascending")
 
@@ -120,25 +134,6 @@ class ModelShapes:
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.key_value_size
-
-
-class ExpertNames(NamedTuple):
-    """What a layer's matrices are called in the Hugging Face form; expert e's have e in place of ``{}``."""
-
-    router: str
-    gate: str
-    up: str
-    down: str
-
-
-EXPERT_NAMES: dict[Architecture, ExpertNames] = {
-    "qwen3_moe": ExpertNames(
-        "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
-    ),
-    "mixtral": ExpertNames(
-        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"
-    ),
-}
 
 
 class Parameter(NamedTuple):
@@ -177,7 +172,7 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
             yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
         experts = shapes.experts_of(layer)
         if experts is not None:
-            yield from _expert_parameters(experts, EXPERT_NAMES[shapes.architecture], at, hidden)
+            yield from _expert_parameters(experts, at, hidden)
         else:
             for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
                 yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
@@ -190,8 +185,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
 
 
-def _expert_parameters(experts: ExpertShapes, names: ExpertNames, at: str, hidden: int) -> Iterator[Parameter]:
-    inner = experts.intermediate_size
+def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
+    names, inner = experts.names, experts.intermediate_size
     yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
     for expert in range(experts.num_experts):
         for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):

@@ -1,4 +1,4 @@
-"""The decoder, defined once for trainer and engine: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral, as their shapes say."""
+"""The decoder, defined once for trainer and engine. What differs between model families is in its ``ModelShapes``."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -9,9 +9,6 @@ from tandem.layout.shapes import parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import part_of, to_huggingface
 
-_RESIDUAL = ("o_proj.weight", "down_proj.weight", ".w2.weight")
-"""Endings of the matrices that write to the residual stream; Mixtral calls an expert's last one w2."""
-
 
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
@@ -24,6 +21,8 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
     """
     whole = dict(parameters(decoder.shapes))
     residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_layers)
+    experts = decoder.shapes.experts
+    to_residual = ("o_proj.weight", "down_proj.weight", *([f"{experts.names.down.rpartition('{}')[2]}.weight"] if experts else []))
     for name, tensor in to_huggingface(decoder):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
@@ -31,7 +30,7 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
             tensor.fill_(0.0)
         else:
             generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            deviation = residual if name.endswith(_RESIDUAL) else standard_deviation
+            deviation = residual if name.endswith(to_residual) else standard_deviation
             drawn = torch.empty(whole[name], dtype=torch.float32).normal_(0.0, deviation, generator=generator)
             tensor.copy_(part_of(decoder, name, drawn))
 

@@ -39,7 +39,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a character tokenizer."""
-    from tandem.pod.create_model import create_model
+    from tandem.model.create_model import create_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     config = NewModelConfig(

@@ -8,7 +8,7 @@ import pytest
 from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
-from tandem.pod.create_model import create_model
+from tandem.model.create_model import create_model
 
 NO_MODEL = "--warm_up=null", "--model.create=null"
 

@@ -10,7 +10,7 @@ import pytest
 from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
-from tandem.pod.create_model import create_model
+from tandem.model.create_model import create_model
 from tandem.runtime.run_lock import RunLock
 
 

@@ -61,7 +61,7 @@ def distance(ours: list[Any], theirs: list[Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral"])
 def test_two_ranks_have_the_bits_of_one(make_folder, make_llm, ranks, architecture) -> None:
     expected = generate(make_llm(architecture))
     assert generate(ranks(make_folder(architecture))) == expected

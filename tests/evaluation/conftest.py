@@ -9,7 +9,7 @@ from tandem.config.model import NewModelConfig
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tandem.pod.create_model import create_model
+    from tandem.model.create_model import create_model
 
     folder = tmp_path_factory.mktemp("models") / "small"
     config = NewModelConfig(

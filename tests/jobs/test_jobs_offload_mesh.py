@@ -25,8 +25,8 @@ from tandem.config.recipe import load_config
 from tandem.estimate.memory import PROCESS_BYTES
 from tandem.jobs.pretrain_inputs import check_pretraining
 from tandem.layout.training_bytes import training_bytes
+from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.create_model import create_model
 from tandem.types import UserError
 
 # Activations of at least 64 KiB are offloaded.

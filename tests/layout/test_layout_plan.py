@@ -1,11 +1,13 @@
 import json
+from dataclasses import replace
 
 import pytest
 import transformers
 
 from tandem.layout.bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
-from tandem.layout.shapes import ModelShapes, parameter_count, parameters
+from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count, parameters
 from tandem.layout.sharding import Cut, cut_slices, local_parameters, local_shapes, rule_for
+from tandem.model.families import mixtral
 
 
 def shapes(**changes: object) -> ModelShapes:
@@ -18,7 +20,8 @@ def shapes(**changes: object) -> ModelShapes:
 
 def hugging_face(model_shapes: ModelShapes) -> transformers.PreTrainedModel:
     config = {
-        "qwen3": transformers.Qwen3Config, "qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig
+        "qwen3": transformers.Qwen3Config, "qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
     }[model_shapes.architecture](
         vocab_size=model_shapes.vocab_size, hidden_size=model_shapes.hidden_size, num_hidden_layers=model_shapes.num_layers,
         num_attention_heads=model_shapes.num_heads, num_key_value_heads=model_shapes.num_kv_heads,
@@ -35,8 +38,9 @@ def hugging_face(model_shapes: ModelShapes) -> transformers.PreTrainedModel:
         shapes(tie_embeddings=False),
         shapes(architecture="qwen2", qk_norm=False, attention_bias=True, head_dim=8),
         shapes(architecture="llama", qk_norm=False, num_kv_heads=4),
+        shapes(architecture="mistral", qk_norm=False, tie_embeddings=False),
     ],
-    ids=["qwen3 tied", "qwen3 untied", "qwen2", "llama"],
+    ids=["qwen3 tied", "qwen3 untied", "qwen2", "llama", "mistral"],
 )
 def test_names_and_shapes_of_all_parameters_are_those_of_transformers(model_shapes: ModelShapes) -> None:
     theirs = {name: tuple(tensor.shape) for name, tensor in hugging_face(model_shapes).named_parameters()}
@@ -44,12 +48,17 @@ def test_names_and_shapes_of_all_parameters_are_those_of_transformers(model_shap
     assert parameter_count(model_shapes) == sum(p.numel() for p in hugging_face(model_shapes).parameters())
 
 
+MIXTURE = ExpertShapes(4, 2, 24)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_shards_of_every_parameter_cover_it_exactly_once(size: int, deterministic: bool) -> None:
-    for name, shape in parameters(shapes()):
-        pieces = [cut_slices(shapes(), name, shape, Cut(rank, size, deterministic)) for rank in range(size)]
-        rule = rule_for(name)
+@pytest.mark.parametrize("experts", [None, MIXTURE, replace(MIXTURE, names=mixtral.NAMES)], ids=["dense", "standard names", "mixtral"])
+def test_the_shards_of_every_parameter_cover_it_exactly_once(experts: ExpertShapes | None, size: int, deterministic: bool) -> None:
+    whole = shapes(experts=experts)
+    for name, shape in parameters(whole):
+        pieces = [cut_slices(whole, name, shape, Cut(rank, size, deterministic)) for rank in range(size)]
+        rule = rule_for(name, experts and experts.names)
         axis = 0 if deterministic and rule.placement == "row" else rule.axis
         if axis is None or size == 1:
             assert all(piece == pieces[0] for piece in pieces)
@@ -82,7 +91,8 @@ def test_a_rank_has_the_shapes_of_its_slices() -> None:
 def test_an_unknown_parameter_has_no_rule() -> None:
     with pytest.raises(KeyError, match=r"model\.extra"):
         rule_for("model.extra")
-
+    with pytest.raises(KeyError, match=r"w1"):
+        rule_for("model.layers.0.block_sparse_moe.experts.3.w1.weight", MIXTURE.names)
 
 
 def test_bytes_of_a_published_model_match_its_checkpoint() -> None:

@@ -16,9 +16,9 @@ Run = Callable[..., list[Tensor]]
 
 
 def random_shapes(draw: random.Random) -> ModelShapes:
-    architecture = draw.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"))
+    architecture = draw.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral"))
     kv_heads, layers = draw.choice((1, 2, 3)), draw.randint(1, 3)
-    biased = architecture == "qwen2" or draw.random() < 0.4
+    biased = architecture == "qwen2" or (draw.random() < 0.4 and architecture != "mistral")
     inner, experts = draw.randint(1, 300), draw.randint(1, 70)
     mixture = ExpertShapes(experts, draw.randint(1, min(8, experts)), inner)
     windows = tuple(draw.choice((None, 1, 5, 16, 33, 100)) for _ in range(layers))

@@ -16,6 +16,7 @@ from tandem.jobs.convert import convert
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.families import mixtral
 from tandem.model.huggingface import read_tensors, save_model
 from tandem.model.megatron.layout import MegatronMesh
 from tandem.types import UserError
@@ -24,7 +25,7 @@ DENSE = ModelShapes("qwen2", 131, 32, 4, 8, 4, 4, 48, 64, True, attention_bias=T
 NORMED = ModelShapes("qwen3", 131, 32, 4, 8, 2, 8, 48, 64, False, qk_norm=True)
 LLAMA = ModelShapes("llama", 256, 32, 2, 4, 4, 8, 64, 64, False, attention_bias=True, output_bias=True, mlp_bias=True)
 MIXTURE = ModelShapes("qwen3_moe", 131, 32, 4, 4, 2, 8, 48, 64, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,)))
-MIXTRAL = ModelShapes("mixtral", 131, 32, 2, 4, 2, 8, 48, 64, False, experts=ExpertShapes(4, 2, 48))
+MIXTRAL = ModelShapes("mixtral", 131, 32, 2, 4, 2, 8, 48, 64, False, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
 CASES = [
     (DENSE, MegatronMesh(2, 2)), (DENSE, MegatronMesh(4, 1)), (NORMED, MegatronMesh(2, 4)), (LLAMA, MegatronMesh(2, 2)), (LLAMA, MegatronMesh()),
     (MIXTURE, MegatronMesh(2, 2, 2)), (MIXTURE, MegatronMesh(1, 1, 4)), (MIXTRAL, MegatronMesh(2, 1, 2)),

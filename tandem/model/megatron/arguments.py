@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tandem.layout.shapes import Architecture, ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.model.families import mixtral, qwen3_moe
 from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
 from tandem.types import UserError
 
@@ -46,7 +47,7 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
                 raise UserError(f"the Megatron checkpoint has {name} {given[name]!r}, which no model here has; {wanted!r} is read")
         heads, hidden = int(given["num_attention_heads"]), int(given["hidden_size"])
         count, biased, normed = given.get("num_experts") or 0, bool(given.get("add_qkv_bias")), bool(given.get("qk_layernorm"))
-        architecture: Architecture = "llama"
+        architecture = "llama"
         experts = None
         if count:
             architecture = "qwen3_moe" if normed else "mixtral"
@@ -56,6 +57,7 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
             experts = ExpertShapes(
                 int(count), int(given["moe_router_topk"]), int(given.get("moe_ffn_hidden_size") or given["ffn_hidden_size"]),
                 not given.get("moe_router_pre_softmax", False), tuple(i for i in layers if not sparse[i]),
+                qwen3_moe.NAMES if normed else mixtral.NAMES,
             )  # fmt: skip
         elif normed:
             architecture = "qwen3"

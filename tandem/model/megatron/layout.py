@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import EXPERT_NAMES, ModelShapes
+from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 
 Spelling = Literal["transformer_engine", "local"]
@@ -131,7 +131,7 @@ def _layer(
         if shapes.mlp_bias:
             yield _same(f"{to}mlp.linear_fc2.bias", f"{of}mlp.down_proj.bias")
         return
-    names = EXPERT_NAMES[shapes.architecture]
+    names = experts.names
     yield _same(f"{to}mlp.router.weight", f"{of}{names.router}.weight")
     held = experts.num_experts // mesh.expert
     for local in range(held):

@@ -1,4 +1,4 @@
-"""What a model made from the recipe will be, said before it is made: its shapes and its tokenizer. Imports no torch."""
+"""Shapes and tokenizer of a model that is created from a recipe. Imports no torch."""
 
 import json
 import shutil
@@ -8,19 +8,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.config.model import NewModelConfig
-from tandem.layout.shapes import EXPERT_NAMES, ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.model.config_reader import ConfigReader
+from tandem.model.family import family_to_create
 from tandem.model.huggingface_config import config_json
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.types import UserError
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
-    """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases;
-    mixtures of experts: in every layer, with normalised gates)."""
-    inner = config.expert_intermediate_size or config.intermediate_size
-    experts = ExpertShapes(config.num_experts, config.experts_per_token, inner) if config.architecture in EXPERT_NAMES else None
-    return ModelShapes(
-        architecture=config.architecture,
+    """Returns the shapes that ``config`` describes, with the defaults of its family; a mixture of experts is in every layer, with
+    normalised gates. Raises ``UserError`` for a family that is not known or that has no such model."""
+    family = family_to_create(config.architecture)
+    experts = None
+    if family.experts is not None:
+        inner = config.expert_intermediate_size or config.intermediate_size
+        experts = ExpertShapes(config.num_experts, config.experts_per_token, inner, names=family.experts.names)
+    biases = family.biases(ConfigReader({}, "model.create"))
+    shapes = ModelShapes(
+        architecture=family.model_type,
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
@@ -31,14 +38,21 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         max_positions=config.max_positions,
         tie_embeddings=config.tie_embeddings,
         rope_theta=config.rope_theta,
-        attention_bias=config.architecture == "qwen2",
-        qk_norm=config.architecture in ("qwen3", "qwen3_moe"),
+        attention_bias=biases.attention,
+        output_bias=biases.output,
+        mlp_bias=biases.mlp,
+        qk_norm=family.qk_norm,
         experts=experts,
     )
+    try:
+        config_json(shapes)
+    except ValueError as error:
+        raise UserError(f"section 'model.create': {error}") from None
+    return shapes
 
 
 def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
-    """The tokenizer that ``config`` names or describes, to ``folder``. Raises ``UserError`` where there is none."""
+    """Writes the tokenizer that ``config`` names or describes to ``folder``. Raises ``UserError`` where there is none."""
     if not config.tokenizer:
         make_character_tokenizer(config.characters, folder)
         return
@@ -51,8 +65,7 @@ def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
 
 @contextmanager
 def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
-    """A passing folder with everything of the model but its weights, so that what a run needs can be checked before any
-    work."""
+    """Yields a temporary folder with everything of the model but its weights, so that a run's inputs can be checked before any work."""
     with TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
         write_tokenizer(config, folder)
