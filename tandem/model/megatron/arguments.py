@@ -23,8 +23,14 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
         "rotary_base": shapes.rope_theta, "rotary_percent": 1.0, "add_bias_linear": shapes.mlp_bias, "add_qkv_bias": shapes.attention_bias,
         "qk_layernorm": shapes.qk_norm, "tensor_model_parallel_size": mesh.tensor, "pipeline_model_parallel_size": mesh.pipeline,
         "expert_model_parallel_size": mesh.expert, "params_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
-        "iteration": iteration, "num_experts": None,
+        "iteration": iteration, "num_experts": None, "window_size": None,
     }  # fmt: skip
+    windows = [shapes.window(layer) for layer in range(shapes.num_layers)]
+    window = next((window for window in windows if window is not None), None)
+    if window is not None:
+        # Megatron counts the tokens on either side, without the token itself.
+        found["window_size"] = (window - 1, 0)
+        found["window_attn_skip_freq"] = None if None not in windows else [int(window is not None) for window in windows]
     if shapes.experts is not None:
         experts = shapes.experts
         found |= {
@@ -47,7 +53,8 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
                 raise UserError(f"the Megatron checkpoint has {name} {given[name]!r}, which no model here has; {wanted!r} is read")
         heads, hidden = int(given["num_attention_heads"]), int(given["hidden_size"])
         count, biased, normed = given.get("num_experts") or 0, bool(given.get("add_qkv_bias")), bool(given.get("qk_layernorm"))
-        architecture = "llama"
+        windows = _windows(given)
+        architecture = "mistral" if windows else "llama"
         experts = None
         if count:
             architecture = "qwen3_moe" if normed else "mixtral"
@@ -69,10 +76,27 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
             int(given.get("kv_channels") or hidden // heads), int(given["ffn_hidden_size"]), int(given["max_position_embeddings"]),
             not given.get("untie_embeddings_and_output_weights", True), rms_norm_eps=float(given.get("norm_epsilon", 1e-5)),
             rope_theta=float(given.get("rotary_base", 10000.0)), attention_bias=biased, mlp_bias=bool(given.get("add_bias_linear", False)),
-            qk_norm=normed, experts=experts,
+            qk_norm=normed, layer_windows=windows, experts=experts,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the 'args' of the Megatron checkpoint do not describe its model ({error}); name its config.json by --config") from None
+
+
+def _windows(given: dict[str, Any]) -> tuple[int | None, ...]:
+    """Returns each layer's window, ``()`` where all attention is full. ``window_attn_skip_freq``: one layer in so many has full attention,
+    or a list with a 1 for each layer that has the window."""
+    layers, frequency = range(int(given["num_layers"])), given.get("window_attn_skip_freq")
+    if given.get("window_size") is None:
+        return ()
+    before, after = map(int, given["window_size"])
+    if before < 0:
+        return ()
+    if after > 0:
+        raise ValueError(f"window_size {given['window_size']} looks at later tokens")
+    if frequency is None:
+        frequency = [1 for _ in layers]
+    sliding = [bool(frequency[i]) if isinstance(frequency, list) else (i + 1) % int(frequency) != 0 for i in layers]
+    return tuple(before + 1 if each else None for each in sliding) if any(sliding) else ()
 
 
 def mesh_of(arguments: Namespace) -> MegatronMesh:
