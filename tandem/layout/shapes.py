@@ -1,7 +1,7 @@
 """The shapes of a decoder, as plain data. Imports no torch.
 
-``ModelShapes`` is the one description of a network that every room reads: the model builds itself from it, the sharding
-plan cuts it, the estimates count it and the Hugging Face room translates it to and from ``config.json``.
+``ModelShapes`` is the one description of a network: the decoder is built from it, the sharding plan divides it, the memory estimates
+count it, and the families in ``tandem.model.families`` translate it from and to ``config.json``.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. ``kind`` and the fields follow Hugging Face's ``rope_scaling``.
+    """The scaling of rotary frequencies. ``kind`` and the fields follow Hugging Face's ``rope_scaling``.
 
-    ``default``: nothing. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
+    ``default``: none. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
     ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
     (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given).
     """
@@ -116,11 +116,11 @@ class ModelShapes:
             raise ValueError(f"model experts' dense_layers are {list(experts.dense_layers)}; they must be layers from 0 to {self.num_layers - 1}, ascending")
 
     def experts_of(self, layer: int) -> ExpertShapes | None:
-        """The mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
+        """Returns the mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of ``layer`` in tokens, ``None`` for full attention."""
+        """Returns the sliding window of ``layer`` in tokens, ``None`` for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
@@ -151,7 +151,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
-    """Every parameter of the Hugging Face form, in the order in which checkpoints list them."""
+    """Yields every parameter of the Hugging Face folder, in the order in which checkpoints list them."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
     for layer in range(shapes.num_layers):
@@ -194,5 +194,5 @@ def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[
 
 
 def parameter_count(shapes: ModelShapes) -> int:
-    """How many numbers the model holds; tied embeddings count once."""
+    """Returns the number of parameters; tied embeddings count once."""
     return sum(p.numel for p in parameters(shapes))

@@ -50,7 +50,8 @@ def plan_with(names: ExpertNames) -> tuple[Rule, ...]:
     """``PLAN`` and the rules of a mixture whose matrices have ``names``."""
     patterns = {field: re.escape(name).replace(re.escape("{}"), r"\d+") for field, name in names._asdict().items()}
     experts = (Rule(rf"model\.layers\.\d+\.{patterns[field]}\.weight", placement, axis) for field, placement, axis in EXPERT_PLAN)
-    return (*PLAN, *experts)
+    # Most names of a mixture are those of experts.
+    return (*experts, *PLAN)
 
 
 def rule_for(name: str, names: ExpertNames | None = None) -> Rule:

@@ -1,4 +1,4 @@
-"""The ``args`` of a Megatron checkpoint: what of them describes the network."""
+"""The ``args`` of a Megatron checkpoint that describe the network."""
 
 from argparse import Namespace
 from typing import Any
@@ -12,7 +12,7 @@ from tandem.types import UserError
 
 
 def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, iteration: int) -> Namespace:
-    """Megatron's names for what ``shapes`` and ``mesh`` say."""
+    """Returns the ``args`` of a checkpoint of ``shapes`` written by ``mesh``."""
     found: dict[str, Any] = {
         "num_layers": shapes.num_layers, "hidden_size": shapes.hidden_size, "ffn_hidden_size": shapes.intermediate_size,
         "num_attention_heads": shapes.num_heads, "group_query_attention": shapes.num_kv_heads != shapes.num_heads,
@@ -42,15 +42,14 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
 
 
 def shapes_of(arguments: Namespace | None) -> ModelShapes:
-    """The network that ``arguments`` describe. Raises ``UserError`` where they do not say enough, or something that no model here
-    has."""
+    """Returns the network that ``arguments`` describe. Raises ``UserError`` for arguments that are incomplete or not supported."""
     if arguments is None:
         raise UserError("the Megatron checkpoint has no 'args' that describe its model; name a folder with its config.json by --config")
     given = vars(arguments)
     try:
         for name, wanted in (("normalization", "RMSNorm"), ("swiglu", True), ("position_embedding_type", "rope")):
             if given.get(name, wanted) != wanted:
-                raise UserError(f"the Megatron checkpoint has {name} {given[name]!r}, which no model here has; {wanted!r} is read")
+                raise UserError(f"the Megatron checkpoint has {name} {given[name]!r}; only {wanted!r} is supported")
         heads, hidden = int(given["num_attention_heads"]), int(given["hidden_size"])
         count, biased, normed = given.get("num_experts") or 0, bool(given.get("add_qkv_bias")), bool(given.get("qk_layernorm"))
         windows = _windows(given)
@@ -100,6 +99,6 @@ def _windows(given: dict[str, Any]) -> tuple[int | None, ...]:
 
 
 def mesh_of(arguments: Namespace) -> MegatronMesh:
-    """The ranks that wrote it, as ``arguments`` have them."""
+    """Returns the ranks that wrote the checkpoint."""
     sizes = (getattr(arguments, f"{axis}_model_parallel_size", 1) or 1 for axis in ("tensor", "pipeline", "expert"))
     return MegatronMesh(*map(int, sizes))
