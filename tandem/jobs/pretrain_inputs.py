@@ -44,8 +44,10 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         check_layout(shapes, recipe.parallel)
         check_balance(shapes, recipe.trainer)
         spans = spans_of(recipe.parallel, shapes)
-        if recipe.data.sequence_length > shapes.max_positions:
-            raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
+        if recipe.data.sequence_length > shapes.max_position_embeddings:
+            raise UserError(
+                f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_position_embeddings} positions"
+            )
         datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
         for path, files in datasets:
             files.check()

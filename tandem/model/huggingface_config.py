@@ -64,21 +64,21 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     # A null means the value that follows from the heads, a missing key the family's.
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
-    max_positions = read.integer("max_position_embeddings", family.max_position_embeddings)
-    theta, scaling = _rope(read, max_positions, family.rope_theta)
+    max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
+    theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
     biases = family.biases(read)
     try:
         return ModelShapes(
             architecture=family.model_type,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=read.integer("num_key_value_heads", kv_heads),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
             head_dim=read.integer("head_dim", head_dim),
             intermediate_size=read.integer("intermediate_size"),
-            max_positions=max_positions,
-            tie_embeddings=read.boolean("tie_word_embeddings", False),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
             rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -93,7 +93,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
         raise UserError(f"'{where}': {error}") from None
 
 
-def _rope(read: ConfigReader, max_positions: int, default_theta: float) -> tuple[float, RopeScaling]:
+def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
     """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers."""
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     given = read.config.get(key) or {}
@@ -115,7 +115,7 @@ def _rope(read: ConfigReader, max_positions: int, default_theta: float) -> tuple
     if kind == "linear":
         return theta, RopeScaling("linear", factor=rope.number("factor"))
     # A value outside the rotary keys goes first, as in transformers.
-    context = rope.integer("original_max_position_embeddings", max_positions)
+    context = rope.integer("original_max_position_embeddings", max_position_embeddings)
     context = read.integer("original_max_position_embeddings", context)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -130,7 +130,7 @@ def _rope(read: ConfigReader, max_positions: int, default_theta: float) -> tuple
         )
     return theta, RopeScaling(
         "yarn",
-        factor=rope.number("factor", max_positions / context),
+        factor=rope.number("factor", max_position_embeddings / context),
         original_max_position_embeddings=context,
         beta_fast=float(given.get("beta_fast") or 32.0),
         beta_slow=float(given.get("beta_slow") or 1.0),
@@ -157,14 +157,14 @@ def config_json(
         "vocab_size": shapes.vocab_size,
         "hidden_size": shapes.hidden_size,
         "intermediate_size": shapes.intermediate_size,
-        "num_hidden_layers": shapes.num_layers,
-        "num_attention_heads": shapes.num_heads,
-        "num_key_value_heads": shapes.num_kv_heads,
+        "num_hidden_layers": shapes.num_hidden_layers,
+        "num_attention_heads": shapes.num_attention_heads,
+        "num_key_value_heads": shapes.num_key_value_heads,
         "head_dim": shapes.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": shapes.max_positions,
+        "max_position_embeddings": shapes.max_position_embeddings,
         "rms_norm_eps": shapes.rms_norm_eps,
-        "tie_word_embeddings": shapes.tie_embeddings,
+        "tie_word_embeddings": shapes.tie_word_embeddings,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -183,7 +183,7 @@ def config_json(
 
 
 def _all_windows(shapes: ModelShapes) -> tuple[int | None, ...]:
-    return tuple(shapes.window(layer) for layer in range(shapes.num_layers))
+    return tuple(shapes.window(layer) for layer in range(shapes.num_hidden_layers))
 
 
 def _check_expressed(shapes: ModelShapes, content: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
     on fusing, order, device or thread count, and a rank's part has the values of the whole matrix.
     """
     whole = dict(parameters(decoder.shapes))
-    residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_layers)
+    residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_hidden_layers)
     experts = decoder.shapes.experts
     to_residual = ("o_proj.weight", "down_proj.weight", *([f"{experts.names.down.rpartition('{}')[2]}.weight"] if experts else []))
     for name, tensor in to_huggingface(decoder):

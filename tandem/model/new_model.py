@@ -23,20 +23,20 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
     family = family_to_create(config.architecture)
     experts = None
     if family.experts is not None:
-        inner = config.expert_intermediate_size or config.intermediate_size
-        experts = ExpertShapes(config.num_experts, config.experts_per_token, inner, names=family.experts.names)
+        inner = config.moe_intermediate_size or config.intermediate_size
+        experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names)
     biases = family.biases(ConfigReader({}, "model.create"))
     shapes = ModelShapes(
         architecture=family.model_type,
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
-        max_positions=config.max_positions,
-        tie_embeddings=config.tie_embeddings,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
         rope_theta=config.rope_theta,
         attention_bias=biases.attention,
         output_bias=biases.output,

@@ -19,8 +19,9 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(
-    architecture="qwen2", vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
-    max_positions=256, tie_embeddings=True, attention_bias=True, layer_windows=(24, 20),
+    architecture="qwen2", vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=256, tie_word_embeddings=True, attention_bias=True, layer_windows=(24, 20),
 )
 PARAMS = SamplingParams(n=2, max_tokens=150, seed=5, temperature=0.8)
 
@@ -47,7 +48,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAM
     return [found[str(key)] for key in range(len(prompts))], most
 
 
-MISTRAL = replace(SHAPES, architecture="mistral", attention_bias=False, tie_embeddings=False, layer_windows=(24, 24))
+MISTRAL = replace(SHAPES, architecture="mistral", attention_bias=False, tie_word_embeddings=False, layer_windows=(24, 24))
 
 
 @pytest.mark.parametrize(("kernels", "shapes"), [("reference", SHAPES), ("auto", SHAPES), ("auto", MISTRAL)], ids=str)

@@ -104,7 +104,7 @@ def test_every_family_is_created_from_a_recipe(model_type: str, tmp_path: Path) 
     ("config", "message"),
     [
         (NewModelConfig("qwen4"), "'model.create.architecture' is 'qwen4'.*llama, mistral, mixtral.*Did you mean 'qwen3'"),
-        (NewModelConfig("mixtral", expert_intermediate_size=24), "section 'model.create'.*mixtral.*experts.intermediate_size 24.*512"),
+        (NewModelConfig("mixtral", moe_intermediate_size=24), "section 'model.create'.*mixtral.*experts.intermediate_size 24.*512"),
     ],
 )
 def test_a_model_that_no_family_has_is_refused_by_name(config: NewModelConfig, message: str) -> None:

@@ -23,7 +23,7 @@ def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
 def write_experts(experts: ExpertShapes) -> dict[str, Any]:
     return {
         "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
+        "num_experts_per_tok": experts.num_experts_per_tok,
         "output_router_logits": False,
     }
 

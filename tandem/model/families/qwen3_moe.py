@@ -31,7 +31,7 @@ def write_experts(experts: ExpertShapes) -> dict[str, Any]:
     return {
         "num_experts": experts.num_experts,
         "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
+        "num_experts_per_tok": experts.num_experts_per_tok,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalised,
         "decoder_sparse_step": 1,
