@@ -28,10 +28,11 @@ from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(
-    architecture="qwen3", vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=768,
-    max_positions=512, tie_embeddings=True, qk_norm=True,
+    architecture="qwen3", vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+    intermediate_size=768,
+    max_position_embeddings=512, tie_word_embeddings=True, qk_norm=True,
 )
-CACHE_TOKENS = 16 * SHAPES.max_positions
+CACHE_TOKENS = 16 * SHAPES.max_position_embeddings
 Request = tuple[float, int, int]
 """Arrival in seconds, prompt tokens, new tokens."""
 
@@ -47,7 +48,7 @@ def measure(batching: str, kv: str, requests: list[Request]) -> dict[str, float]
     decoder = Decoder(SHAPES, select("auto"))
     initialise(decoder, 0)
     settings = EngineSettings(
-        SHAPES.max_positions, CACHE_TOKENS // 16, max_num_seqs=64, max_num_batched_tokens=1024, batching=batching, kv=kv,
+        SHAPES.max_position_embeddings, CACHE_TOKENS // 16, max_num_seqs=64, max_num_batched_tokens=1024, batching=batching, kv=kv,
         enable_prefix_caching=False,
     )
     engine = Engine(decoder, settings)

@@ -26,7 +26,7 @@ def warm_model(work: Path, threads: int = 1) -> Path:
     import torch
 
     from tandem.jobs.sft_stage import run_sft_stage, sft_recipe
-    from tandem.pod.create_model import create_model
+    from tandem.model.create_model import create_model
 
     recipe = recipe_with([f"machine.threads={threads}"])
     parts = to_mapping(recipe)

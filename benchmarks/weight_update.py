@@ -45,7 +45,7 @@ from tandem.weight_transfer.update import WeightReader
 
 def shapes(vocabulary: int, hidden: int, layers: int, inner: int, heads: int) -> ModelShapes:
     sizes = (vocabulary, hidden, layers, heads, heads // 2, hidden // heads, inner, 4096)
-    return ModelShapes("qwen3", *sizes, tie_embeddings=True, qk_norm=True)
+    return ModelShapes("qwen3", *sizes, tie_word_embeddings=True, qk_norm=True)
 
 
 MODELS = {

@@ -28,16 +28,20 @@ from tandem.data.train_tokenizer import train_tokenizer
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
 from tandem.estimate.peak_bytes import peak_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.create_model import create_model
 from tandem.runtime.processes import peak_memory_of
 from tandem.storage.files import open_storage
 
 MODELS: dict[str, dict[str, int]] = {
-    "1M": {"hidden_size": 128, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "intermediate_size": 384},
-    "12M": {"hidden_size": 384, "num_layers": 8, "num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1024},
-    "100M": {"hidden_size": 1024, "num_layers": 9, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "intermediate_size": 2816},
-    "300M": {"hidden_size": 1280, "num_layers": 16, "num_heads": 20, "num_kv_heads": 10, "head_dim": 64, "intermediate_size": 3712},
+    "1M": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "intermediate_size": 384},
+    "12M": {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64,
+    "intermediate_size": 1024},
+    "100M": {"hidden_size": 1024, "num_hidden_layers": 9, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 2816},
+    "300M": {"hidden_size": 1280, "num_hidden_layers": 16, "num_attention_heads": 20, "num_key_value_heads": 10, "head_dim": 64,
+    "intermediate_size": 3712},
 }
 TOKENS = 256
 STAGES = (0, 1, 2, 3)
@@ -56,7 +60,8 @@ def make_data(folder: Path) -> None:
 def recipe(work: Path, name: str, steps: int) -> dict[str, Any]:
     return {
         "algorithm": {"name": "pretrain"},
-        "model": {"create": {"architecture": "qwen3", "tokenizer": str(work / "tokenizer"), "max_positions": TOKENS, **MODELS[name]}},
+        "model": {"create": {"architecture": "qwen3", "tokenizer": str(work / "tokenizer"), "max_position_embeddings": TOKENS,
+        **MODELS[name]}},
         "data": {"train": [{"path": str(work / "data")}], "sequence_length": TOKENS, "sequences_per_step": 4},
         "trainer": {"learning_rate": 1.0e-4, "micro_batch_tokens": TOKENS},
         "evaluation": {"every_steps": 1000},

@@ -37,7 +37,7 @@ def preemption_costs(shapes: ModelShapes, dtype: str, device: str, kv_cache_dtyp
     kind = device if device in _FLOPS else "cuda"
     return PreemptionCosts(
         token_s=2 * parameter_count(shapes) / _FLOPS[kind],
-        pair_s=4 * shapes.num_layers * shapes.query_size / _FLOPS[kind],
+        pair_s=4 * shapes.num_hidden_layers * shapes.query_size / _FLOPS[kind],
         swap_token_s=2 * kv_bytes_per_token(shapes, dtype, kv_cache_dtype) / _COPY_BYTES_PER_S[kind],
-        swap_start_s=4 * shapes.num_layers * _COPY_START_S[kind],
+        swap_start_s=4 * shapes.num_hidden_layers * _COPY_START_S[kind],
     )

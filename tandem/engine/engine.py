@@ -46,7 +46,7 @@ class Engine:
         version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
         speculative: SpeculativeSettings | None = None, draft: Decoder | None = None,
     ) -> None:
-        settings.check(decoder.shapes.max_positions)
+        settings.check(decoder.shapes.max_position_embeddings)
         self.settings = settings
         self.tokenizer = tokenizer
         self.decoder = decoder

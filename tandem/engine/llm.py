@@ -86,7 +86,7 @@ class LLM:
         shapes = read_shapes(model)
         check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
         check_quantization(model, quantization, tensor_parallel_size, deterministic)
-        length = shapes.max_positions if max_model_len is None else max_model_len
+        length = shapes.max_position_embeddings if max_model_len is None else max_model_len
         settings = EngineSettings(
             max_model_len=length,
             num_blocks=cache_blocks(shapes, torch_dtype, kv_cache_dtype, kv_cache_tokens, length, max_num_seqs),
@@ -107,7 +107,7 @@ class LLM:
             overlap=overlap,
             cuda_graphs=cuda_graphs,
         )
-        settings.check(shapes.max_positions)
+        settings.check(shapes.max_position_embeddings)
         found = None if skip_tokenizer_init else tokenizer_of(tokenizer, model)
         if found is not None and found.vocab_size > shapes.vocab_size:
             raise UserError(f"the tokenizer has {found.vocab_size} tokens and '{model}' {shapes.vocab_size}; they do not belong together")

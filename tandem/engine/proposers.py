@@ -32,9 +32,9 @@ def make_proposer(
             f"the draft model has a vocabulary of {draft.shapes.vocab_size} tokens and the model of {shapes.vocab_size}; "
             "choose a draft model of the same family"
         )
-    if draft.shapes.max_positions < settings.max_model_len:
+    if draft.shapes.max_position_embeddings < settings.max_model_len:
         raise UserError(
-            f"the draft model has {draft.shapes.max_positions} positions and max_model_len is {settings.max_model_len}; "
+            f"the draft model has {draft.shapes.max_position_embeddings} positions and max_model_len is {settings.max_model_len}; "
             "lower max_model_len or choose another draft model"
         )
     if not draft.is_packed:

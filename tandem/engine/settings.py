@@ -62,8 +62,8 @@ class EngineSettings:
     def finds_prefixes(self) -> bool:
         return self.enable_prefix_caching and self.kv == "paged"
 
-    def check(self, max_positions: int) -> None:
-        """Raise ``UserError`` for a value that cannot work with a model of ``max_positions`` positions."""
+    def check(self, max_position_embeddings: int) -> None:
+        """Raise ``UserError`` for a value that cannot work with a model of ``max_position_embeddings`` positions."""
         lowest = {
             "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_loras": 0, "max_lora_rank": 1, "swap_blocks": 0,
         }
@@ -79,8 +79,8 @@ class EngineSettings:
             raise UserError(f"engine watermark is {self.watermark}; it must be a share of the blocks, from 0 to below 1")
         if self.preemption == "swap" and not self.swap_blocks:
             raise UserError("engine preemption is 'swap' and there is no swap space; raise swap_tokens or choose 'recompute'")
-        if self.max_model_len > max_positions:
-            raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_positions} positions")
+        if self.max_model_len > max_position_embeddings:
+            raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_position_embeddings} positions")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "

@@ -47,7 +47,7 @@ class Limits:
 
 def limits_of(settings: EngineSettings, shapes: ModelShapes, guessing_seqs: int) -> Limits:
     """The limits of an engine with ``settings`` and a model of ``shapes``."""
-    windows = [shapes.window(layer) for layer in range(shapes.num_layers)]
+    windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -17,8 +17,8 @@ from tandem.layout.pipeline_stages import spans_of
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface_config import read_shapes
+from tandem.model.new_model import folder_without_weights
 from tandem.model_registry.open import open_registry
-from tandem.pod.new_model import folder_without_weights
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
 from tandem.rl.rewards.pool import RewardPool

@@ -22,8 +22,8 @@ from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface_config import read_shapes
+from tandem.model.new_model import folder_without_weights
 from tandem.model_registry.open import open_registry
-from tandem.pod.new_model import folder_without_weights
 from tandem.runtime.available_memory import available_bytes
 from tandem.runtime.gpus import Device, check_gpu_memory, chosen_device, probe
 from tandem.runtime.processes import available_cores
@@ -47,8 +47,10 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         check_layout(shapes, recipe.parallel)
         check_balance(shapes, recipe.trainer)
         spans = spans_of(recipe.parallel, shapes)
-        if recipe.data.sequence_length > shapes.max_positions:
-            raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
+        if recipe.data.sequence_length > shapes.max_position_embeddings:
+            raise UserError(
+                f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_position_embeddings} positions"
+            )
         datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
         for path, files in datasets:
             files.check()

@@ -21,8 +21,8 @@ from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import is_emulated
+from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.create_model import create_model
 from tandem.report.run_report import report_run
 from tandem.runtime.available_memory import available_bytes
 from tandem.runtime.gpus import chosen_device

@@ -1,22 +1,19 @@
 """The shapes of a decoder, as plain data. Imports no torch.
 
-``ModelShapes`` is the one description of a network that every room reads: the model builds itself from it, the sharding
-plan cuts it, the estimates count it and the Hugging Face room translates it to and from ``config.json``.
+``ModelShapes`` is the one description of a network: the decoder is built from it, the sharding plan divides it, the memory estimates
+count it, and the families in ``tandem.model.families`` translate it from and to ``config.json``.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. ``kind`` and the fields follow Hugging Face's ``rope_scaling``.
+    """The scaling of rotary frequencies. ``kind`` and the fields follow Hugging Face's ``rope_scaling``.
 
-    ``default``: nothing. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
+    ``default``: none. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
     ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
     (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given).
     """
@@ -34,39 +31,55 @@ class RopeScaling:
     truncate: bool = True
 
 
+class ExpertNames(NamedTuple):
+    """Names of a layer's router and expert matrices in the Hugging Face folder, behind ``model.layers.N.``. Those of an expert contain
+    ``.experts.{}.`` for its number."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+
+
+STANDARD_NAMES = ExpertNames()
+"""Those of Qwen's families and of most others."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
-    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``experts_per_token``.
+    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``num_experts_per_tok``.
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a
-    plain MLP instead, ascending.
+    plain MLP instead, ascending. ``names``: how the model's family names the matrices.
     """
 
     num_experts: int
-    experts_per_token: int
+    num_experts_per_tok: int
     intermediate_size: int
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    names: ExpertNames = STANDARD_NAMES
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """A decoder-only transformer. All counts in elements; ``sliding_window`` in tokens (``None``: full attention).
+    """A decoder-only transformer. All counts in elements.
 
-    ``layer_windows[i]`` is layer i's window (``None``: full), derived from the checkpoint's own rules. ``experts``: the
-    mixture of experts where the architecture has one.
+    ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer
+    i's sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts,
+    ``None`` where every layer has a plain MLP.
     """
 
-    architecture: Architecture
+    architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    max_positions: int
-    tie_embeddings: bool
+    max_position_embeddings: int
+    tie_word_embeddings: bool
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = RopeScaling()
@@ -78,67 +91,56 @@ class ModelShapes:
     experts: ExpertShapes | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"model num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even one")
-        if self.layer_windows and len(self.layer_windows) != self.num_layers:
-            raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
-        if (self.experts is not None) != (self.architecture in EXPERT_NAMES):
-            raise ValueError(f"model experts is {self.experts}; {self.architecture} models have {'some' if self.experts is None else 'none'}")
+        if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
+            raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if self.experts is not None:
             self._check_experts(self.experts)
 
     def _check_experts(self, experts: ExpertShapes) -> None:
-        for name in ("num_experts", "experts_per_token", "intermediate_size"):
+        for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
             if getattr(experts, name) < 1:
                 raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
-        if experts.experts_per_token > experts.num_experts:
-            raise ValueError(f"model experts_per_token {experts.experts_per_token} is more than its num_experts {experts.num_experts}")
-        if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_layers))):
-            raise ValueError(f"model experts' dense_layers are {list(experts.dense_layers)}; they must be layers from 0 to {self.num_layers - 1}, ascending")
+        if experts.num_experts_per_tok > experts.num_experts:
+            raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
+        for name in experts.names[1:]:
+            if name.count(".experts.{}.") != 1:
+                raise ValueError(f"model experts' name '{name}' must contain '.experts.{{}}.' once")
+        if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_hidden_layers))):
+            raise ValueError(
+                f"model experts' dense_layers are {list(experts.dense_layers)}; "
+                f"they must be layers from 0 to {self.num_hidden_layers - 1}, ascending"
+            )
 
     def experts_of(self, layer: int) -> ExpertShapes | None:
-        """The mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
+        """Returns the mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of ``layer`` in tokens, ``None`` for full attention."""
+        """Returns the sliding window of ``layer`` in tokens, ``None`` for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
     def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.key_value_size
-
-
-class ExpertNames(NamedTuple):
-    """What a layer's matrices are called in the Hugging Face form; expert e's have e in place of ``{}``."""
-
-    router: str
-    gate: str
-    up: str
-    down: str
-
-
-EXPERT_NAMES: dict[Architecture, ExpertNames] = {
-    "qwen3_moe": ExpertNames(
-        "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
-    ),
-    "mixtral": ExpertNames(
-        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"
-    ),
-}
 
 
 class Parameter(NamedTuple):
@@ -156,10 +158,10 @@ class Parameter(NamedTuple):
 
 
 def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
-    """Every parameter of the Hugging Face form, in the order in which checkpoints list them."""
+    """Yields every parameter of the Hugging Face folder, in the order in which checkpoints list them."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
-    for layer in range(shapes.num_layers):
+    for layer in range(shapes.num_hidden_layers):
         at = f"model.layers.{layer}."
         for name, rows, biased in (
             ("q_proj", shapes.query_size, shapes.attention_bias),
@@ -177,7 +179,7 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
             yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
         experts = shapes.experts_of(layer)
         if experts is not None:
-            yield from _expert_parameters(experts, EXPERT_NAMES[shapes.architecture], at, hidden)
+            yield from _expert_parameters(experts, at, hidden)
         else:
             for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
                 yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
@@ -186,12 +188,12 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         yield Parameter(f"{at}input_layernorm.weight", (hidden,))
         yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
-    if not shapes.tie_embeddings:
+    if not shapes.tie_word_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
 
 
-def _expert_parameters(experts: ExpertShapes, names: ExpertNames, at: str, hidden: int) -> Iterator[Parameter]:
-    inner = experts.intermediate_size
+def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
+    names, inner = experts.names, experts.intermediate_size
     yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
     for expert in range(experts.num_experts):
         for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
@@ -199,5 +201,5 @@ def _expert_parameters(experts: ExpertShapes, names: ExpertNames, at: str, hidde
 
 
 def parameter_count(shapes: ModelShapes) -> int:
-    """How many numbers the model holds; tied embeddings count once."""
+    """Returns the number of parameters; tied embeddings count once."""
     return sum(p.numel for p in parameters(shapes))

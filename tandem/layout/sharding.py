@@ -1,15 +1,16 @@
 """The sharding plan: how every parameter is cut, by patterns over its Hugging Face name. Imports no torch.
 
 One table answers for tensor parallelism, conversion, checkpoint resharding, weight updates between different layouts and
-the memory count. Nothing else in the house knows how a weight is cut.
+the memory count. Nothing else knows how a weight is cut.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
-from tandem.layout.shapes import ModelShapes, Parameter, parameters
+from tandem.layout.shapes import ExpertNames, ModelShapes, Parameter, parameters
 
 Placement = Literal["replicated", "column", "row", "vocabulary", "expert"]
 
@@ -31,20 +32,32 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
-    Rule(r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate\.weight", "replicated", None),
-    Rule(r"model\.layers\.\d+\.(mlp\.experts\.\d+\.(gate|up)_proj|block_sparse_moe\.experts\.\d+\.w[13])\.weight", "column", 0),
-    Rule(r"model\.layers\.\d+\.(mlp\.experts\.\d+\.down_proj|block_sparse_moe\.experts\.\d+\.w2)\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn\.[qk]_norm|input_layernorm|post_attention_layernorm)\.weight", "replicated", None),
     Rule(r"model\.norm\.weight", "replicated", None),
 )
 
 
+EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
+    ("router", "replicated", None), ("gate", "column", 0), ("up", "column", 0), ("down", "row", 1)
+)  # fmt: skip
+"""Placement and axis of a mixture's matrices by the field of ``ExpertNames``, which holds the family's name for them."""
+
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def rule_for(name: str) -> Rule:
-    """The one rule of parameter ``name``. Raises ``KeyError`` for a name that the plan does not know."""
-    for rule in PLAN:
+@cache
+def plan_with(names: ExpertNames) -> tuple[Rule, ...]:
+    """``PLAN`` and the rules of a mixture whose matrices have ``names``."""
+    patterns = {field: re.escape(name).replace(re.escape("{}"), r"\d+") for field, name in names._asdict().items()}
+    experts = (Rule(rf"model\.layers\.\d+\.{patterns[field]}\.weight", placement, axis) for field, placement, axis in EXPERT_PLAN)
+    # Most names of a mixture are those of experts.
+    return (*experts, *PLAN)
+
+
+def rule_for(name: str, names: ExpertNames | None = None) -> Rule:
+    """Returns the rule of parameter ``name``, in a model whose experts have ``names`` (``None``: it has no experts). Raises ``KeyError``
+    for a name that the plan does not know."""
+    for rule in PLAN if names is None else plan_with(names):
         if re.fullmatch(rule.pattern, name):
             return rule
     raise KeyError(f"the sharding plan has no rule for parameter '{name}'")
@@ -73,7 +86,7 @@ class Cut:
         if self.expert_size > 1 and (shapes.experts is None or shapes.experts.num_experts % self.expert_size):
             found = "no experts" if shapes.experts is None else f"{shapes.experts.num_experts} experts"
             raise ValueError(f"the model has {found}, which do not divide by {self.expert_size} expert-parallel ranks")
-        counts = {"num_heads": shapes.num_heads, "intermediate_size": shapes.intermediate_size}
+        counts = {"num_attention_heads": shapes.num_attention_heads, "intermediate_size": shapes.intermediate_size}
         if self.deterministic:
             counts["hidden_size"] = shapes.hidden_size
         if shapes.experts is not None:
@@ -81,8 +94,8 @@ class Cut:
         for name, count in counts.items():
             if count % size:
                 raise ValueError(f"the model's {name} {count} does not divide by {where}")
-        if shapes.num_kv_heads % size and size % shapes.num_kv_heads:
-            raise ValueError(f"the model's num_kv_heads {shapes.num_kv_heads} neither divides by {where} nor divides them")
+        if shapes.num_key_value_heads % size and size % shapes.num_key_value_heads:
+            raise ValueError(f"the model's num_key_value_heads {shapes.num_key_value_heads} neither divides by {where} nor divides them")
         if shapes.vocab_size <= vocabulary_part(shapes, self) * (size - 1):
             raise ValueError(f"the model's vocabulary of {shapes.vocab_size} is too small for {where}")
 
@@ -105,8 +118,8 @@ def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
     return replace(
         shapes,
         vocab_size=min(part, shapes.vocab_size - cut.rank * part),
-        num_heads=shapes.num_heads // cut.size,
-        num_kv_heads=max(1, shapes.num_kv_heads // cut.size),
+        num_attention_heads=shapes.num_attention_heads // cut.size,
+        num_key_value_heads=max(1, shapes.num_key_value_heads // cut.size),
         intermediate_size=shapes.intermediate_size // cut.size,
         experts=experts and replace(experts, intermediate_size=experts.intermediate_size // cut.size),
     )
@@ -115,7 +128,7 @@ def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
 def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[slice, ...]:
     """Which part of parameter ``name`` (whole ``shape``) a rank holds, one slice an axis. Raises ``KeyError`` for a name
     that the plan does not know."""
-    rule = rule_for(name)
+    rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
     axis = rule.axis
     if cut.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
         axis = 0
@@ -126,8 +139,8 @@ def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut)
         part = vocabulary_part(shapes, cut)
         start = cut.rank * part
     elif re.search(r"\.[kv]_proj\.", name):
-        part = max(1, shapes.num_kv_heads // cut.size) * shapes.head_dim
-        start = cut.rank * shapes.num_kv_heads // cut.size * shapes.head_dim
+        part = max(1, shapes.num_key_value_heads // cut.size) * shapes.head_dim
+        start = cut.rank * shapes.num_key_value_heads // cut.size * shapes.head_dim
     else:
         part = length // cut.size
         start = cut.rank * part

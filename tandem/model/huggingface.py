@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.shapes import EXPERT_NAMES, ExpertNames, parameters
+from tandem.layout.shapes import ExpertNames, parameters
 from tandem.layout.sharding import Cut, cut_slices, is_held, local_parameters
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
@@ -81,7 +81,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
         found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.experts is not None:
-            found |= _experts_of(layer.experts, EXPERT_NAMES[shapes.architecture], at, decoder.cut.expert_rank * layer.experts.held)
+            found |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.cut.expert_rank * layer.experts.held)
         elif layer.gate_up_proj is not None and layer.down_proj is not None:
             found |= _unfused(
                 layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
@@ -174,7 +174,7 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
         if not name.endswith("rotary_emb.inv_freq"):
             given[name] = tensor
-    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_embeddings else None
+    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_word_embeddings else None
     for name, tensor in given.items():
         if name not in shapes:
             raise UserError(

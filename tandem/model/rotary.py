@@ -12,16 +12,16 @@ from tandem.layout.shapes import ModelShapes, RopeScaling
 
 
 def rotary_table(shapes: ModelShapes) -> Tensor:
-    """``cos_sin[P, D]`` fp32 on CPU for all ``max_positions`` P: cosines in the first D / 2 columns, sines in the
-    rest. YaRN's attention factor is folded in."""
+    """Returns ``cos_sin[P, D]`` fp32 on CPU for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines in the rest.
+    YaRN's attention factor is folded in."""
     frequencies, attention_factor = inverse_frequencies(shapes.rope_scaling, shapes.rope_theta, shapes.head_dim)
-    angles = torch.arange(shapes.max_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     return table.mul_(attention_factor) if attention_factor != 1.0 else table
 
 
 def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair, [D / 2] fp32, and the factor on cos and sin."""
+    """Returns the radians per position of each pair, [D / 2] fp32, and the factor on cos and sin."""
     wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     plain = 1.0 / wavelengths
     if scaling.kind == "linear":
@@ -34,7 +34,8 @@ def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tu
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones stay, those between are blended."""
+    """Returns the frequencies of Llama 3.1: long wavelengths are stretched by ``factor``, short ones are kept, those between are
+    interpolated."""
     context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain
     is_long, is_short = wavelength > context / low, wavelength < context / high
@@ -45,7 +46,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, scaling: RopeScaling, theta: float, head_dim: int) -> Tensor:
-    """YaRN (Peng et al., 2023, section 3.2): a ramp over the dimensions from extrapolation to interpolation."""
+    """Returns the frequencies of YaRN (Peng et al., 2023, section 3.2): a ramp over the dimensions from extrapolation to interpolation."""
 
     def dimension_of(rotations: float) -> float:
         context = scaling.original_max_position_embeddings
@@ -63,7 +64,7 @@ def _yarn(wavelengths: Tensor, scaling: RopeScaling, theta: float, head_dim: int
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """The square root of YaRN's temperature (Peng et al., 2023, equation 22), or as the checkpoint says."""
+    """Returns the square root of YaRN's temperature (Peng et al., 2023, equation 22), or the checkpoint's own factor."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

@@ -14,8 +14,8 @@ import torch
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
+from tandem.model.create_model import create_model
 from tandem.pod.calls import TRAINER_CALLS
-from tandem.pod.create_model import create_model
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence

@@ -166,8 +166,9 @@ def test_auto_swaps_what_is_dear_to_compute_and_computes_what_is_cheap() -> None
 
 def test_costs_follow_from_the_shapes() -> None:
     shapes = ModelShapes(
-        architecture="llama", vocab_size=100, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64,
-        max_positions=64, tie_embeddings=True,
+        architecture="llama", vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=64, tie_word_embeddings=True,
     )
     costs = preemption_costs(shapes, "float32", "cpu")
     # Embedding, two layers of q and o [32, 32], k and v [16, 32], three MLP matrices [64, 32] and two norms, a last norm.

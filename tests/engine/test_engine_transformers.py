@@ -12,7 +12,7 @@ from tandem.engine.sampling_params import SamplingParams
 PROMPTS = ["a", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "zzzz 000 zzzz 000 z"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     make_folder: Callable[..., Path], make_llm: Callable[..., LLM], architecture: str
 ) -> None:

@@ -19,8 +19,9 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(
-    architecture="qwen2", vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
-    max_positions=256, tie_embeddings=True, attention_bias=True, layer_windows=(24, 20),
+    architecture="qwen2", vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=256, tie_word_embeddings=True, attention_bias=True, layer_windows=(24, 20),
 )
 PARAMS = SamplingParams(n=2, max_tokens=150, seed=5, temperature=0.8)
 
@@ -47,12 +48,15 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAM
     return [found[str(key)] for key in range(len(prompts))], most
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_what_is_drawn_over_freed_blocks_has_the_bits_of_the_whole_forward_pass(kernels: str) -> None:
-    decoder = decoder_of(SHAPES, kernels)
+MISTRAL = replace(SHAPES, architecture="mistral", attention_bias=False, tie_word_embeddings=False, layer_windows=(24, 24))
+
+
+@pytest.mark.parametrize(("kernels", "shapes"), [("reference", SHAPES), ("auto", SHAPES), ("auto", MISTRAL)], ids=str)
+def test_what_is_drawn_over_freed_blocks_has_the_bits_of_the_whole_forward_pass(kernels: str, shapes: ModelShapes) -> None:
+    decoder = decoder_of(shapes, kernels)
     prompt = [3 + i % 31 for i in range(70)]
     settings = EngineSettings(256, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=32)
-    plain = Decoder(SHAPES, select(kernels))
+    plain = Decoder(shapes, select(kernels))
     load_tensors(plain, to_huggingface(decoder))
     (group,), most = run(Engine(decoder, settings), [prompt], replace(PARAMS, max_tokens=60))
     # Each holds the window, the block that it begins in and the one that it writes; the prompt of 70 needed 5 for a while.

@@ -7,7 +7,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import gpu_saved_bytes, gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.shapes import ModelShapes, parameter_count
 
-LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_embeddings=False)
+LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 
 
 def test_bytes_of_a_gpu_worked_by_hand() -> None:

@@ -7,8 +7,9 @@ from tandem.layout.shapes import ModelShapes, parameter_count
 def test_bytes_of_a_published_model_match_its_checkpoint() -> None:
     # Qwen3-0.6B: 596,049,920 parameters with tied embeddings (its model card: 0.6B, 0.44B without embedding).
     qwen = ModelShapes(
-        architecture="qwen3", vocab_size=151936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-        intermediate_size=3072, max_positions=40960, tie_embeddings=True, qk_norm=True,
+        architecture="qwen3", vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072, max_position_embeddings=40960, tie_word_embeddings=True, qk_norm=True,
     )
     assert parameter_count(qwen) == 596_049_920
     assert weight_bytes(qwen, "bfloat16") == 2 * 596_049_920

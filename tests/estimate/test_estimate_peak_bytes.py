@@ -6,7 +6,7 @@ from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.estimate.training_bytes import training_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
 
-LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_embeddings=False)
+LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 LAYER = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32
 ENDS = 100 * 32 + 32 + 100 * 32
 

@@ -20,9 +20,9 @@ from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import Replica
 
 MODELS = {
-    "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=False, attention_bias=True),
-    "qwen3": ModelShapes("qwen3", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=True, qk_norm=True),
-    "moe": ModelShapes("qwen3_moe", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=False, qk_norm=True, experts=ExpertShapes(4, 2, 32)),
+    "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, attention_bias=True),
+    "qwen3": ModelShapes("qwen3", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=True, qk_norm=True),
+    "moe": ModelShapes("qwen3_moe", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, qk_norm=True, experts=ExpertShapes(4, 2, 32)),
 }
 
 

@@ -31,7 +31,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Two sets of weights of one model."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is found")
-    shapes = ModelShapes(request.param, 2048, 512, 4, 8, 2, 64, 1536, 4096, tie_embeddings=True, **TRAITS[request.param])
+    shapes = ModelShapes(request.param, 2048, 512, 4, 8, 2, 64, 1536, 4096, tie_word_embeddings=True, **TRAITS[request.param])
     made = []
     for seed in range(2):
         decoder = Decoder(shapes, select("reference"))

@@ -17,7 +17,7 @@ from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
 from tandem.jobs.pretrain_inputs import check_pretraining
 from tandem.jobs.start import resume
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.new_model import folder_without_weights
+from tandem.model.new_model import folder_without_weights
 from tandem.trainer.offload import activations
 from tandem.types import RunError, UserError
 
@@ -60,7 +60,10 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     def lines(*overrides: str) -> list[str]:
         return check_pretraining(load_config(plain.parent / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
 
-    large = ("model.create.hidden_size=1024", "model.create.num_layers=20", "model.create.intermediate_size=2048", "run.directory=" + str(tmp_path))
+    large = (
+        "model.create.hidden_size=1024", "model.create.num_hidden_layers=20", "model.create.intermediate_size=2048",
+        "run.directory=" + str(tmp_path)
+    )
     process = TRAINING_PROCESS_BYTES >> 20
     memory, paged = (next(int(line.split()[2].replace(",", "")) for line in lines(*large, *choice) if "predicted memory" in line) for choice in ((), PAGED))
     assert paged - process < (memory - process) / 8

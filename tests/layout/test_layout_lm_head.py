@@ -46,7 +46,7 @@ def test_bytes_of_logits_worked_by_hand() -> None:
 
 
 def test_ranks_hold_the_logits_of_their_tokens_or_their_ids() -> None:
-    shapes = ModelShapes("llama", 151_936, 1024, 2, 4, 2, 256, 96, 128, tie_embeddings=False)
+    shapes = ModelShapes("llama", 151_936, 1024, 2, 4, 2, 256, 96, 128, tie_word_embeddings=False)
     assert head_bytes(shapes, 32_768) == 4 * 128 * 151_936
     assert head_bytes(shapes, 200, ParallelConfig(context=2)) == 4 * 100 * 151_936 + 4 * 100 * 16_384
     assert head_bytes(shapes, 32_768, ParallelConfig(tensor=2)) == 4 * 4 * 64 * 75_968

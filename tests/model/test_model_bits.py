@@ -15,6 +15,7 @@ from tandem.kernels import Kernels, PackedWeight
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
+from tandem.model.families import mixtral
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
@@ -28,10 +29,11 @@ SHAPES = {
         "llama", 70, 48, 2, 3, 1, 24, 56, 160, False, attention_bias=True, output_bias=True, mlp_bias=True,
         rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=40),
     ),
+    "mistral": ModelShapes("mistral", 91, 48, 2, 6, 2, 16, 88, 160, False, rope_theta=1e6, layer_windows=(21, 21)),
     "qwen3_moe, one dense layer": ModelShapes(
         "qwen3_moe", 99, 64, 3, 4, 2, 32, 96, 160, True, qk_norm=True, experts=ExpertShapes(13, 3, 40, False, (1,))
     ),
-    "mixtral": ModelShapes("mixtral", 83, 56, 2, 4, 2, 16, 72, 160, False, experts=ExpertShapes(4, 2, 72)),
+    "mixtral": ModelShapes("mixtral", 83, 56, 2, 4, 2, 16, 72, 160, False, experts=ExpertShapes(4, 2, 72, names=mixtral.NAMES)),
 }  # fmt: skip
 LENGTHS = (1, 17, 64, 65, 130, 33)
 Steps = list[list[tuple[int, int]]]

@@ -16,9 +16,9 @@ Run = Callable[..., list[Tensor]]
 
 
 def random_shapes(draw: random.Random) -> ModelShapes:
-    architecture = draw.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"))
+    architecture = draw.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral"))
     kv_heads, layers = draw.choice((1, 2, 3)), draw.randint(1, 3)
-    biased = architecture == "qwen2" or draw.random() < 0.4
+    biased = architecture == "qwen2" or (draw.random() < 0.4 and architecture != "mistral")
     inner, experts = draw.randint(1, 300), draw.randint(1, 70)
     mixture = ExpertShapes(experts, draw.randint(1, min(8, experts)), inner)
     windows = tuple(draw.choice((None, 1, 5, 16, 33, 100)) for _ in range(layers))
@@ -26,13 +26,13 @@ def random_shapes(draw: random.Random) -> ModelShapes:
         architecture=architecture,
         vocab_size=draw.randint(3, 300),
         hidden_size=draw.randint(1, 160),
-        num_layers=layers,
-        num_heads=kv_heads * draw.choice((1, 2, 3, 4)),
-        num_kv_heads=kv_heads,
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * draw.choice((1, 2, 3, 4)),
+        num_key_value_heads=kv_heads,
         head_dim=2 * draw.randint(1, 64),
         intermediate_size=inner,
-        max_positions=256,
-        tie_embeddings=draw.random() < 0.5,
+        max_position_embeddings=256,
+        tie_word_embeddings=draw.random() < 0.5,
         rope_scaling=draw.choice((RopeScaling(), RopeScaling("yarn", 4.0, original_max_position_embeddings=64))),
         attention_bias=biased,
         output_bias=biased and architecture != "qwen2",

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
+from tandem.model.families import mixtral
 from tandem.model.huggingface import config_json, read_shapes
 from tandem.types import UserError
 
@@ -20,29 +21,30 @@ def read(folder, **changes) -> ModelShapes:
     return read_shapes(folder)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
     shapes = read(tmp_path, model_type=model_type)
     peer = AutoConfig.from_pretrained(tmp_path)
     assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
-    assert shapes.max_positions == peer.max_position_embeddings
+    assert shapes.max_position_embeddings == peer.max_position_embeddings
     assert shapes.rms_norm_eps == peer.rms_norm_eps
     assert shapes.rope_theta == peer.rope_parameters["rope_theta"]
-    assert shapes.tie_embeddings == peer.tie_word_embeddings
-    assert shapes.layer_windows == ()
+    assert shapes.tie_word_embeddings == peer.tie_word_embeddings
+    window = peer.sliding_window if model_type == "mistral" else None
+    assert shapes.layer_windows == (() if window is None else (window,) * 3)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
     content = {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4}
-    # transformers refuses a null for mixtures of experts.
-    for absent in ("absent",) if model_type in ("qwen3_moe", "mixtral") else ("absent", None):
+    # transformers refuses a null for Mistral and for mixtures of experts.
+    for absent in ("absent",) if model_type in ("mistral", "qwen3_moe", "mixtral") else ("absent", None):
         shapes = read(tmp_path, **content, num_key_value_heads=absent)
-        assert shapes.num_kv_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
+        assert shapes.num_key_value_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
 
 
 @pytest.mark.parametrize("style", ["rope_scaling of 4", "type of 4", "rope_parameters of 5"])
@@ -86,16 +88,31 @@ def test_windows_follow_the_rules_of_the_checkpoint(changes, windows, tmp_path) 
     assert read(tmp_path, **changes).layer_windows == windows
 
 
+def test_mistral_has_one_window_for_all_layers_and_a_null_turns_it_off(tmp_path) -> None:
+    """Mistral 7B v0.1 has a number, v0.2 and later null; a missing key means transformers' default."""
+    assert read(tmp_path, model_type="mistral", sliding_window=16).layer_windows == (16, 16, 16)
+    assert read(tmp_path, model_type="mistral", sliding_window=None).layer_windows == ()
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    with pytest.raises(UserError, match="layer_types"):
+        read(tmp_path, model_type="mistral", sliding_window=16, layer_types=kinds)
+
+
+def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
+    assert read(tmp_path, model_type="absent", architectures=["MistralForCausalLM"]).architecture == "mistral"
+    with pytest.raises(UserError, match="model_type None"):
+        read(tmp_path, model_type="absent", architectures=["MambaForCausalLM"])
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral, qwen2, qwen3"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"vocab_size": "absent"}, ["vocab_size"]),
         ({"vocab_size": "61"}, ["vocab_size", "'61'"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
-        ({"num_key_value_heads": 3}, ["num_kv_heads 3"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads 3"]),
         ({"head_dim": 11}, ["head_dim 11"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
@@ -135,8 +152,8 @@ def test_a_folder_that_is_no_model_is_named(content, named, tmp_path) -> None:
 
 def test_shapes_that_the_format_has_no_words_for_are_refused() -> None:
     common = dict(
-        vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
-        max_positions=8, tie_embeddings=True,
+        vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8,
+        max_position_embeddings=8, tie_word_embeddings=True,
     )  # fmt: skip
     for shapes in (
         ModelShapes("qwen2", **common),
@@ -144,6 +161,11 @@ def test_shapes_that_the_format_has_no_words_for_are_refused() -> None:
         ModelShapes("llama", **common, attention_bias=True),
         ModelShapes("llama", **common, layer_windows=(None, 4)),
         ModelShapes("qwen3", **common, qk_norm=True, layer_windows=(2, 4)),
+        ModelShapes("mistral", **common, attention_bias=True),
+        ModelShapes("mistral", **common, layer_windows=(None, 4)),
+        ModelShapes("mixtral", **common, experts=ExpertShapes(4, 2, 16, names=mixtral.NAMES)),
+        ModelShapes("mixtral", **common, experts=ExpertShapes(4, 2, 8)),
+        ModelShapes("mixtral", **common),
     ):
-        with pytest.raises(ValueError, match=r"cannot say"):
+        with pytest.raises(ValueError, match=r"cannot express"):
             config_json(shapes)

@@ -9,6 +9,7 @@ from tandem.model.huggingface import load_model, read_tensors, to_huggingface
 
 CASES = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 9, "head_dim": 16}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}),

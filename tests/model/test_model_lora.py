@@ -13,6 +13,7 @@ from tandem.kernels import Kernels
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import mixtral
 from tandem.model.huggingface import load_model, to_huggingface
 from tandem.model.lora import load_adapter, lora_batch, stack
 from tandem.types import UserError
@@ -165,7 +166,7 @@ def test_embeddings_wrong_shapes_and_missing_files_are_refused_by_name(tmp_path)
 
 
 def test_a_mixture_of_experts_takes_adapters_of_its_attention_only(tmp_path) -> None:
-    shapes = ModelShapes("mixtral", 61, 48, 2, 4, 2, 16, 80, 128, False, experts=ExpertShapes(4, 2, 80))
+    shapes = ModelShapes("mixtral", 61, 48, 2, 4, 2, 16, 80, 128, False, experts=ExpertShapes(4, 2, 80, names=mixtral.NAMES))
     write_adapter(tmp_path)
     with pytest.raises(UserError, match="a mixture of experts"):
         load_adapter(tmp_path, shapes, 8)

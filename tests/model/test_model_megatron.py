@@ -4,6 +4,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tandem.jobs.convert import convert
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.families import mixtral
 from tandem.model.huggingface import read_tensors, save_model
+from tandem.model.megatron.arguments import arguments_of, shapes_of
 from tandem.model.megatron.layout import MegatronMesh
 from tandem.types import UserError
 
@@ -24,10 +27,13 @@ DENSE = ModelShapes("qwen2", 131, 32, 4, 8, 4, 4, 48, 64, True, attention_bias=T
 NORMED = ModelShapes("qwen3", 131, 32, 4, 8, 2, 8, 48, 64, False, qk_norm=True)
 LLAMA = ModelShapes("llama", 256, 32, 2, 4, 4, 8, 64, 64, False, attention_bias=True, output_bias=True, mlp_bias=True)
 MIXTURE = ModelShapes("qwen3_moe", 131, 32, 4, 4, 2, 8, 48, 64, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,)))
-MIXTRAL = ModelShapes("mixtral", 131, 32, 2, 4, 2, 8, 48, 64, False, experts=ExpertShapes(4, 2, 48))
+MIXTRAL = ModelShapes("mixtral", 131, 32, 2, 4, 2, 8, 48, 64, False, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
+MISTRAL = ModelShapes("mistral", 131, 32, 4, 4, 2, 8, 48, 64, False, layer_windows=(9, 9, 9, 9))
+WINDOWED = replace(NORMED, layer_windows=(None, 9, None, 9))
 CASES = [
     (DENSE, MegatronMesh(2, 2)), (DENSE, MegatronMesh(4, 1)), (NORMED, MegatronMesh(2, 4)), (LLAMA, MegatronMesh(2, 2)), (LLAMA, MegatronMesh()),
     (MIXTURE, MegatronMesh(2, 2, 2)), (MIXTURE, MegatronMesh(1, 1, 4)), (MIXTRAL, MegatronMesh(2, 1, 2)),
+    (MISTRAL, MegatronMesh(2, 2)),
 ]  # fmt: skip
 
 
@@ -49,7 +55,7 @@ def files(folder: Path) -> dict[str, dict[str, Any]]:
 def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> dict[str, torch.Tensor]:
     """The whole model out of a Megatron checkpoint of Transformer Engine's names, by the rules of NVIDIA's converters in plain steps."""
     found = {}
-    groups, per_group, head = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim
+    groups, per_group, head = shapes.num_key_value_heads, shapes.num_attention_heads // shapes.num_key_value_heads, shapes.head_dim
     held = files(folder)
 
     def rank(t: int, p: int, e: int) -> dict[str, torch.Tensor]:
@@ -77,10 +83,10 @@ def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> d
 
     found["model.embed_tokens.weight"] = rows("embedding.word_embeddings.weight", 0)[: shapes.vocab_size]
     found["model.norm.weight"] = rank(0, pp - 1, 0)["decoder.final_layernorm.weight"]
-    if not shapes.tie_embeddings:
+    if not shapes.tie_word_embeddings:
         found["lm_head.weight"] = rows("output_layer.weight", pp - 1)[: shapes.vocab_size]
-    for layer in range(shapes.num_layers):
-        p, local = divmod(layer, shapes.num_layers // pp)
+    for layer in range(shapes.num_hidden_layers):
+        p, local = divmod(layer, shapes.num_hidden_layers // pp)
         m, h = f"decoder.layers.{local}.", f"model.layers.{layer}."
         for kind in ("weight", "bias") if shapes.attention_bias else ("weight",):
             q, k, v = [], [], []
@@ -139,7 +145,7 @@ def test_what_is_written_is_what_the_published_layout_reads_and_comes_back_bit_f
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-@pytest.mark.parametrize("shapes", [DENSE, NORMED, MIXTURE, MIXTRAL], ids=lambda shapes: shapes.architecture)
+@pytest.mark.parametrize("shapes", [DENSE, NORMED, MIXTURE, MIXTRAL, MISTRAL, WINDOWED], ids=lambda s: s.architecture)
 def test_local_spelling_and_args_alone_are_enough_and_any_cut_becomes_any_other(shapes: ModelShapes, tmp_path: Path) -> None:
     source = model(tmp_path / "source", shapes)
     expert = 2 if shapes.experts else 1
@@ -153,6 +159,26 @@ def test_local_spelling_and_args_alone_are_enough_and_any_cut_becomes_any_other(
     from tandem.model.huggingface_config import read_shapes
 
     assert read_shapes(tmp_path / "back") == read_shapes(source)
+
+
+@pytest.mark.parametrize(
+    ("given", "windows"),
+    [
+        ({"window_size": None}, ()), ({"window_size": (-1, 0)}, ()), ({"window_size": (8, 0)}, (9, 9, 9, 9)),
+        ({"window_size": [8, 0], "window_attn_skip_freq": 2}, (9, None, 9, None)),
+        ({"window_size": (8, 0), "window_attn_skip_freq": [0, 0, 1, 1]}, (None, None, 9, 9)),
+    ],
+)  # fmt: skip
+def test_sliding_windows_of_megatron_count_the_tokens_before(given: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    """``TransformerConfig.window_size`` is (tokens to the left, tokens to the right) and leaves out the token itself."""
+    arguments = arguments_of(NORMED, MegatronMesh(), torch.float32, 0)
+    assert shapes_of(Namespace(**{**vars(arguments), **given})).layer_windows == windows
+
+
+def test_a_window_that_looks_ahead_is_refused() -> None:
+    arguments = arguments_of(NORMED, MegatronMesh(), torch.float32, 0)
+    with pytest.raises(UserError, match=r"window_size \(8, 8\)"):
+        shapes_of(Namespace(**{**vars(arguments), "window_size": (8, 8)}))
 
 
 def test_padding_of_the_vocabulary_and_a_tied_head_stand_where_megatron_wants_them(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from tandem.kernels import Kernels, select
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import mixtral
 from tandem.model.huggingface import load_model, load_tensors, read_shapes, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.moe import Experts, load_balancing_loss, mixture
 from tandem.types import UserError
 
-SHAPES = ModelShapes("mixtral", 40, 24, 2, 2, 1, 16, 32, 64, False, experts=ExpertShapes(6, 2, 32))
+SHAPES = ModelShapes("mixtral", 40, 24, 2, 2, 1, 16, 32, 64, False, experts=ExpertShapes(6, 2, 32, names=mixtral.NAMES))
 
 
 def random_experts(shapes: ExpertShapes, hidden: int) -> Experts:
@@ -130,7 +131,7 @@ def test_a_missing_expert_is_named_and_nothing_is_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 9}, "experts_per_token 9 is more than its num_experts 6"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than its num_experts 6"),
         ({"num_local_experts": 0}, "num_local_experts 0"),
         ({"num_experts_per_tok": "two"}, "num_experts_per_tok 'two'"),
     ],

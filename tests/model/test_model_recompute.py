@@ -11,12 +11,13 @@ from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import mixtral
 from tandem.model.initialise import initialise
 from tandem.types import UserError
 
 LLAMA = ModelShapes("llama", 61, 48, 3, 4, 2, 16, 80, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3 = ModelShapes("qwen3", 61, 48, 3, 4, 2, 16, 80, 128, True, qk_norm=True)
-MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=ExpertShapes(4, 2, 48))
+MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
 LENGTHS = (23, 1, 40, 9)
 
 

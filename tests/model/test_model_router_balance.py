@@ -6,12 +6,13 @@ import torch
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import mixtral
 from tandem.model.initialise import initialise
 from tandem.model.moe import load_balancing_loss
 from tandem.model.router_balance import RouterBalance, biased_route
 
-SHAPES = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 24, 128, False, experts=ExpertShapes(6, 2, 24))
-LAYERS = range(SHAPES.num_layers)
+SHAPES = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 24, 128, False, experts=ExpertShapes(6, 2, 24, names=mixtral.NAMES))
+LAYERS = range(SHAPES.num_hidden_layers)
 
 
 def forward(model, router_logits=None):

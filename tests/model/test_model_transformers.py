@@ -46,6 +46,11 @@ CASES = {
     ),
 }  # fmt: skip
 CASES |= {
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral window, tied": ("mistral", {"sliding_window": 24, "tie_word_embeddings": True}),
+    "mistral head size and theta of its own": (
+        "mistral", {"sliding_window": None, "head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    ),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16, **QWEN_EXPERTS}),
     "qwen3_moe tied, normalised gates": (
         "qwen3_moe", {**QWEN_EXPERTS, "tie_word_embeddings": True, "norm_topk_prob": True, "num_experts_per_tok": 5}
@@ -101,7 +106,7 @@ def test_windows_change_the_logits_that_the_grid_compares(peer_model) -> None:
     assert difference[:20].max() < 1e-4 < difference[30:].max()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral"])
 def test_half_precision_weights_keep_their_values(model_type, peer_model, tmp_path) -> None:
     peer = peer_model(model_type, head_dim=16).to(torch.bfloat16)
     peer.save_pretrained(tmp_path / "theirs")

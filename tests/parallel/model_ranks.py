@@ -30,6 +30,7 @@ from tandem.types import TrainSequence
 QWEN3 = ModelShapes("qwen3", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True)
 LLAMA = ModelShapes("llama", 43, 32, 2, 4, 4, 8, 48, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3_MOE = ModelShapes("qwen3_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(6, 2, 24))
+MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
 WINDOWED = replace(QWEN3, layer_windows=(5, None))
 LEARNING_RATE = 1e-2
 

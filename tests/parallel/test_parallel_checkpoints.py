@@ -14,6 +14,7 @@ from tandem.layout.boxes import Box, whole_box
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.sharding import Cut, cut_slices
+from tandem.model.families import mixtral
 from tandem.trainer.checkpoint import write
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole
@@ -23,7 +24,7 @@ from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
 from tandem.types import RunError, UserError
 
 SHAPES = ModelShapes("qwen3", 61, 32, 3, 4, 2, 8, 48, 64, False, qk_norm=True)
-MIXTURE = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 48, 64, True, experts=ExpertShapes(4, 2, 48))
+MIXTURE = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 48, 64, True, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
 
 
 def whole(shapes: ModelShapes, state: str, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_layers=3)
+LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("data", [2, 4])

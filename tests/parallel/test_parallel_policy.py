@@ -118,7 +118,7 @@ def test_variants_of_the_loss_are_those_of_one_process(ranks: Ranks, mesh: MeshS
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", [("gpipe", 1), ("interleaved", 2)], ids=lambda schedule: schedule[0])
 def test_every_schedule_of_a_pipeline_takes_the_updates_of_one_process(ranks: Ranks, schedule: Any) -> None:
-    policy = Policy(Case(replace(LLAMA, num_layers=4)), schedule=schedule)
+    policy = Policy(Case(replace(LLAMA, num_hidden_layers=4)), schedule=schedule)
     check(ranks.run(MeshShape(pipeline=2), reinforced, policy), by_one(policy), policy)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import LLAMA, QWEN3, QWEN3_MOE, Case, Trained, build, by_one, check, sequences_of, train
+from model_ranks import LLAMA, MISTRAL, QWEN3, QWEN3_MOE, Case, Trained, build, by_one, check, sequences_of, train
 from ranks import Here, Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -22,7 +22,7 @@ def trained(here: Here, case: Case) -> Trained:
 FAST = {(LLAMA, False, False), (LLAMA, True, False), (LLAMA, True, True), (QWEN3, True, False), (QWEN3_MOE, False, True), (QWEN3_MOE, True, False)}
 CASES = [
     pytest.param(Case(shapes, deterministic=deterministic, sequence=sequence), marks=[] if (shapes, sequence, deterministic) in FAST else FULL)
-    for shapes in (QWEN3, LLAMA, QWEN3_MOE)
+    for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL)
     for sequence in (False, True)
     for deterministic in (False, True)
 ]
@@ -36,11 +36,11 @@ def test_two_tensor_ranks_train_what_one_process_trains(ranks: Ranks, case) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
-    case = Case(replace(QWEN3, num_kv_heads=4), "float32", "cpu", sequence=sequence, temperature=0.7)
+    case = Case(replace(QWEN3, num_key_value_heads=4), "float32", "cpu", sequence=sequence, temperature=0.7)
     check(ranks.run(MeshShape(tensor=4), trained, case), by_one(case))
 
 
-@pytest.mark.parametrize("shapes", [LLAMA, QWEN3_MOE], ids=lambda s: s.architecture)
+@pytest.mark.parametrize("shapes", [LLAMA, QWEN3_MOE, MISTRAL], ids=lambda s: s.architecture)
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, sequence) -> None:
     case = Case(shapes, "float32", "cpu", deterministic=True, sequence=sequence, temperature=0.7, steps=1)

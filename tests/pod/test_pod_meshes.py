@@ -8,12 +8,12 @@ from pod_runs import PodRun
 
 from tandem.model.huggingface import read_tensors
 
-TWO_HEADS = "--model.create.num_kv_heads=2"
+TWO_HEADS = "--model.create.num_key_value_heads=2"
 FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")
 MESHES = {
     "data": "--parallel.data=2",
     "tensor": "--parallel.tensor=2",
-    "pipeline": "--parallel.pipeline=2 --model.create.tie_embeddings=false",
+    "pipeline": "--parallel.pipeline=2 --model.create.tie_word_embeddings=false",
     "context": "--parallel.context=2",
     "expert": "--parallel.data=2 --parallel.expert=2 --model.create.architecture=qwen3_moe --model.create.num_experts=4",
     "zero 1": "--parallel.data=2 --parallel.zero=1",

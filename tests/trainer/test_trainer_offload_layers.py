@@ -16,6 +16,7 @@ from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
+from tandem.model.families import mixtral
 from tandem.model.initialise import initialise
 from tandem.trainer.offload import activations, pager
 from tandem.trainer.offload.activations import ActivationOffload
@@ -25,7 +26,7 @@ from tandem.types import RunError, UserError
 
 LLAMA = ModelShapes("llama", 61, 48, 4, 4, 2, 16, 80, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3 = ModelShapes("qwen3", 61, 48, 4, 4, 2, 16, 80, 128, True, qk_norm=True)
-MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=ExpertShapes(4, 2, 48))
+MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
 CONFIG = TrainerConfig(learning_rate=0.01, weight_decay=0.1, offload="nvme", offload_parameters="nvme")
 LENGTHS = ((23, 1, 40, 9), (30, 5))
 

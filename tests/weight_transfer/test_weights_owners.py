@@ -29,7 +29,7 @@ from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.shared_memory import FOLDER, WeightBuffers
 from tandem.weight_transfer.update import WeightReader
 
-TIED, UNTIED, MIXTURE = (Case(replace(shapes, num_layers=3), "float32", "cpu") for shapes in (QWEN3, LLAMA, QWEN3_MOE))
+TIED, UNTIED, MIXTURE = (Case(replace(shapes, num_hidden_layers=3), "float32", "cpu") for shapes in (QWEN3, LLAMA, QWEN3_MOE))
 SUMMED = "partial sums: o_proj and down_proj are cut by columns"
 
 
@@ -81,7 +81,8 @@ MESHES = [
     pytest.param(MeshShape(data=3), TIED, 3, 1, id="data 3, ZeRO 3", marks=pytest.mark.full),
     pytest.param(MeshShape(context=2), TIED, 3, 1, id="context 2, ZeRO 3", marks=pytest.mark.full),
     pytest.param(MeshShape(tensor=4), TIED, 0, 1, id="tensor 4 over 2 key-value heads", marks=pytest.mark.full),
-    pytest.param(MeshShape(pipeline=2), replace(TIED, shapes=replace(QWEN3, num_layers=4)), 0, 2, id="pipeline 2, interleaved", marks=pytest.mark.full),
+    pytest.param(MeshShape(pipeline=2), replace(TIED, shapes=replace(QWEN3, num_hidden_layers=4)), 0, 2, id="pipeline 2, interleaved",
+    marks=pytest.mark.full),
     pytest.param(MeshShape(data=2, tensor=2), TIED, 3, 1, id=f"data 2 x tensor 2, ZeRO 3, {SUMMED}", marks=pytest.mark.full),
     pytest.param(MeshShape(data=2, tensor=2), replace(UNTIED, deterministic=True), 3, 1, id="data 2 x tensor 2, ZeRO 3", marks=pytest.mark.full),
     pytest.param(MeshShape(data=2, tensor=2, expert=2), MIXTURE, 3, 1, id="data 2 x tensor 2, expert 2, ZeRO 3", marks=pytest.mark.full),

@@ -329,7 +329,7 @@ def test_a_decoder_converts_to_every_parameter_of_the_architecture_and_fills_its
     from tandem.trainer.parallel.ranks import alone
     from tandem.trainer.parallel.replica import Replica
 
-    shapes = ModelShapes("qwen3", 99, 32, 2, 4, 2, 8, 48, 64, tie_embeddings=True, qk_norm=True)
+    shapes = ModelShapes("qwen3", 99, 32, 2, 4, 2, 8, 48, 64, tie_word_embeddings=True, qk_norm=True)
     decoder = Decoder(shapes, select("reference"))
     optimizer = make_optimizer(decoder, TrainerConfig())
     found = convert(ReplicaState(Replica(alone(), decoder, optimizer)))

@@ -1,52 +1,63 @@
-"""The ``args`` of a Megatron checkpoint: what of them describes the network."""
+"""The ``args`` of a Megatron checkpoint that describe the network."""
 
 from argparse import Namespace
 from typing import Any
 
 import torch
 
-from tandem.layout.shapes import Architecture, ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.model.families import mixtral, qwen3_moe
 from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
 from tandem.types import UserError
 
 
 def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, iteration: int) -> Namespace:
-    """Megatron's names for what ``shapes`` and ``mesh`` say."""
+    """Returns the ``args`` of a checkpoint of ``shapes`` written by ``mesh``."""
     found: dict[str, Any] = {
-        "num_layers": shapes.num_layers, "hidden_size": shapes.hidden_size, "ffn_hidden_size": shapes.intermediate_size,
-        "num_attention_heads": shapes.num_heads, "group_query_attention": shapes.num_kv_heads != shapes.num_heads,
-        "num_query_groups": shapes.num_kv_heads, "kv_channels": shapes.head_dim, "max_position_embeddings": shapes.max_positions,
-        "seq_length": shapes.max_positions, "vocab_size": shapes.vocab_size, "padded_vocab_size": padded_vocabulary(shapes, mesh.tensor),
-        "make_vocab_size_divisible_by": 128, "untie_embeddings_and_output_weights": not shapes.tie_embeddings,
+        "num_layers": shapes.num_hidden_layers, "hidden_size": shapes.hidden_size, "ffn_hidden_size": shapes.intermediate_size,
+        "num_attention_heads": shapes.num_attention_heads,
+        "group_query_attention": shapes.num_key_value_heads != shapes.num_attention_heads,
+        "num_query_groups": shapes.num_key_value_heads, "kv_channels": shapes.head_dim,
+        "max_position_embeddings": shapes.max_position_embeddings,
+        "seq_length": shapes.max_position_embeddings, "vocab_size": shapes.vocab_size,
+        "padded_vocab_size": padded_vocabulary(shapes, mesh.tensor),
+        "make_vocab_size_divisible_by": 128, "untie_embeddings_and_output_weights": not shapes.tie_word_embeddings,
         "normalization": "RMSNorm", "norm_epsilon": shapes.rms_norm_eps, "swiglu": True, "position_embedding_type": "rope",
         "rotary_base": shapes.rope_theta, "rotary_percent": 1.0, "add_bias_linear": shapes.mlp_bias, "add_qkv_bias": shapes.attention_bias,
         "qk_layernorm": shapes.qk_norm, "tensor_model_parallel_size": mesh.tensor, "pipeline_model_parallel_size": mesh.pipeline,
         "expert_model_parallel_size": mesh.expert, "params_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
-        "iteration": iteration, "num_experts": None,
+        "iteration": iteration, "num_experts": None, "window_size": None,
     }  # fmt: skip
+    windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
+    window = next((window for window in windows if window is not None), None)
+    if window is not None:
+        # Megatron counts the tokens on either side, without the token itself.
+        found["window_size"] = (window - 1, 0)
+        found["window_attn_skip_freq"] = None if None not in windows else [int(window is not None) for window in windows]
     if shapes.experts is not None:
         experts = shapes.experts
         found |= {
-            "num_experts": experts.num_experts, "moe_router_topk": experts.experts_per_token, "moe_ffn_hidden_size": experts.intermediate_size,
+            "num_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok,
+            "moe_ffn_hidden_size": experts.intermediate_size,
             "moe_router_pre_softmax": not experts.normalised,
-            "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(shapes.num_layers)],
+            "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(shapes.num_hidden_layers)],
         }  # fmt: skip
     return Namespace(**found)
 
 
 def shapes_of(arguments: Namespace | None) -> ModelShapes:
-    """The network that ``arguments`` describe. Raises ``UserError`` where they do not say enough, or something that no model here
-    has."""
+    """Returns the network that ``arguments`` describe. Raises ``UserError`` for arguments that are incomplete or not supported."""
     if arguments is None:
         raise UserError("the Megatron checkpoint has no 'args' that describe its model; name a folder with its config.json by --config")
     given = vars(arguments)
     try:
         for name, wanted in (("normalization", "RMSNorm"), ("swiglu", True), ("position_embedding_type", "rope")):
             if given.get(name, wanted) != wanted:
-                raise UserError(f"the Megatron checkpoint has {name} {given[name]!r}, which no model here has; {wanted!r} is read")
+                raise UserError(f"the Megatron checkpoint has {name} {given[name]!r}; only {wanted!r} is supported")
         heads, hidden = int(given["num_attention_heads"]), int(given["hidden_size"])
         count, biased, normed = given.get("num_experts") or 0, bool(given.get("add_qkv_bias")), bool(given.get("qk_layernorm"))
-        architecture: Architecture = "llama"
+        windows = _windows(given)
+        architecture = "mistral" if windows else "llama"
         experts = None
         if count:
             architecture = "qwen3_moe" if normed else "mixtral"
@@ -56,6 +67,7 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
             experts = ExpertShapes(
                 int(count), int(given["moe_router_topk"]), int(given.get("moe_ffn_hidden_size") or given["ffn_hidden_size"]),
                 not given.get("moe_router_pre_softmax", False), tuple(i for i in layers if not sparse[i]),
+                qwen3_moe.NAMES if normed else mixtral.NAMES,
             )  # fmt: skip
         elif normed:
             architecture = "qwen3"
@@ -67,13 +79,30 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
             int(given.get("kv_channels") or hidden // heads), int(given["ffn_hidden_size"]), int(given["max_position_embeddings"]),
             not given.get("untie_embeddings_and_output_weights", True), rms_norm_eps=float(given.get("norm_epsilon", 1e-5)),
             rope_theta=float(given.get("rotary_base", 10000.0)), attention_bias=biased, mlp_bias=bool(given.get("add_bias_linear", False)),
-            qk_norm=normed, experts=experts,
+            qk_norm=normed, layer_windows=windows, experts=experts,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the 'args' of the Megatron checkpoint do not describe its model ({error}); name its config.json by --config") from None
 
 
+def _windows(given: dict[str, Any]) -> tuple[int | None, ...]:
+    """Returns each layer's window, ``()`` where all attention is full. ``window_attn_skip_freq``: one layer in so many has full attention,
+    or a list with a 1 for each layer that has the window."""
+    layers, frequency = range(int(given["num_layers"])), given.get("window_attn_skip_freq")
+    if given.get("window_size") is None:
+        return ()
+    before, after = map(int, given["window_size"])
+    if before < 0:
+        return ()
+    if after > 0:
+        raise ValueError(f"window_size {given['window_size']} looks at later tokens")
+    if frequency is None:
+        frequency = [1 for _ in layers]
+    sliding = [bool(frequency[i]) if isinstance(frequency, list) else (i + 1) % int(frequency) != 0 for i in layers]
+    return tuple(before + 1 if each else None for each in sliding) if any(sliding) else ()
+
+
 def mesh_of(arguments: Namespace) -> MegatronMesh:
-    """The ranks that wrote it, as ``arguments`` have them."""
+    """Returns the ranks that wrote the checkpoint."""
     sizes = (getattr(arguments, f"{axis}_model_parallel_size", 1) or 1 for axis in ("tensor", "pipeline", "expert"))
     return MegatronMesh(*map(int, sizes))

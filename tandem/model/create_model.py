@@ -1,4 +1,4 @@
-"""Make a small model and its tokenizer from a recipe, as a Hugging Face folder."""
+"""Creates a small model and its tokenizer from a recipe, as a Hugging Face folder."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,12 +8,12 @@ from tandem.kernels.reference import ReferenceKernels
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model
 from tandem.model.initialise import initialise
-from tandem.pod.new_model import shapes_of, write_tokenizer
+from tandem.model.new_model import shapes_of, write_tokenizer
 from tandem.text.tokenizer import Tokenizer
 
 
 def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
-    """Write the model to ``folder``; nothing is done where the folder stands already: it is written whole or not at all."""
+    """Writes the model with random weights to ``folder``, whole or not at all. Does nothing where the folder exists."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -21,5 +21,5 @@ def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
         write_tokenizer(config, Path(tokenizer_folder))
         tokenizer = Tokenizer.from_folder(Path(tokenizer_folder))
         model = Decoder(shapes_of(config, tokenizer.vocab_size), ReferenceKernels())
-        initialise(model, seed, config.initial_deviation)
+        initialise(model, seed, config.initializer_range)
         save_model(model, folder, Path(tokenizer_folder))

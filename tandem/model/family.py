@@ -1,0 +1,129 @@
+"""What a model family declares, and how the family of a model is looked up. Imports no torch.
+
+A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are pre-norm decoders with RMSNorm, rotary
+embedding, grouped-query attention and a gated SiLU MLP or a mixture of them; the declaration says what differs. It is read when a
+folder is opened, written or created. The network itself is built from the resulting ``ModelShapes`` alone.
+"""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes
+from tandem.model import families
+from tandem.model.config_reader import ConfigReader
+from tandem.model.sliding_windows import FULL_ATTENTION, Mask
+from tandem.types import UserError
+
+
+class ConfigFlag(NamedTuple):
+    """A trait that the key ``name`` of ``config.json`` turns on or off; ``default`` applies where the key is missing."""
+
+    name: str
+    default: bool = False
+
+
+Trait = bool | ConfigFlag
+"""A trait of all models of a family, or one that each ``config.json`` chooses."""
+
+
+class Biases(NamedTuple):
+    """Which linear layers of a model have biases: q, k and v; the attention's output; the MLP."""
+
+    attention: bool
+    output: bool
+    mlp: bool
+
+
+class Mixture(NamedTuple):
+    """The mixture of experts of a family: ``names`` of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
+    translate from and to the keys of ``config.json``."""
+
+    names: ExpertNames
+    read: Callable[[ConfigReader, int], ExpertShapes]
+    write: Callable[[ExpertShapes], dict[str, Any]]
+
+
+def read_expert_count(reader: ConfigReader, default: int) -> int:
+    """Returns the number of experts a layer: transformers 4 writes ``num_experts``, transformers 5 ``num_local_experts``."""
+    return reader.integer("num_experts" if reader.config.get("num_experts") is not None else "num_local_experts", default)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family. ``model_type`` and ``class_name`` are those of transformers.
+
+    ``attention_bias`` (of q, k and v), ``output_bias`` (of the attention's output), ``mlp_bias``: which linear layers have biases.
+    ``qk_norm``: queries and keys of each head are normalised before the rotation.
+    ``mask``: the sliding windows. ``experts``: the mixture of experts in place of the MLP.
+    The rest are the values of keys that a ``config.json`` leaves out: the defaults of transformers' configuration class.
+    ``num_key_value_heads`` ``None``: as many as attention heads; ``head_dim`` ``None``: ``hidden_size`` over attention heads.
+    """
+
+    model_type: str
+    class_name: str
+    attention_bias: Trait = False
+    output_bias: Trait = False
+    mlp_bias: Trait = False
+    qk_norm: bool = False
+    mask: Mask = FULL_ATTENTION
+    experts: Mixture | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def biases(self, reader: ConfigReader) -> Biases:
+        """Returns which linear layers have biases according to a ``config.json``."""
+
+        def is_on(trait: Trait) -> bool:
+            return trait if isinstance(trait, bool) else reader.boolean(trait.name, trait.default)
+
+        return Biases(is_on(self.attention_bias), is_on(self.output_bias), is_on(self.mlp_bias))
+
+    def bias_keys(self, shapes: ModelShapes) -> dict[str, bool]:
+        """Returns the keys of ``config.json`` that say which linear layers of ``shapes`` have biases."""
+        # The last one wins where two traits share a key.
+        traits = (
+            (self.mlp_bias, shapes.mlp_bias), (self.output_bias, shapes.output_bias), (self.attention_bias, shapes.attention_bias)
+        )  # fmt: skip
+        return {trait.name: value for trait, value in traits if isinstance(trait, ConfigFlag)}
+
+
+def all_families() -> dict[str, Family]:
+    """Returns every family by its ``model_type``: one for each module of ``tandem.model.families``."""
+    modules = (importlib.import_module(f"{families.__name__}.{found.name}") for found in pkgutil.iter_modules(families.__path__))
+    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+
+
+def family_named(model_type: str) -> Family:
+    """Returns the family of ``model_type``. Raises ``KeyError`` where there is none."""
+    return all_families()[model_type]
+
+
+def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+    """Returns the family of a ``config.json``: by ``model_type``, or where that is missing by the class in ``architectures``.
+    Raises ``UserError`` for a family that is not supported; ``where`` names the file."""
+    known, model_type = all_families(), config.get("model_type")
+    if model_type is None:
+        classes = config.get("architectures") or []
+        for family in known.values():
+            if family.class_name in classes:
+                return family
+    elif isinstance(model_type, str) and model_type in known:
+        return known[model_type]
+    raise UserError(f"'{where}' has model_type {model_type!r}; supported are {', '.join(known)}")
+
+
+def family_to_create(name: str) -> Family:
+    """Returns the family of ``model.create.architecture``. Raises ``UserError`` where there is none."""
+    known = all_families()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"'model.create.architecture' is {name!r}; it must be one of {', '.join(known)}.{hint}")
+    return known[name]

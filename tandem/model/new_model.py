@@ -1,0 +1,74 @@
+"""Shapes and tokenizer of a model that is created from a recipe. Imports no torch."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tandem.config.model import NewModelConfig
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.model.config_reader import ConfigReader
+from tandem.model.family import family_to_create
+from tandem.model.huggingface_config import config_json
+from tandem.text.characters import make_character_tokenizer
+from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.types import UserError
+
+
+def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
+    """Returns the shapes that ``config`` describes, with the defaults of its family; a mixture of experts is in every layer, with
+    normalised gates. Raises ``UserError`` for a family that is not known or that has no such model."""
+    family = family_to_create(config.architecture)
+    experts = None
+    if family.experts is not None:
+        inner = config.moe_intermediate_size or config.intermediate_size
+        experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names)
+    biases = family.biases(ConfigReader({}, "model.create"))
+    shapes = ModelShapes(
+        architecture=family.model_type,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rope_theta=config.rope_theta,
+        attention_bias=biases.attention,
+        output_bias=biases.output,
+        mlp_bias=biases.mlp,
+        qk_norm=family.qk_norm,
+        experts=experts,
+    )
+    try:
+        config_json(shapes)
+    except ValueError as error:
+        raise UserError(f"section 'model.create': {error}") from None
+    return shapes
+
+
+def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
+    """Writes the tokenizer that ``config`` names or describes to ``folder``. Raises ``UserError`` where there is none."""
+    if not config.tokenizer:
+        make_character_tokenizer(config.characters, folder)
+        return
+    source = Path(config.tokenizer)
+    Tokenizer.from_folder(source)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+@contextmanager
+def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
+    """Yields a temporary folder with everything of the model but its weights, so that a run's inputs can be checked before any work."""
+    with TemporaryDirectory(prefix="tandem-") as name:
+        folder = Path(name)
+        write_tokenizer(config, folder)
+        shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
+        (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+        yield folder
