@@ -19,7 +19,7 @@ from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
 from tandem.data.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.runtime.calls import WorkerDied
 from tandem.runtime.processes import Threads, available_cores
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.storage.files import Storage, open_storage, read
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError

@@ -19,7 +19,7 @@ from tandem.data.examples import BrokenExample
 from tandem.data.shards import ShardWriter
 from tandem.data.split import Side, is_of_side
 from tandem.runtime.calls import Blobs, Meta, Progress, Reply
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError

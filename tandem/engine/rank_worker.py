@@ -21,7 +21,7 @@ from tandem.model.huggingface import load_parts
 from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)

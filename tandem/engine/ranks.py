@@ -26,7 +26,7 @@ from tandem.model.lora import Adapter
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import CallError, RpcTimeout, WorkerDied
 from tandem.runtime.processes import Threads
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.types import RunError, UserError
 
 _GRACE_S = 5.0

@@ -17,9 +17,9 @@ from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDie
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.logs import log_uncaught, setup
 from tandem.runtime.processes import Threads, memory_of
-from tandem.runtime.rpc import read_credential
+from tandem.runtime.credentials import read_credential
 from tandem.runtime.rpc_server import RpcServer
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 

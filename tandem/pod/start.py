@@ -9,7 +9,7 @@ from tandem.pod.failures import Role
 from tandem.pod.worker import make_worker
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.processes import available_cores
-from tandem.runtime.rpc import new_credential, write_credential
+from tandem.runtime.credentials import new_credential, write_credential
 
 
 def threads_of(recipe: Recipe) -> int:

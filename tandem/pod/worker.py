@@ -9,7 +9,7 @@ from tandem.config.recipe import Recipe
 from tandem.runtime.calls import Method
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.logs import setup
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 
 
 def make_worker(role: str, recipe: Recipe, directory: Path, threads: int) -> Mapping[str, Method]:

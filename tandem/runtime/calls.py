@@ -1,8 +1,7 @@
-"""What crosses between the pod's controller, the sidecars' shims and their workers: a call, its answer, its failures.
+"""Calls between processes: what a method is, and the errors of a call.
 
-A call is answered by any number of ``progress`` and ``heartbeat`` frames and then by exactly one ``result`` or
-``error``. Both channels speak it: HTTP between controller and shim (``rpc``), a socket pair between shim and worker
-(``worker_pipe``).
+A call is one ``call`` frame, answered by any number of ``progress`` and ``heartbeat`` frames and then by exactly one ``result`` or
+``error`` frame. Workers (``worker``: a socket pair), sidecars (``rpc``: TCP) and remote sidecars (``http_client``: HTTP) speak it alike.
 """
 
 import logging
@@ -12,18 +11,16 @@ from typing import Any
 
 from tandem.runtime.faults import FaultPoint
 from tandem.types.errors import RunError, UserError
-from tandem.types.wire import Frame, decode_body, frame_sizes
+from tandem.types.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
 Meta = Mapping[str, Any]
-Blobs = Mapping[str, bytes]
+Blobs = Mapping[str, Buffer]
 Progress = Callable[[dict[str, Any]], None]
-Reply = tuple[dict[str, Any], Mapping[str, bytes]]
+Reply = tuple[dict[str, Any], Blobs]
 Method = Callable[[Meta, Blobs, Progress], Reply]
 """A call's implementation: ``(meta, blobs, progress) -> (meta, blobs)``. What it raises reaches the caller."""
-
-MAX_FRAME_BYTES = 2**31
 
 
 class CallError(Exception):
@@ -81,13 +78,6 @@ def raise_error(meta: Meta, peer: str, call: str) -> None:
     raise RemoteError(peer, call, f"'{call}' raised {name} in {peer}: {first} (traceback in the log)")
 
 
-def read_frame(read_exactly: Callable[[int], bytes], prefix: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
-    """The frame that starts with ``prefix``. Raises ``ValueError`` where it is none."""
-    header_bytes, payload_bytes = frame_sizes(prefix, limit_bytes)
-    header = read_exactly(header_bytes)
-    return decode_body(header, read_exactly(payload_bytes))
-
-
 class StepPoints:
     """Fault points around a process's calls: ``before:CALL:STEP`` and ``after:CALL:STEP`` (after the work, before the
     answer). A call that names no step counts to the newest step that one has named."""
@@ -97,7 +87,7 @@ class StepPoints:
         self._step = 0
 
     def around(self, name: str, method: Method) -> Method:
-        def call(meta: Meta, blobs: Blobs, progress: Progress) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+        def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             version = meta.get("version")
             if isinstance(meta.get("step"), int):
                 self._step = int(meta["step"])

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.runtime.calls import RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.processes import Threads
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.types import RunError, UserError
 
 HELPERS = str(Path(__file__).parent / "helpers")
@@ -16,7 +16,7 @@ HELPERS = str(Path(__file__).parent / "helpers")
 def start(tmp_path, *arguments):
     environment = {"PYTHONPATH": HELPERS}
     output = tmp_path / "worker.log"
-    return Worker("trainer worker", "pipe_worker", arguments, threads=Threads(1), output=output, environment=environment)
+    return Worker("trainer worker", "channel_worker", arguments, threads=Threads(1), output=output, environment=environment)
 
 
 @pytest.fixture(scope="module")

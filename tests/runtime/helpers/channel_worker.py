@@ -1,4 +1,4 @@
-"""A worker for the tests of the worker's pipe: ``python -m pipe_worker --channel FD``."""
+"""A worker for the tests of workers: ``python -m channel_worker --channel FD``."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ import sys
 import time
 
 from tandem.runtime.faults import FaultPlan, no_fault
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 from tandem.types import RunError, UserError
 
 
