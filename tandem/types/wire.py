@@ -2,7 +2,7 @@
 
 A frame is ``magic (4 bytes), header bytes (u32), payload bytes (u64), header, payload``, all little-endian. The header is JSON with the
 keys ``kind``, ``method``, ``call``, ``meta`` and ``blobs``, a list of ``[name, bytes]``; keys with an empty value are left out, except
-``kind``, ``meta`` and ``blobs``. The payload is the blobs, one after the other. Bytes that are not a frame raise ``ValueError``; nothing
+``kind``, ``meta`` and ``blobs``; spaces fill it to a multiple of 16 bytes. The payload is the blobs, one after the other. Bytes that are not a frame raise ``ValueError``; nothing
 beyond the given bytes is read.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"TDM1"
+ALIGNMENT_BYTES = 16
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_FRAME_BYTES = 2**31
 
@@ -59,6 +60,7 @@ def encode_parts(
         header = _to_json(head).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a frame's meta is not JSON: {error}") from None
+    header += b" " * (-len(header) % ALIGNMENT_BYTES)
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"a frame's header has {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     payload_bytes = sum(len(blob) for blob in blobs.values())
