@@ -7,7 +7,8 @@ A call is one ``call`` frame, answered by any number of ``progress`` and ``heart
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from tandem.runtime.faults import FaultPoint
 from tandem.types.errors import RunError, UserError
@@ -15,6 +16,7 @@ from tandem.types.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
+M = TypeVar("M")
 Meta = Mapping[str, Any]
 Blobs = Mapping[str, Buffer]
 Progress = Callable[[dict[str, Any]], None]
@@ -76,6 +78,19 @@ def raise_error(meta: Meta, peer: str, call: str) -> None:
     logger.error("'%s' raised in %s:\n%s", call, peer, meta.get("traceback", message))
     first = message.splitlines()[0] if message else ""
     raise RemoteError(peer, call, f"'{call}' raised {name} in {peer}: {first} (traceback in the log)")
+
+
+def message_meta(message: Any) -> dict[str, Any]:
+    """Returns the fields of a message, a dataclass instance, as a frame's meta. Values are not copied."""
+    return {field.name: getattr(message, field.name) for field in fields(message)}
+
+
+def message_from(kind: type[M], meta: Meta) -> M:
+    """Returns the message of class ``kind`` that ``message_meta`` made. Raises ``ValueError`` where fields are missing or unknown."""
+    try:
+        return kind(**meta)
+    except TypeError as error:
+        raise ValueError(f"not a {kind.__name__}: {error}") from None
 
 
 class StepPoints:

@@ -167,8 +167,7 @@ class Worker:
 
 def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoint = no_fault) -> None:
     """Answers calls from the descriptor ``channel``, one after the other, until the owner closes it."""
-    faulthandler.enable(sys.stderr)
-    _no_core_files()
+    dump_stack_on_abort()
     points = StepPoints(fault_point)
     known = {name: points.around(name, method) for name, method in methods.items()}
     connection = socket.socket(fileno=channel)
@@ -215,7 +214,10 @@ def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame, progres
         owner.send(error_meta(error), kind="error")
 
 
-def _no_core_files() -> None:
+def dump_stack_on_abort() -> None:
+    """Makes SIGABRT, which a worker gets that does not answer in time, write the stack of every thread to standard error and end the process
+    without a core file. ``serve`` does so itself; a worker that runs foreign code before calls it first."""
     import resource
 
+    faulthandler.enable(sys.stderr)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
