@@ -90,7 +90,7 @@ def message_from(kind: type[M], meta: Meta) -> M:
     try:
         return kind(**meta)
     except TypeError as error:
-        raise ValueError(f"not a {kind.__name__}: {error}") from None
+        raise ValueError(f"a message is not a valid {kind.__name__}: {error}") from None
 
 
 class StepPoints:

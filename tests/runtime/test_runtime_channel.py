@@ -142,7 +142,7 @@ def test_a_message_with_a_missing_or_an_unknown_field_is_refused():
     from tandem.serving.messages import Abort
 
     assert message_from(Abort, message_meta(Abort(["a"]))) == Abort(["a"])
-    with pytest.raises(ValueError, match="not a Abort: .*'ids'"):
+    with pytest.raises(ValueError, match="not a valid Abort: .*'ids'"):
         message_from(Abort, {})
-    with pytest.raises(ValueError, match="not a Abort: .*unexpected keyword argument 'x'"):
+    with pytest.raises(ValueError, match="not a valid Abort: .*unexpected keyword argument 'x'"):
         message_from(Abort, {"ids": [], "x": 1})
