@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tandem.checkpoint_engine.shared_memory import WeightBuffers, sweep
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
+from tandem.runtime.credentials import read_credential
 from tandem.runtime.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.logs import log_uncaught, setup
 from tandem.runtime.processes import Threads, memory_of
-from tandem.runtime.credentials import read_credential
 from tandem.runtime.rpc_server import RpcServer
 from tandem.runtime.worker import Worker
 from tandem.types import UserError

@@ -40,8 +40,8 @@ class FrameReader:
         self._start = self._end = 0
 
     def receive(self, ends: float | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
-        """Returns the next frame, of at most ``limit_bytes``. Raises ``EOFError`` where the stream ends between two frames, ``BrokenFrame``, and what ``read_into``
-        raises."""
+        """Returns the next frame, of at most ``limit_bytes``. Raises ``EOFError`` where the stream ends between two frames, ``BrokenFrame``,
+        and what ``read_into`` raises."""
         while self._end - self._start < PREFIX.size:
             if not self._fill(ends):
                 if self._end > self._start:

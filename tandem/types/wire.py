@@ -1,9 +1,9 @@
 """The frame: the one format of messages between processes and of batches in the journal. Exact, bounds-checked, no pickle.
 
 A frame is ``magic (4 bytes), header bytes (u32), payload bytes (u64), header, payload``, all little-endian. The header is JSON with the
-keys ``kind``, ``method``, ``call``, ``meta`` and ``blobs``, a list of ``[name, bytes]``; keys with an empty value are left out, except
-``kind``, ``meta`` and ``blobs``; spaces fill it to a multiple of 16 bytes. The payload is the blobs, one after the other. Bytes that are not a frame raise ``ValueError``; nothing
-beyond the given bytes is read.
+keys ``kind``, ``method``, ``call``, ``meta`` and ``blobs``, a list of ``[name, bytes]``; an empty ``method`` and ``call`` are left out, and
+spaces fill the header to a multiple of 16 bytes. The payload is the blobs, one after the other. Bytes that are not a frame raise
+``ValueError``; nothing beyond the given bytes is read.
 """
 
 import json
@@ -51,7 +51,8 @@ def encode_parts(
     """Returns a frame as buffers to be sent one after the other: prefix and header, then each blob, not copied. Raises ``ValueError``
     where ``meta`` is not JSON."""
     blobs = blobs or {}
-    head: dict[str, Any] = {"kind": kind, "meta": meta if type(meta) is dict else dict(meta), "blobs": [[name, len(blob)] for name, blob in blobs.items()]}
+    sizes = [[name, len(blob)] for name, blob in blobs.items()]
+    head: dict[str, Any] = {"kind": kind, "meta": meta if type(meta) is dict else dict(meta), "blobs": sizes}
     if method:
         head["method"] = method
     if call:
@@ -63,7 +64,7 @@ def encode_parts(
     header += b" " * (-len(header) % ALIGNMENT_BYTES)
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"a frame's header has {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    payload_bytes = sum(len(blob) for blob in blobs.values())
+    payload_bytes = sum(size for _, size in sizes)
     return [PREFIX.pack(MAGIC, len(header), payload_bytes) + header, *blobs.values()]
 
 

@@ -25,7 +25,7 @@ def soon() -> float:
 def test_frames_of_every_size_come_back_as_they_were_sent_in_order(pair):
     a, b, *_ = pair
     sent = [
-        Frame({"text": "h\N{LATIN SMALL LETTER E WITH ACUTE} \N{SNOWMAN} \N{GRINNING FACE} \ud800 \x00", "n": [1, 0.1, None]}, {}, "event", "m\N{SNOWMAN}", 2**40),
+        Frame({"text": "h\N{SNOWMAN} \N{GRINNING FACE} \ud800 \x00", "n": [1, 0.1, None]}, {}, "event", "m\N{SNOWMAN}", 2**40),
         *(Frame({"i": n}, {"x": os.urandom(n), "": b"", "y": bytes([n % 256]) * n}, "call", "echo", n) for n in (0, 1, 65_400, 65_536, 2**20, 9 * 2**20)),
         Frame({str(i): i for i in range(20_000)}, {str(i): bytes([i]) for i in range(200)}, "result"),
     ]
@@ -142,7 +142,7 @@ def test_a_message_with_a_missing_or_an_unknown_field_is_refused():
     from tandem.serving.messages import Abort
 
     assert message_from(Abort, message_meta(Abort(["a"]))) == Abort(["a"])
-    with pytest.raises(ValueError, match="not a valid Abort: .*'ids'"):
+    with pytest.raises(ValueError, match=r"not a valid Abort: .*'ids'"):
         message_from(Abort, {})
-    with pytest.raises(ValueError, match="not a valid Abort: .*unexpected keyword argument 'x'"):
+    with pytest.raises(ValueError, match=r"not a valid Abort: .*unexpected keyword argument 'x'"):
         message_from(Abort, {"ids": [], "x": 1})

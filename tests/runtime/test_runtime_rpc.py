@@ -262,7 +262,7 @@ def test_a_broken_frame_is_refused_in_one_line(tcp, data, problem):
 
 
 def test_an_unknown_call_and_an_unknown_page_are_refused(server, client, web):
-    with pytest.raises(RunError, match="refused the call 'nothing': .*trainer shim has no call 'nothing'"):
+    with pytest.raises(RunError, match=r"refused the call 'nothing': .*trainer shim has no call 'nothing'"):
         client.call("nothing", deadline_s=20)
     assert post(web, encode({}), path="/call/nothing")[0] == 404
     assert post(web, encode({}), path="/echo")[0] == 404
@@ -274,7 +274,7 @@ def test_a_body_over_the_limit_or_without_a_length_is_refused(client, web):
     assert b" 413 " in raw(web, f"{head}Content-Length: {2**40}\r\n\r\n".encode())
     assert b" 411 " in raw(web, f"{head}\r\n".encode(), shut=True)
     assert b" 400 " in raw(web, f"{head}Content-Length: -1\r\n\r\n".encode())
-    with pytest.raises((RunError, PeerDied), match="at most 16777216 are allowed|is gone"):
+    with pytest.raises((RunError, PeerDied), match=r"at most 16777216 are allowed|is gone"):
         client.call("echo", {}, {"large": bytes(2**24 + 1)}, deadline_s=20)
 
 
@@ -329,7 +329,7 @@ def test_more_connections_than_allowed_are_refused_and_those_inside_finish(kind)
     thread = threading.Thread(target=lambda: inside.update(client.call("stay", deadline_s=60).meta))
     thread.start()
     assert entered.wait(30)
-    with pytest.raises((PeerDied, RunError), match="is gone|503"):
+    with pytest.raises((PeerDied, RunError), match=r"is gone|503"):
         client.call("stay", deadline_s=20)
     leave.set()
     thread.join(30)
