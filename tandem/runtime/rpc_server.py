@@ -8,7 +8,7 @@ A connection carries one call. The caller sends ``hello`` with the pod's credent
 import contextlib
 import hmac
 import logging
-import select
+import selectors
 import socket
 import threading
 import time
@@ -73,8 +73,10 @@ class RpcServer:
     def serve_forever(self) -> None:
         """Answers from this thread until ``close``."""
         self._listener.setblocking(False)
-        while self._ending not in (ready := select.select([self._listener, self._ending], [], [])[0]):
-            for _ in ready:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._ending, selectors.EVENT_READ)
+            while self._ending not in [key.fileobj for key, _ in selector.select()]:
                 with contextlib.suppress(OSError):  # The caller left before it was let in.
                     self._admit(self._listener.accept()[0])
 

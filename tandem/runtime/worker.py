@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Worker:
         self._lock = threading.Lock()
         self._broken = ""
         self._stopped = False
+        self._calls = 0
 
     @property
     def pid(self) -> int:
@@ -106,15 +107,31 @@ class Worker:
                     self._close()
 
     def _call(self, name: str, meta: Meta, blobs: Blobs | None, ends: float, on_progress: Progress | None) -> Frame:
-        self._channel.send(meta, blobs, kind="call", method=name, ends=ends)
+        self._calls += 1
+        with self._whole_frames():
+            self._channel.send(meta, blobs, kind="call", method=name, call=self._calls, ends=ends)
         while True:
-            frame = self._channel.receive(ends)
+            with self._whole_frames():
+                frame = self._channel.receive(ends)
+            if frame.call != self._calls:
+                continue  # of a call that was interrupted on this side
             if frame.kind == "result":
                 return frame
             if frame.kind == "error":
                 raise_error(frame.meta, self.name, name)
             if frame.kind == "progress" and on_progress is not None:
                 on_progress(frame.meta)
+
+    @contextlib.contextmanager
+    def _whole_frames(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            # Interrupted in the middle of a frame, perhaps: the next one could not be found.
+            self._channel.shutdown()
+            raise
 
     def stop(self, grace_s: float = 5.0) -> int:
         """Ends the process: closes its channel, at which ``serve`` returns, and kills it after ``grace_s``. Returns the exit status. May be
@@ -133,7 +150,9 @@ class Worker:
         """Whether the process ends within ``deadline_s``. It is not collected yet: its id still names its group, for ``_kill``."""
         if self._pidfd is None or self.process.returncode is not None:
             return wait(self.process, deadline_s) is not None
-        return bool(select.select([self._pidfd], [], [], max(0.0, deadline_s))[0])
+        ending = select.poll()
+        ending.register(self._pidfd, select.POLLIN)
+        return bool(ending.poll(max(0.0, deadline_s) * 1000))
 
     def _kill(self) -> int:
         return kill_group(self.process) if self._new_session else kill(self.process)
@@ -173,17 +192,10 @@ def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoin
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     owner = Channel(connection)
-
-    def progress(meta: dict[str, Any]) -> None:
-        try:
-            owner.send(meta, kind="progress")
-        except OSError:
-            raise _OwnerGone from None
-
     with contextlib.closing(owner):
         while True:
             try:
-                _answer(owner, known, owner.receive(), progress)
+                _answer(owner, known, owner.receive())
             except (EOFError, OSError, BrokenFrame, _OwnerGone):
                 logger.info("the owner closed the channel")
                 return
@@ -193,25 +205,32 @@ class _OwnerGone(BaseException):
     """The call in progress has no caller any more."""
 
 
-def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame, progress: Progress) -> None:
+def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None:
     name = frame.method
+
+    def progress(meta: dict[str, Any]) -> None:
+        try:
+            owner.send(meta, kind="progress", call=frame.call)
+        except OSError:
+            raise _OwnerGone from None
+
     try:
         if name not in methods:
             raise LookupError(f"this worker has no call '{name}'")
         meta, blobs = methods[name](frame.meta, frame.blobs, progress)
     except UserError as error:
         logger.error("'%s': %s", name, error)
-        owner.send(error_meta(error), kind="error")
+        owner.send(error_meta(error), kind="error", call=frame.call)
         return
     except Exception as error:
         logger.exception("'%s' failed", name)
-        owner.send(error_meta(error), kind="error")
+        owner.send(error_meta(error), kind="error", call=frame.call)
         return
     try:
-        owner.send(meta, blobs, kind="result")
+        owner.send(meta, blobs, kind="result", call=frame.call)
     except ValueError as error:
         logger.exception("'%s' failed", name)
-        owner.send(error_meta(error), kind="error")
+        owner.send(error_meta(error), kind="error", call=frame.call)
 
 
 def dump_stack_on_abort() -> None:

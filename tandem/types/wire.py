@@ -51,7 +51,7 @@ def encode_parts(
     """Returns a frame as buffers to be sent one after the other: prefix and header, then each blob, not copied. Raises ``ValueError``
     where ``meta`` is not JSON."""
     blobs = blobs or {}
-    sizes = [[name, len(blob)] for name, blob in blobs.items()]
+    sizes = [(name, len(blob)) for name, blob in blobs.items()]
     head: dict[str, Any] = {"kind": kind, "meta": meta if type(meta) is dict else dict(meta), "blobs": sizes}
     if method:
         head["method"] = method

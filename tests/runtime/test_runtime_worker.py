@@ -158,3 +158,12 @@ def test_stopping_a_worker_ends_a_call_in_progress_of_another_thread(tmp_path):
     assert len(caught) == 1 and "died while 'hang' ran" in caught[0]
     with pytest.raises(WorkerDied):
         running.call("echo", deadline_s=20)
+
+
+def test_the_answer_of_an_interrupted_call_is_not_taken_for_the_next_ones(worker):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.call("echo", {"i": 1, "progress": 5}, {"b": bytes(100_000)}, deadline_s=20, on_progress=interrupt)
+    assert worker.call("echo", {"i": 2}, deadline_s=20).meta == {"i": 2}
