@@ -1,6 +1,6 @@
 """The round trip of a call to a worker process: a small message, and a blob of 1 MiB there and back.
 
-``python benchmarks/channel.py [--calls N]``. Beside ours, in the same run: ``multiprocessing.connection`` (pickle) and, where they are
+``python benchmarks/channel.py [--calls N] [--out FOLDER]``. Beside ours, in the same run: ``multiprocessing.connection`` (pickle) and, where they are
 installed, pyzmq (a PAIR of sockets over IPC, blobs as frames of their own, not copied) with msgspec. Microseconds, the median of all calls.
 """
 
@@ -115,16 +115,24 @@ def with_zmq(calls: int) -> tuple[float, float] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=4000)
+    parser.add_argument("--out", type=Path, help="the folder of the report")
     parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.channel is not None:
         serve_ours(options.channel)
         return
-    print(f"{'':40} {'small, us':>10} {'1 MiB, us':>10}")
+    from machine import machine, write_report
+
+    began = machine()
+    lines = [f"{'':40} {'small, us':>10} {'1 MiB, us':>10}"]
     sides = {"frames over a socket pair (tandem)": ours, "multiprocessing.connection, pickle": pickled, "pyzmq and msgspec": with_zmq}
     for name, side in sides.items():
         times = side(options.calls)
-        print(f"{name:40} " + (f"{times[0]:10.1f} {times[1]:10.1f}" if times else "not installed"))
+        lines.append(f"{name:40} " + (f"{times[0]:10.1f} {times[1]:10.1f}" if times else "not installed"))
+    print(table := "\n".join(lines))
+    if options.out is not None:
+        text = "One call to a worker process and its answer, microseconds, the median of all calls."
+        write_report("channel", f"# The channel between processes\n\n{began}\n\n{text}\n\n```\n{table}\n```", options.out)
 
 
 if __name__ == "__main__":
