@@ -21,7 +21,7 @@ PEERED = ("grpo_step", "rollout", "time_to_accuracy", "training", "engine")
 DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "training", "time_to_accuracy")
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
 OTHERS = (
-    "attention", "batching", "checkpointing", "equality", "kv_cache", "lm_head", "moe", "quantization", "request_features", "sampling", "serving",
+    "attention", "batching", "channel", "checkpointing", "equality", "kv_cache", "lm_head", "moe", "quantization", "request_features", "sampling", "serving",
     "speculation", "tensor_parallel", "tokenizing", "training_choices",
 )
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""

@@ -17,9 +17,10 @@ from typing import Any
 from tandem.data.documents import LINES, Part, divide
 from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
 from tandem.data.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
-from tandem.runtime.calls import WorkerDied
+from tandem.data.tokenize_worker import Unit, UnitProgress
+from tandem.runtime.calls import WorkerDied, message_from, message_meta
 from tandem.runtime.processes import Threads, available_cores
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.storage.files import Storage, open_storage, read
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
@@ -155,25 +156,25 @@ class _Crew:
                 for future in futures:
                     future.cancel()
                 for worker in workers:
-                    worker.process.kill()
+                    worker.stop(grace_s=0.0)
                 raise
         for worker in workers:
             worker.stop()
 
     def _unit(self, number: int, workers: list[Worker], slot: int, report: Callable[[], Any]) -> None:
         def progress(meta: dict[str, Any]) -> None:
+            done = message_from(UnitProgress, meta)
             with self.lock:
                 # The last line of a part may end behind it.
-                self.bytes[number] = min(int(meta["bytes"]), self._size(number))
-                self.tokens[number] = int(meta["tokens"])
+                self.bytes[number] = min(done.bytes, self._size(number))
+                self.tokens[number] = done.tokens
                 report()
 
-        parts = [list(part) for part in self.units[number]]
-        meta = {"parts": parts, "shard": shard_name(number), "record": _record(number), "scratch": str(self.scratch.absolute())}
+        unit = Unit([list(part) for part in self.units[number]], shard_name(number), _record(number), str(self.scratch.absolute()))
         for _ in range(MOST_DEATHS):
             try:
-                workers[slot].call("unit", meta, deadline_s=UNIT_DEADLINE_S, on_progress=progress)
-                progress({"bytes": self._size(number), "tokens": self.tokens.get(number, 0)})
+                workers[slot].call("unit", message_meta(unit), deadline_s=UNIT_DEADLINE_S, on_progress=progress)
+                progress(message_meta(UnitProgress(self._size(number), self.tokens.get(number, 0))))
                 return
             except WorkerDied as death:
                 died = death

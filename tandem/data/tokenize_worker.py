@@ -7,6 +7,7 @@ import argparse
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,13 +19,32 @@ from tandem.data.encode_examples import ExampleEncoder, Rendered
 from tandem.data.examples import BrokenExample
 from tandem.data.shards import ShardWriter
 from tandem.data.split import Side, is_of_side
-from tandem.runtime.calls import Blobs, Meta, Progress, Reply
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.runtime.worker import serve
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
 BATCH_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The call ``unit``: the ``parts`` of files that become the shard named ``shard``, the name of the ``record`` that commits it, and a
+    local folder for files in progress."""
+
+    parts: list[Any]
+    shard: str
+    record: str
+    scratch: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitProgress:
+    """Bytes of the source that are done, and tokens written, of one unit."""
+
+    bytes: int
+    tokens: int
 
 
 class TokenizeWorker:
@@ -43,26 +63,26 @@ class TokenizeWorker:
     def unit(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Write the shard of ``parts`` and then the record that commits it. Raises ``RunError`` where a disk fails."""
         try:
-            return self._unit(meta, progress)
+            return self._unit(message_from(Unit, meta), progress)
         except OSError as error:
             where = error.filename or self.destination.url
             raise RunError(f"'{where}': {error.strerror or error}; mend that or make room, then give the command again: what was done is kept") from None
 
-    def _unit(self, meta: Meta, progress: Progress) -> Reply:
+    def _unit(self, unit: Unit, progress: Progress) -> Reply:
         done = tokens = 0
         add = self._add_examples if self.form.examples else self._add_texts
-        with TemporaryDirectory(dir=meta["scratch"]) as scratch:
-            writer = ShardWriter(Path(scratch), meta["shard"], self.dtype, self.form.examples)
-            for batch, size in self._batches([Part(*part) for part in meta["parts"]], writer):
+        with TemporaryDirectory(dir=unit.scratch) as scratch:
+            writer = ShardWriter(Path(scratch), unit.shard, self.dtype, self.form.examples)
+            for batch, size in self._batches([Part(*part) for part in unit.parts], writer):
                 tokens += add(batch, writer)
                 done += size
-                progress({"bytes": done, "tokens": tokens})
+                progress(message_meta(UnitProgress(done, tokens)))
             shard = writer.close()
             record = Path(scratch) / "record.json"
             record.write_text(json.dumps(shard.to_json()) + "\n", encoding="utf-8")
             for name in (f"{shard.name}.tar", f"{shard.name}.lengths"):
                 self.destination.put(name, Path(scratch) / name)
-            self.destination.put(meta["record"], record)
+            self.destination.put(unit.record, record)
         return {}, {}
 
     def _batches(self, parts: list[Part], writer: ShardWriter) -> Iterator[tuple[list[Document], int]]:

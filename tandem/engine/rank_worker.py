@@ -22,7 +22,7 @@ from tandem.model.huggingface import load_parts
 from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.tensor_parallel import RankGroup
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 from tandem.types import RunError, WeightSource, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -79,13 +79,13 @@ class RankWorker:
 
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
-        moves, batch, draws, scores, adapted = decode_step(blobs["step"])
-        batch = to_device(batch, device)
-        if adapted is not None:
-            batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
+        step = decode_step(meta, blobs)
+        batch = to_device(step.batch, device)
+        if step.adapted is not None:
+            batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in step.adapted)))
         with torch.inference_mode():
-            apply_moves(self.caches, self.host, moves)
-        self.hidden = forward(self.decoder, self.caches, batch, draws, scores).hidden
+            apply_moves(self.caches, self.host, step.moves)
+        self.hidden = forward(self.decoder, self.caches, batch, step.draws, step.scores).hidden
 
     @torch.inference_mode()
     def logits(self, meta: Meta, blobs: Blobs) -> None:

@@ -25,9 +25,9 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
 from tandem.model.tensor_parallel import RankGroup
-from tandem.runtime.calls import CallError, RpcTimeout, WorkerDied, raise_error
+from tandem.runtime.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
 from tandem.runtime.processes import Threads
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 _GRACE_S = 5.0
@@ -97,7 +97,7 @@ class Ranks:
             raise
 
     def run(
-        self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Mapping[str, bytes] | None = None,
+        self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Blobs | None = None,
         per_rank: bool = False,
     ) -> T:
         """Make the call ``name`` on every other rank and meanwhile ``own()`` here; returns its result. ``per_rank``: the

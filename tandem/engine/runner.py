@@ -191,7 +191,8 @@ class Runner:
         own = partial(forward, self.decoder, self.caches, batch, draws, scores)
         if self.ranks is None:
             return own()
-        return self.ranks.run("step", {}, own, {"step": encode_step(moves, batch, draws, scores)})
+        meta, blobs = encode_step(moves, batch, draws, scores)
+        return self.ranks.run("step", meta, own, blobs)
 
     def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
         table, to = self.table, self.device

@@ -1,6 +1,8 @@
-"""One step as bytes, from the rank that schedules to the others: plain int64 values."""
+"""One step as a call of the other ranks: its tensors are blobs under their names, everything else is meta."""
 
 import ctypes
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,33 +11,65 @@ from tandem.engine.block_copies import Moves
 from tandem.engine.block_table import BlockCopy
 from tandem.engine.flat_batch import FlatBatch
 from tandem.kernels.api import PagedBatch
+from tandem.runtime.calls import Blobs, Meta
+from tandem.types.wire import Buffer
 
-_COUNTS = 11
-
-
-def encode_step(moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> bytes:
-    """(tokens, sequences, width of the block tables, the three kinds of moves, rows or -1, draws, scores, rows with an adapter,
-    their bounds), then what they count."""
-    paged, rows, lora = batch.paged, batch.logit_rows, batch.lora
-    counts = [len(batch.tokens), *paged.block_tables.shape, *map(len, moves), -1 if rows is None else len(rows)]
-    counts += [int(draws), int(scores)]
-    counts += [0, 0] if lora is None else [len(lora.rows), len(lora.bounds)]
-    parts = [torch.tensor(counts), batch.tokens, batch.positions, paged.slots, paged.query_start, paged.context_lens]
-    parts += [paged.block_tables.flatten(), *(torch.tensor(copies).flatten() for copies in moves)]
-    parts += [] if rows is None else [rows]
-    parts += [] if lora is None else [lora.rows, lora.bounds]
-    flat = torch.cat([part.to("cpu", torch.int64) for part in parts if part.numel()])
-    return ctypes.string_at(flat.data_ptr(), flat.nbytes)
+_INT32 = ("query_start", "context_lens", "block_tables")
+"""Tensors of 32-bit numbers; the others have 64 bits."""
 
 
-def decode_step(data: bytes) -> tuple[Moves, FlatBatch, bool, bool, tuple[Tensor, Tensor] | None]:
-    """What ``encode_step`` was given, on CPU; the adapters' rows and bounds apart from the batch, which has none here."""
-    flat = torch.frombuffer(bytearray(data), dtype=torch.int64)
-    tokens, sequences, width, out, back, copied, rows, draws, scores, adapted, bounds = flat[:_COUNTS].tolist()
-    sizes = [_COUNTS, tokens, tokens, tokens, sequences + 1, sequences, sequences * width, 2 * out, 2 * back, 2 * copied]
-    sizes += [max(rows, 0), adapted, bounds]
-    parts: tuple[Tensor, ...] = flat.split(sizes)
-    paged = PagedBatch(parts[4].int(), parts[5].int(), parts[6].view(sequences, width).int(), parts[3])
-    moves = Moves(*([BlockCopy(*pair) for pair in part.view(-1, 2).tolist()] for part in parts[7:10]))
-    batch = FlatBatch(parts[1], parts[2], paged, None if rows < 0 else parts[10])
-    return moves, batch, bool(draws), bool(scores), (parts[11], parts[12]) if bounds else None
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """What a rank computes in a step, on the CPU.
+
+    Args:
+        moves: block copies made before the step.
+        batch: the step's tensors, without adapters.
+        draws: whether logits are computed.
+        scores: whether the hidden states are kept for log-probabilities of prompts.
+        adapted: rows [R] and bounds [S + 1] of a ``LoraBatch``; ``None``: no row has an adapter.
+    """
+
+    moves: Moves
+    batch: FlatBatch
+    draws: bool
+    scores: bool
+    adapted: tuple[Tensor, Tensor] | None
+
+
+def encode_step(moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> tuple[dict[str, Any], Blobs]:
+    """Returns meta and blobs of the call ``step``."""
+    paged, lora = batch.paged, batch.lora
+    tensors: dict[str, Tensor | None] = {
+        "tokens": batch.tokens, "positions": batch.positions, "slots": paged.slots, "logit_rows": batch.logit_rows,
+        "adapter_rows": None if lora is None else lora.rows, "adapter_bounds": None if lora is None else lora.bounds,
+        "query_start": paged.query_start, "context_lens": paged.context_lens, "block_tables": paged.block_tables,
+    }  # fmt: skip
+    # A frame's payload is aligned to 16 bytes, so blobs of 8-byte numbers before those of 4 keep every tensor aligned.
+    blobs = {name: _to_bytes(tensor, _dtype(name)) for name, tensor in tensors.items() if tensor is not None}
+    return {"moves": moves, "width": paged.block_tables.shape[1], "draws": draws, "scores": scores}, blobs
+
+
+def decode_step(meta: Meta, blobs: Blobs) -> StepMessage:
+    """Returns what ``encode_step`` was given. Its tensors use the memory of ``blobs``, which must be writable."""
+    tensors = {name: _from_bytes(blob, _dtype(name)) for name, blob in blobs.items()}
+    tables = tensors["block_tables"].view(-1, meta["width"])
+    paged = PagedBatch(tensors["query_start"], tensors["context_lens"], tables, tensors["slots"])
+    moves = Moves(*([BlockCopy(*pair) for pair in pairs] for pairs in meta["moves"]))
+    batch = FlatBatch(tensors["tokens"], tensors["positions"], paged, tensors.get("logit_rows"))
+    adapted = (tensors["adapter_rows"], tensors["adapter_bounds"]) if "adapter_rows" in tensors else None
+    return StepMessage(moves, batch, meta["draws"], meta["scores"], adapted)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.int32 if name in _INT32 else torch.int64
+
+
+def _to_bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
+    tensor = tensor.to("cpu", dtype).contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _from_bytes(blob: Buffer, dtype: torch.dtype) -> Tensor:
+    # An empty buffer is refused by torch.
+    return torch.frombuffer(blob, dtype=dtype) if len(blob) else torch.empty(0, dtype=dtype)

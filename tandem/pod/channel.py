@@ -1,4 +1,4 @@
-"""How the controller reaches a sidecar: through its shim over HTTP, or inside its own process for a debugger.
+"""How the controller reaches a sidecar: through its shim, or inside its own process for a debugger.
 
 The two kinds answer the same calls with the same values; everything above this file is the same code for both.
 """

@@ -1,7 +1,8 @@
-"""A sidecar's shim: answers the controller over HTTP, owns the shared memory, and starts, watches and ends the worker's processes.
+"""A sidecar's shim: answers the controller, owns the shared memory, and starts, watches and ends the worker's processes.
 
-``python -m tandem.pod.shim --role trainer|rollout ...``. It imports no torch, so it is up in a tenth of a second and may
-stand beside a worker that is being replaced. It dies with the controller, and its worker with it.
+``python -m tandem.pod.shim --role trainer|rollout ...``. It imports no torch, so it starts in a tenth of a second, and outlives a worker that is
+being replaced. It dies with the controller, and its worker with it. With ``--http HOST:PORT`` it answers the same calls over HTTP as well, for
+callers on other machines (the extra ``serve``).
 """
 
 import argparse
@@ -19,11 +20,12 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
-from tandem.runtime.faults import FaultPlan, no_fault
+from tandem.runtime.credentials import read_credential
+from tandem.runtime.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.logs import log_uncaught, setup
-from tandem.runtime.rpc import read_credential
 from tandem.runtime.rpc_server import RpcServer
 from tandem.runtime.worker_group import GroupSettings, WorkerGroup
+from tandem.types import UserError
 from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,19 @@ class Shim:
             self.buffers.close()
 
 
+def _serve_http(address: str, methods: dict[str, Method], credential: str, name: str, point: FaultPoint) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--http is '{address}'; give HOST:PORT, for example 0.0.0.0:9000")
+    try:
+        from tandem.runtime.http_server import HttpServer
+    except ImportError:
+        raise UserError("--http needs starlette and uvicorn; install them with: pip install 'tandem-rl[serve]'") from None
+    server = HttpServer(methods, credential, name=name, host=host, port=int(port), fault_point=point)
+    server.start()
+    logger.info("answering HTTP on %s:%d", host, server.port)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", choices=tuple(CALLS), required=True)
@@ -127,14 +142,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
+    parser.add_argument("--http", metavar="HOST:PORT", default="")
     options = parser.parse_args()
     setup(f"{options.role}_shim", Path(options.run) / "logs")
     log_uncaught()
     shim = Shim(options)
     point = FaultPlan.parse(options.faults).point(f"{options.role}_shim", Path(options.run)) if options.faults else no_fault
-    server = RpcServer(
-        shim.methods(), read_credential(Path(options.credential)), name=f"the {options.role} sidecar", fault_point=point
-    )
+    methods, credential, name = shim.methods(), read_credential(Path(options.credential)), f"the {options.role} sidecar"
+    server = RpcServer(methods, credential, name=name, fault_point=point)
+    if options.http:
+        _serve_http(options.http, methods, credential, name, point)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,29 +1,28 @@
-"""What crosses between the pod's controller, the sidecars' shims and their workers: a call, its answer, its failures.
+"""Calls between processes: what a method is, and the errors of a call.
 
-A call is answered by any number of ``progress`` and ``heartbeat`` frames and then by exactly one ``result`` or
-``error``. Both channels speak it: HTTP between controller and shim (``rpc``), a socket pair between shim and worker
-(``worker_pipe``).
+A call is one ``call`` frame, answered by any number of ``progress`` and ``heartbeat`` frames and then by exactly one ``result`` or
+``error`` frame. Workers (``worker``: a socket pair), sidecars (``rpc``: TCP) and remote sidecars (``http_client``: HTTP) speak it alike.
 """
 
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from tandem.runtime.faults import FaultPoint
 from tandem.types.errors import CollectiveError, DamagedWeights, RunError, UserError
-from tandem.types.wire import Frame, decode_body, frame_sizes
+from tandem.types.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
+M = TypeVar("M")
 Meta = Mapping[str, Any]
-Blobs = Mapping[str, bytes]
+Blobs = Mapping[str, Buffer]
 Progress = Callable[[dict[str, Any]], None]
-Reply = tuple[dict[str, Any], Mapping[str, bytes]]
+Reply = tuple[dict[str, Any], Blobs]
 Method = Callable[[Meta, Blobs, Progress], Reply]
 """A call's implementation: ``(meta, blobs, progress) -> (meta, blobs)``. What it raises reaches the caller."""
-
-MAX_FRAME_BYTES = 2**31
 
 
 class CallError(Exception):
@@ -83,11 +82,17 @@ def raise_error(meta: Meta, peer: str, call: str) -> None:
     raise RemoteError(peer, call, f"'{call}' raised {name} in {peer}: {first} (traceback in the log)")
 
 
-def read_frame(read_exactly: Callable[[int], bytes], prefix: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
-    """The frame that starts with ``prefix``. Raises ``ValueError`` where it is none."""
-    header_bytes, payload_bytes = frame_sizes(prefix, limit_bytes)
-    header = read_exactly(header_bytes)
-    return decode_body(header, read_exactly(payload_bytes))
+def message_meta(message: Any) -> dict[str, Any]:
+    """Returns the fields of a message, a dataclass instance, as a frame's meta. Values are not copied."""
+    return {field.name: getattr(message, field.name) for field in fields(message)}
+
+
+def message_from(kind: type[M], meta: Meta) -> M:
+    """Returns the message of class ``kind`` that ``message_meta`` made. Raises ``ValueError`` where fields are missing or unknown."""
+    try:
+        return kind(**meta)
+    except TypeError as error:
+        raise ValueError(f"a message is not a valid {kind.__name__}: {error}") from None
 
 
 class StepPoints:
@@ -99,7 +104,7 @@ class StepPoints:
         self._step = 0
 
     def around(self, name: str, method: Method) -> Method:
-        def call(meta: Meta, blobs: Blobs, progress: Progress) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+        def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             version = meta.get("version")
             if isinstance(meta.get("step"), int):
                 self._step = int(meta["step"])

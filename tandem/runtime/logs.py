@@ -1,12 +1,15 @@
-"""Plain-line logs, one file a process: ``runs/NAME/logs/ROLE.log``."""
+"""Plain-line logs, one file a process: ``runs/NAME/logs/ROLE.log``, and its older parts ``ROLE.log.1`` and ``ROLE.log.2``."""
 
 import json
 import logging
+import logging.handlers
 import sys
 import threading
 from pathlib import Path
 from types import TracebackType
 
+MAX_LOG_BYTES = 64 * 2**20
+OLDER_PARTS = 2
 PLAIN = "%(asctime)s.%(msecs)03d %(levelname)s {role}[%(process)d] %(name)s: %(message)s"
 
 
@@ -33,14 +36,14 @@ class JsonLines(logging.Formatter):
 
 
 def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = logging.INFO) -> Path:
-    """Send everything this process logs to ``directory/ROLE.log`` (appending), uncaught exceptions and warnings
-    included.
+    """Sends everything this process logs, uncaught exceptions of threads and warnings included, to ``directory/ROLE.log``, appending. A file of
+    ``MAX_LOG_BYTES`` is renamed and a new one begun; ``OLDER_PARTS`` are kept, so a log never fills a disk.
 
     Called once, at a process's start; a second call replaces the first. Returns the file's path.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{role}.log"
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=OLDER_PARTS, encoding="utf-8")
     plain = logging.Formatter(PLAIN.format(role=role.replace("%", "%%")), "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(JsonLines(role) if json_lines else plain)
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,6 +1,5 @@
-"""One process a run directory. The kernel gives the lock back when its holder ends, however it ends."""
+"""One process a run directory. The kernel releases the lock when its holder ends, however it ends."""
 
-import fcntl
 import os
 from pathlib import Path
 
@@ -8,30 +7,29 @@ from tandem.types.errors import UserError
 
 
 class RunLock:
-    """The exclusive lock on ``runs/NAME/lock``, held until ``release`` or the end of this process."""
+    """The exclusive lock on ``runs/NAME/lock``, held until ``release`` or the end of this process. The file holds the holder's process id."""
 
     def __init__(self, directory: Path) -> None:
-        """Take it now. Raises ``UserError`` with the holder's process id where another process has it."""
+        """Takes it. Raises ``UserError`` with the holder's process id where another process has it."""
+        # Imported when a run begins: it takes as long as all of ``tandem --help``.
+        from filelock import FileLock, Timeout
+
         path = directory / "lock"
+        # Without fallback: a lock that is a file's existence would outlive a holder that was killed.
+        self._lock = FileLock(path, mode=0o644, thread_local=False, fallback_to_soft=False)
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(f"the run directory {directory} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(self._file, 32).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._file)
+            self._lock.acquire(blocking=False)
+            path.write_text(f"{os.getpid()}\n", encoding="ascii")
+        except Timeout:
+            holder = path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
             raise UserError(
                 f"the run directory {directory} is in use by process {holder}; wait for it, end it, or take another run.name"
             ) from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise UserError(f"the run directory {directory} cannot be written: {error.strerror}") from None
 
     def release(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._lock.release()
 
     def __enter__(self) -> "RunLock":
         return self

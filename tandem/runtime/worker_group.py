@@ -25,7 +25,7 @@ from tandem.runtime.rank_board import RankBoard, RankState
 from tandem.runtime.rank_settings import RankSettings
 from tandem.runtime.stacks import innermost, stacks_of
 from tandem.runtime.stall_watch import StallWatch
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.types import CollectiveError, RunError, UserError
 from tandem.types.wire import Frame
 

@@ -12,28 +12,27 @@ from tandem.engine.lora_request import LoRARequest
 from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.structured_outputs import StructuredOutputsParams
 from tandem.model.huggingface import read_tensors
-from tandem.runtime.calls import error_meta
-from tandem.serving.messages import EngineRequest, step_meta
+from tandem.runtime.calls import error_meta, message_from
+from tandem.runtime.channel import Channel
+from tandem.serving.messages import Abort, EngineRequest, step_meta
 from tandem.types import RunError, UserError, WeightVersion
-from tandem.types.wire import Frame, encode
+from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
-
-Send = Callable[[bytes], None]
 
 
 class EngineLoop:
     """Serves one engine. ``inbox`` gets the frames of ``tandem.serving.messages`` from another thread, and ``None`` at the
-    end; ``send`` gets what is answered.
+    end; answers go to ``server``.
 
     Paused, it takes requests and holds them. Weights change between two steps, whether it is paused or not.
     """
 
-    def __init__(self, llm: LLM, send: Send) -> None:
+    def __init__(self, llm: LLM, server: Channel) -> None:
         self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._llm = llm
         self._engine = llm.engine
-        self._send = send
+        self._server = server
         self._held: dict[str, tuple[EngineRequest, SamplingParams]] = {}
         self._paused = False
         self._waiting_pause: int | None = None
@@ -92,18 +91,18 @@ class EngineLoop:
         failed, self._failed = self._failed, {}
         meta = step_meta(outputs, stats, refused, failed)
         meta["stats"]["num_requests_waiting"] += len(self._held)
-        self._send(encode(meta, kind="step"))
+        self._server.send(meta, kind="event", method="step")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind == "add":
-            self._take_request(EngineRequest(**frame.meta))
-        elif frame.kind == "abort":
-            for request_id in frame.meta["ids"]:
-                self._abort(request_id)
+        if frame.kind == "call":
+            self._call(frame.call, frame.method, frame.meta)
+        elif frame.method == "add":
+            self._take_request(message_from(EngineRequest, frame.meta))
         else:
-            self._call(frame.meta["number"], frame.meta["name"], frame.meta["arguments"])
+            for request_id in message_from(Abort, frame.meta).ids:
+                self._abort(request_id)
 
     def _take_request(self, request: EngineRequest) -> None:
         try:
@@ -140,7 +139,7 @@ class EngineLoop:
         except Exception as error:
             if not isinstance(error, UserError):
                 logger.exception("'%s' failed", name)
-            self._send(encode({"number": number, **error_meta(error)}, kind="error"))
+            self._server.send(error_meta(error), kind="error", method=name, call=number)
             return
         if result.get("waits"):
             self._waiting_pause = number
@@ -148,7 +147,7 @@ class EngineLoop:
             self._answer(number, result)
 
     def _answer(self, number: int, result: dict[str, Any]) -> None:
-        self._send(encode({"number": number, "result": result}, kind="result"))
+        self._server.send(result, kind="result", call=number)
 
     def _pause(self, mode: str) -> dict[str, Any]:
         if self._waiting_pause is not None:

@@ -19,11 +19,11 @@ import torch
 from tandem.engine.llm import LLM
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import parameter_count
-from tandem.runtime.calls import error_meta, read_frame
+from tandem.runtime.calls import error_meta, message_meta
+from tandem.runtime.channel import BrokenFrame, Channel
 from tandem.serving.engine_loop import EngineLoop
 from tandem.serving.messages import EngineInfo
 from tandem.serving.settings import EngineArguments
-from tandem.types.wire import PREFIX, encode
 
 
 def main() -> None:
@@ -37,41 +37,33 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(options.threads)
-    with socket.socket(fileno=options.channel) as server:
-        server.set_inheritable(False)
+    connection = socket.socket(fileno=options.channel)
+    connection.set_inheritable(False)
+    with contextlib.closing(Channel(connection)) as server:
         serve(server, options.arguments)
 
 
-def serve(server: socket.socket, arguments: EngineArguments) -> None:
-    """Load the model, say what it is, and serve until the channel is closed."""
+def serve(server: Channel, arguments: EngineArguments) -> None:
+    """Loads the model, says what it is, and serves until the channel is closed."""
     try:
         llm = LLM(**dataclasses.asdict(arguments), digest_weights=True)
     except Exception as error:
         with contextlib.suppress(OSError):
-            server.sendall(encode(error_meta(error), kind="failed"))
+            server.send(error_meta(error), kind="error", method="load")
         return
-    loop = EngineLoop(llm, server.sendall)
+    loop = EngineLoop(llm, server)
     threading.Thread(target=_receive, args=(server, loop), name="inbox", daemon=True).start()
     try:
-        server.sendall(encode(dataclasses.asdict(_info(llm)), kind="ready"))
+        server.send(message_meta(_info(llm)), kind="result", method="load")
         loop.run()
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(0)
 
 
-def _receive(server: socket.socket, loop: EngineLoop) -> None:
-    def read_exactly(count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = server.recv(min(count - len(parts), 2**20))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
-
-    with contextlib.suppress(EOFError, OSError):
+def _receive(server: Channel, loop: EngineLoop) -> None:
+    with contextlib.suppress(EOFError, OSError, BrokenFrame):
         while True:
-            loop.inbox.put(read_frame(read_exactly, read_exactly(PREFIX.size)))
+            loop.inbox.put(server.receive())
     loop.inbox.put(None)
 
 

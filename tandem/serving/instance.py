@@ -10,12 +10,13 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from tandem.runtime.calls import MAX_FRAME_BYTES
+from tandem.runtime.calls import Meta, message_from, message_meta
+from tandem.runtime.channel import BrokenFrame, receive_from
 from tandem.runtime.processes import Threads, describe_exit, kill, spawn, terminate
-from tandem.serving.messages import EngineInfo, EngineRequest, Step, step_of
+from tandem.serving.messages import Abort, EngineInfo, EngineRequest, Step, step_of
 from tandem.serving.settings import EngineArguments
 from tandem.types import RunError, UserError
-from tandem.types.wire import PREFIX, Frame, decode_body, encode, frame_sizes
+from tandem.types.wire import Frame, encode
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +51,23 @@ class Instance:
         """Wait until the model is loaded. Raises ``UserError`` where it cannot be, and ``InstanceDied``."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         try:
-            frame = await _read(reader)
-        except (EOFError, OSError, ValueError):
+            frame = await receive_from(reader)
+        except (EOFError, OSError, BrokenFrame):
             raise self._bury() from None
-        if frame.kind == "failed":
+        if frame.kind == "error":
             self._bury()
             message = str(frame.meta["message"])
             if frame.meta["class"] == "UserError":
                 raise UserError(message)
             raise RunError(f"{self.name} cannot load the model: {frame.meta['class']}: {message}")
         self._reader_task = asyncio.create_task(self._receive(reader), name=f"{self.name} reader")
-        return EngineInfo(**frame.meta)
+        return message_from(EngineInfo, frame.meta)
 
     def add(self, request: EngineRequest) -> None:
-        self._write(encode(dataclasses.asdict(request), kind="add"))
+        self._write(message_meta(request), "event", "add")
 
     def abort(self, ids: list[str]) -> None:
-        self._write(encode({"ids": ids}, kind="abort"))
+        self._write(message_meta(Abort(ids)), "event", "abort")
 
     async def call(self, name: str, **arguments: Any) -> dict[str, Any]:
         """The result of a control call. Raises ``UserError`` where the engine refuses it, ``RunError`` where it fails and
@@ -76,7 +77,7 @@ class Instance:
         self._numbers += 1
         number = self._numbers
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._write(encode({"number": number, "name": name, "arguments": arguments}, kind="call"))
+        self._write(arguments, "call", name, number)
         try:
             result: dict[str, Any] = await answer
             return result
@@ -98,15 +99,15 @@ class Instance:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, meta: Meta, kind: str, method: str, call: int = 0) -> None:
         if self._writer is not None and not self.died.is_set():
-            self._writer.write(data)
+            self._writer.write(encode(meta, None, kind, method, call))
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._take(await _read(reader))
-        except (EOFError, OSError, ValueError):
+                self._take(await receive_from(reader))
+        except (EOFError, OSError, BrokenFrame):
             error = self._bury()
         self.died.set()
         for answer in self._calls.values():
@@ -114,14 +115,14 @@ class Instance:
                 answer.set_exception(error)
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind == "step":
+        if frame.kind == "event":
             self._on_step(step_of(frame.meta))
             return
-        answer = self._calls.get(int(frame.meta["number"]))
+        answer = self._calls.get(frame.call)
         if answer is None or answer.done():
             return
         if frame.kind == "result":
-            answer.set_result(frame.meta["result"])
+            answer.set_result(frame.meta)
         else:
             kind = UserError if frame.meta["class"] == "UserError" else RunError
             answer.set_exception(kind(str(frame.meta["message"])))
@@ -134,8 +135,3 @@ class Instance:
             with contextlib.suppress(OSError):
                 self._writer.close()
         return InstanceDied(self.how)
-
-
-async def _read(reader: asyncio.StreamReader) -> Frame:
-    header_bytes, payload_bytes = frame_sizes(await reader.readexactly(PREFIX.size), MAX_FRAME_BYTES)
-    return decode_body(await reader.readexactly(header_bytes), await reader.readexactly(payload_bytes))

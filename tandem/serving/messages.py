@@ -1,8 +1,8 @@
-"""What crosses between the server and an engine's process: frames (``tandem.types.wire``) over a socket pair.
+"""What the server and an engine's process tell each other: frames over the socket pair of ``tandem.runtime.channel``.
 
-To the engine: ``add`` (a request), ``abort`` (ids), ``call`` (a control call with a ``number``). From it: ``ready`` or
-``failed`` once, ``step`` (outputs, refused requests and figures) after every step that has any, ``result`` or ``error`` with
-a call's number. Imports no torch.
+To the engine: the events ``add`` (``EngineRequest``) and ``abort`` (``Abort``), and numbered ``call`` frames of the control calls, whose
+meta are the arguments. From it: once the ``result`` (``EngineInfo``) or ``error`` of ``load``; the event ``step`` (``Step``) after every step
+that has outputs; and the ``result`` or ``error`` of each call under its number. Imports no torch.
 """
 
 from collections.abc import Iterable
@@ -30,6 +30,13 @@ class EngineRequest:
     cache_salt: str = ""
     num_draft_tokens: int | None = None
     adapter: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends the requests ``ids``."""
+
+    ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)

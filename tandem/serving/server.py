@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tandem.runtime.patient_protocol import PatientProtocol
 from tandem.serving.adapters import ServedAdapters
 from tandem.serving.app import make_app
 from tandem.serving.metrics import Metrics
@@ -53,56 +53,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise UserError(f"port {port} on {host} cannot be taken ({error.strerror}); choose a free one with --port, or 0 for any") from None
     return listener
-
-
-class PatientProtocol(H11Protocol):
-    """HTTP/1.1 whose connections are cut where a request's head does not come within ``request_s``, and where a reader takes
-    nothing of its answer for ``stall_s``."""
-
-    request_s = 30.0
-    stall_s = 300.0
-    _deadline: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        # The next request's head has begun; a connection that is merely idle has a longer time-out.
-        if self.conn.trailing_data[0]:
-            self._watch()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        self.resume_writing()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unwatch()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.request_s, self.transport.abort)
-
-    def _unwatch(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class _Server(uvicorn.Server):

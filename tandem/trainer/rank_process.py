@@ -24,7 +24,7 @@ from tandem.runtime.logs import log_uncaught, setup
 from tandem.runtime.rank_board import RankBoard, RankWriter
 from tandem.runtime.rank_settings import RankSettings
 from tandem.runtime.stacks import answer_with_stacks
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.types import UserError
 

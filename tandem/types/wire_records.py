@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tandem.types.prompt import Prompt
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
-from tandem.types.wire import Frame, decode, encode
+from tandem.types.wire import Buffer, Frame, decode, encode
 
 _INT32, _INT64, _FLOAT64, _INT8 = "i", "q", "d", "b"
 _ITEM_BYTES = {_INT32: 4, _INT64: 8, _FLOAT64: 8, _INT8: 1}
@@ -45,7 +45,7 @@ def _unpack(frame: Frame, name: str, code: str, count: int | None = None) -> lis
     return values.tolist()
 
 
-def _pack_rows(blobs: dict[str, bytes], name: str, code: str, rows: Sequence[Sequence[Any]]) -> None:
+def _pack_rows(blobs: dict[str, Buffer], name: str, code: str, rows: Sequence[Sequence[Any]]) -> None:
     """Rows of different lengths as two blobs, ``name`` and ``name.lengths``."""
     blobs[name + ".lengths"] = _pack(_INT64, map(len, rows))
     blobs[name] = _pack(code, (value for row in rows for value in row))
@@ -60,7 +60,7 @@ def _unpack_rows(frame: Frame, name: str, code: str, count: int) -> list[Any]:
     return [tuple(values[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
 
 
-def _open(data: bytes | memoryview, what: str) -> tuple[Frame, int]:
+def _open(data: Buffer, what: str) -> tuple[Frame, int]:
     frame = decode(data)
     if frame.kind != what:
         raise ValueError(f"expected {what}, found a frame of '{frame.kind}'")
@@ -92,12 +92,12 @@ def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
         "ground_truth": [p.ground_truth for p in prompts],
         "columns": [dict(p.columns) for p in prompts],
     }
-    blobs: dict[str, bytes] = {}
+    blobs: dict[str, Buffer] = {}
     _pack_rows(blobs, "token_ids", _INT32, [p.token_ids for p in prompts])
     return encode(meta, blobs, "prompts")
 
 
-def decode_prompts(data: bytes | memoryview) -> list[Prompt]:
+def decode_prompts(data: Buffer) -> list[Prompt]:
     frame, count = _open(data, "prompts")
     truths = frame.meta.get("ground_truth")
     if not isinstance(truths, list) or len(truths) != count:
@@ -130,7 +130,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         "text": [s.text for s in samples],
         "finish_reason": [s.finish_reason.value for s in samples],
     }
-    blobs = {"index": _pack(_INT64, (s.index for s in samples))}
+    blobs: dict[str, Buffer] = {"index": _pack(_INT64, (s.index for s in samples))}
     _pack_rows(blobs, "prompt_token_ids", _INT32, [s.prompt_token_ids for s in samples])
     _pack_rows(blobs, "token_ids", _INT32, [s.token_ids for s in samples])
     blobs["logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.logprobs))
@@ -140,7 +140,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     return encode(meta, blobs, "samples")
 
 
-def decode_samples(data: bytes | memoryview) -> list[Sample]:
+def decode_samples(data: Buffer) -> list[Sample]:
     frame, count = _open(data, "samples")
     ids, prompt_ids = _column(frame, "id", str, count), _column(frame, "prompt_id", str, count)
     texts, reasons = _column(frame, "text", str, count), _column(frame, "finish_reason", str, count)
@@ -180,7 +180,7 @@ def encode_scores(scores: Sequence[Score]) -> bytes:
         "reason": [s.reason for s in scores],
         "components": [list(s.components) for s in scores],
     }
-    blobs = {
+    blobs: dict[str, Buffer] = {
         "state": _pack(_INT8, (_STATES.index(s.state) for s in scores)),
         "value": _pack(_FLOAT64, (0.0 if s.value is None else s.value for s in scores)),
         "correct": _pack(_INT8, (_CORRECT.index(s.correct) for s in scores)),
@@ -189,7 +189,7 @@ def encode_scores(scores: Sequence[Score]) -> bytes:
     return encode(meta, blobs, "scores")
 
 
-def decode_scores(data: bytes | memoryview) -> list[Score]:
+def decode_scores(data: Buffer) -> list[Score]:
     frame, count = _open(data, "scores")
     ids, reasons = _column(frame, "sample_id", str, count), _column(frame, "reason", str, count)
     names = _column(frame, "components", list, count)

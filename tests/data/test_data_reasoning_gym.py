@@ -4,7 +4,7 @@ import pytest
 from tandem.config.task import TaskConfig
 from tandem.data.tasks import make_task
 from tandem.data.tasks.reasoning_gym import ReasoningGymTask
-from tandem.data.tasks.reasoning_gym_host import answer_request
+from tandem.data.tasks.reasoning_gym_host import Dataset, Host
 from tandem.types import RunError, UserError
 
 pytest.importorskip("reasoning_gym")
@@ -47,9 +47,10 @@ def test_instances_are_the_same_after_a_restart_also_where_the_package_goes_thro
     ],
 )
 def test_a_wrong_name_or_setting_is_one_clear_line(name: str, settings: dict[str, int], problem: str) -> None:
-    answer = answer_request({}, {"dataset": name, "settings": settings})
-    assert problem in answer["error"]
-    assert "\n" not in answer["error"]
+    with pytest.raises(UserError) as caught:
+        Host().open(Dataset(name, settings))
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_wrong_name_is_refused_before_the_run() -> None:

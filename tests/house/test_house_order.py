@@ -1,5 +1,6 @@
 """The order of the house: who may import whom, and what starts without torch."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,15 @@ def test_what_must_start_without_torch_does(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_offline_rooms_need_only_torch_safetensors_tokenizers_and_yaml() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('numpy', 'xxhash', 'rich', 'plotly', 'jinja2', 'transformers'):\n"
-        "    sys.modules[name] = None\n"
-        "import tandem.engine.llm, tandem.model.huggingface, tandem.kernels, tandem.trainer.step, tandem.trainer.build\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+def test_engine_and_trainer_import_and_run_with_torch_safetensors_tokenizers_and_yaml_alone(tmp_path: Path) -> None:
+    hidden = ROOT / "tests" / "house" / "only_required"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(hidden), str(ROOT)))}
+
+    def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([sys.executable, "-W", "ignore", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    for name in ("numpy", "filelock", "psutil", "xxhash", "rich", "starlette", "transformers"):
+        assert f"No module named '{name}'" in python("-c", f"import {name}").stderr, "the packages are hidden at all"
+    done = python(str(hidden / "generate_and_train.py"), str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True [2, 3, 4]\n", "it learned to count, and two ranks count as one does"

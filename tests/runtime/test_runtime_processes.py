@@ -166,3 +166,16 @@ def test_threads_that_ask_together_each_get_their_child():
     [thread.join() for thread in threads]
     assert len({child.pid for child in children}) == 4
     assert [kill(child) for child in children] == [-signal.SIGKILL] * 4
+
+
+def test_a_log_is_cut_into_parts_before_it_fills_a_disk(tmp_path):
+    code = (
+        "import logging, sys; from pathlib import Path; from tandem.runtime import logs; logs.MAX_LOG_BYTES = 10_000; "
+        "logs.setup('controller', Path(sys.argv[1])); [logging.warning('line %05d', i) for i in range(2000)]"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    parts = [tmp_path / name for name in ("controller.log.2", "controller.log.1", "controller.log")]
+    assert sorted(tmp_path.iterdir()) == sorted(parts)
+    lines = [line for part in parts for line in part.read_text().splitlines()]
+    assert all(part.stat().st_size <= 10_000 for part in parts)
+    assert [int(line.rsplit(" ", 1)[1]) for line in lines] == list(range(2000 - len(lines), 2000))

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from tandem.runtime.calls import PeerDied, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.channel import Channel
+from tandem.runtime.credentials import new_credential, read_credential, write_credential
+from tandem.runtime.http_client import HttpClient
+from tandem.runtime.http_server import HttpServer
 from tandem.runtime.processes import Threads, kill, spawn
-from tandem.runtime.rpc import RpcClient, new_credential, read_credential, write_credential
+from tandem.runtime.rpc import RpcClient
 from tandem.runtime.rpc_server import RpcServer
 from tandem.types import RunError, UserError
-from tandem.types.wire import encode
+from tandem.types.wire import MAGIC, PREFIX, encode
 
 HELPERS = str(Path(__file__).parent / "helpers")
 CREDENTIAL = new_credential()
@@ -49,25 +53,49 @@ def meet(meta, blobs, progress):
 METHODS = {"echo": echo, "meet": meet, "fail": fail, "slow": slow, "unspeakable": lambda meta, blobs, progress: ({"x": object()}, {})}
 
 
+KINDS = {"tcp": (RpcServer, RpcClient), "http": (HttpServer, HttpClient)}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server():
+def server(kind):
+    running = KINDS[kind][0](METHODS, CREDENTIAL, name="trainer shim", heartbeat_s=0.1, max_body_bytes=2**24)
+    running.start()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def tcp():
     running = RpcServer(METHODS, CREDENTIAL, name="trainer shim", heartbeat_s=0.1, max_body_bytes=2**24)
     running.start()
     yield running
     running.close()
 
 
-@pytest.fixture
-def client(server):
-    return RpcClient("trainer shim", server.port, CREDENTIAL, heartbeat_timeout_s=5)
+@pytest.fixture(scope="module")
+def web():
+    running = HttpServer(METHODS, CREDENTIAL, name="trainer shim", heartbeat_s=0.1, max_body_bytes=2**24)
+    running.start()
+    yield running
+    running.close()
 
 
 @pytest.fixture
-def shim():
-    process = spawn("rpc_shim", threads=Threads(1), environment={"PYTHONPATH": HELPERS}, stdin=subprocess.PIPE, capture=True)
+def client(server, kind):
+    return KINDS[kind][1]("trainer shim", server.port, CREDENTIAL, heartbeat_timeout_s=5)
+
+
+@pytest.fixture
+def shim(kind):
+    process = spawn("rpc_shim", [kind], threads=Threads(1), environment={"PYTHONPATH": HELPERS}, stdin=subprocess.PIPE, capture=True)
     process.stdin.write(CREDENTIAL.encode() + b"\n")
     process.stdin.flush()
-    yield process, RpcClient("trainer shim", int(process.stdout.readline()), CREDENTIAL, heartbeat_timeout_s=3)
+    yield process, KINDS[kind][1]("trainer shim", int(process.stdout.readline()), CREDENTIAL, heartbeat_timeout_s=2)
     kill(process)
     process.stdin.close()
     process.stdout.close()
@@ -91,6 +119,15 @@ def post(server, body: bytes, credential: str = CREDENTIAL, path: str = "/call/e
     return response.status, response.read()
 
 
+def greet(server, method: str = "echo", credential: object = CREDENTIAL):
+    """A connection to a TCP server that has said hello, with its answer."""
+    connection = socket.create_connection(("127.0.0.1", server.port), 10)
+    connection.settimeout(None)
+    channel = Channel(connection)
+    channel.send({"credential": credential}, kind="hello", method=method)
+    return connection, channel, channel.receive(time.monotonic() + 10)
+
+
 def test_a_call_comes_back_with_its_bytes_and_progress(client):
     heard = []
     blobs = {"big": os.urandom(3 * 2**20), "empty": b""}
@@ -99,8 +136,8 @@ def test_a_call_comes_back_with_its_bytes_and_progress(client):
     assert heard == [{"done": 0}, {"done": 1}, {"done": 2}]
 
 
-def test_heartbeats_carry_a_long_call_past_the_heartbeat_timeout(server):
-    patient = RpcClient("trainer shim", server.port, CREDENTIAL, heartbeat_timeout_s=1.5)
+def test_heartbeats_carry_a_long_call_past_the_heartbeat_timeout(server, kind):
+    patient = KINDS[kind][1]("trainer shim", server.port, CREDENTIAL, heartbeat_timeout_s=1.5)
     assert patient.call("slow", {"seconds": 2.0}, deadline_s=20).meta == {"slept": 2.0}
 
 
@@ -113,9 +150,9 @@ def test_a_passed_deadline_names_the_side_the_call_and_the_seconds(client):
 def test_a_stopped_process_is_told_from_a_long_call(shim):
     process, client = shim
     try:
-        with pytest.raises(RpcTimeout, match=r"trainer shim is stuck in 'wait': no sign of life for 3 s"):
+        with pytest.raises(RpcTimeout, match=r"trainer shim is stuck in 'wait': no sign of life for 2 s"):
             client.call("wait", {"seconds": 30}, deadline_s=60, on_progress=lambda p: os.kill(p["pid"], signal.SIGSTOP))
-        with pytest.raises(RpcTimeout, match="no sign of life for 3 s"):
+        with pytest.raises(RpcTimeout, match="no sign of life for 2 s"):
             client.call("wait", {"seconds": 0}, deadline_s=60)
     finally:
         process.send_signal(signal.SIGCONT)
@@ -130,11 +167,11 @@ def test_a_killed_process_ends_the_wait_at_once(shim):
         client.call("wait", {"seconds": 0}, deadline_s=60)
 
 
-@pytest.mark.parametrize("kind", [UserError, RunError])
-def test_an_error_for_the_user_comes_back_as_itself(client, kind):
-    with pytest.raises(kind) as caught:
-        client.call("fail", {"kind": kind.__name__, "text": "'x' is 3; make it 4"}, deadline_s=20)
-    assert type(caught.value) is kind and str(caught.value) == "'x' is 3; make it 4"
+@pytest.mark.parametrize("error", [UserError, RunError])
+def test_an_error_for_the_user_comes_back_as_itself(client, error):
+    with pytest.raises(error) as caught:
+        client.call("fail", {"kind": error.__name__, "text": "'x' is 3; make it 4"}, deadline_s=20)
+    assert type(caught.value) is error and str(caught.value) == "'x' is 3; make it 4"
 
 
 def test_a_dead_worker_comes_through_as_such(client):
@@ -154,46 +191,104 @@ def test_an_answer_that_is_no_json_is_an_error_not_a_hang(client):
         client.call("unspeakable", deadline_s=20)
 
 
-@pytest.mark.parametrize(
+WRONG = pytest.mark.parametrize(
     "credential", ["", "wrong", CREDENTIAL[:-1], CREDENTIAL + "0", "é"], ids=["none", "wrong", "too short", "too long", "not ASCII"]
 )
-def test_a_wrong_credential_is_refused(server, credential):
+
+
+@WRONG
+def test_a_wrong_credential_is_refused(tcp, credential):
+    connection, channel, answer = greet(tcp, credential=credential)
+    assert (answer.kind, answer.meta) == ("refused", {"message": "wrong credential"})
+    with pytest.raises(EOFError):
+        channel.receive(time.monotonic() + 10)
+    connection.close()
+    with pytest.raises(RunError, match="trainer shim refused the call 'echo': wrong credential"):
+        RpcClient("trainer shim", tcp.port, credential).call("echo", deadline_s=20)
+
+
+@WRONG
+def test_a_wrong_credential_is_refused_over_http(web, credential):
     head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {credential}\r\nContent-Length: 0\r\n\r\n"
-    assert b" 401 " in raw(server, head.encode()).split(b"\r\n")[0]
+    assert b" 401 " in raw(web, head.encode()).split(b"\r\n")[0]
     with pytest.raises(RunError, match="trainer shim refused the call 'echo': 401"):
-        RpcClient("trainer shim", server.port, "wrong").call("echo", deadline_s=20)
+        HttpClient("trainer shim", web.port, "wrong").call("echo", deadline_s=20)
 
 
-def test_a_wrong_credential_is_refused_before_a_large_body_is_read(server):
-    assert post(server, b"x" * 500_000, "wrong")[0] == 401
+def test_who_has_not_shown_the_credential_is_read_no_further_than_a_hello(tcp):
+    for said in ({"credential": None}, {"credential": [CREDENTIAL]}, {}, {"credential": CREDENTIAL, "more": "x" * 5000}):
+        connection = socket.create_connection(("127.0.0.1", tcp.port), 10)
+        Channel(connection).send(said, kind="hello", method="echo")
+        assert b"refused" in connection.recv(4096)
+        connection.close()
+    assert b"at most 4096 are allowed" in raw(tcp, encode({"credential": CREDENTIAL}, {"x": bytes(5000)}, "hello", "echo"))
+    assert b"wrong credential" in raw(tcp, encode({}, {}, "call", "echo"))
 
 
-@pytest.mark.parametrize("body", [b"", b"x", b"TDM1" + b"\xff" * 12, encode({}) + b"more", encode({}, {"a": b"abc"})[:-1]])
-def test_a_broken_frame_is_refused(server, body):
-    assert post(server, body)[0] == 400
+def test_a_wrong_credential_is_refused_before_a_large_body_is_read(server, kind):
+    with pytest.raises(RunError, match="wrong credential"):
+        KINDS[kind][1]("trainer shim", server.port, "wrong").call("echo", {}, {"large": bytes(500_000)}, deadline_s=20)
 
 
-def test_an_unknown_call_and_an_unknown_page_are_refused(server):
-    assert post(server, encode({}), path="/call/nothing")[0] == 404
-    assert post(server, encode({}), path="/echo")[0] == 404
-    assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").endswith(b"alive\n")
+BROKEN = pytest.mark.parametrize("body", [b"", b"x", b"TDM1" + b"\xff" * 12, encode({}) + b"more", encode({}, {"a": b"abc"})[:-1]])
 
 
-def test_a_body_over_the_limit_or_without_a_length_is_refused(server):
+@BROKEN
+def test_a_broken_frame_is_refused_over_http(web, body):
+    assert post(web, body)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"GET /call/echo HTTP/1.0\r\n\r\n", b"not a frame: it starts with b'GET '"),
+        (PREFIX.pack(MAGIC, 10, 2**31), b"2147483648 bytes; at most 16777216 are allowed"),
+        (PREFIX.pack(MAGIC, 2**32 - 1, 2**64 - 1), b"at most 16777216 are allowed"),
+        (encode({}, {"a": b"abc"})[:-1], b"in the middle of a frame, after "),
+        (PREFIX.pack(MAGIC, 2, 0) + b"[]", b"header is not an object"),
+        (PREFIX.pack(MAGIC, 2, 0) + b"\xff\xfe", b"header is not JSON"),
+    ],
+    ids=["http", "2 GiB", "absurd", "torn", "list", "no text"],
+)
+def test_a_broken_frame_is_refused_in_one_line(tcp, data, problem):
+    connection, _, answer = greet(tcp)
+    assert answer.kind == "welcome"
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+    said = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert problem in said and b"refused" in said
+    connection.close()
+    assert RpcClient("trainer shim", tcp.port, CREDENTIAL).call("echo", {"x": 1}, deadline_s=20).meta == {"x": 1}
+
+
+def test_an_unknown_call_and_an_unknown_page_are_refused(server, client, web):
+    with pytest.raises(RunError, match=r"refused the call 'nothing': .*trainer shim has no call 'nothing'"):
+        client.call("nothing", deadline_s=20)
+    assert post(web, encode({}), path="/call/nothing")[0] == 404
+    assert post(web, encode({}), path="/echo")[0] == 404
+    assert raw(web, b"GET /health HTTP/1.0\r\n\r\n").endswith(b"alive\n")
+
+
+def test_a_body_over_the_limit_or_without_a_length_is_refused(client, web):
     head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {CREDENTIAL}\r\n"
-    assert b" 413 " in raw(server, f"{head}Content-Length: {2**40}\r\n\r\n".encode())
-    assert b" 411 " in raw(server, f"{head}\r\n".encode(), shut=True)
-    assert b" 411 " in raw(server, f"{head}Content-Length: -1\r\n\r\n".encode())
+    assert b" 413 " in raw(web, f"{head}Content-Length: {2**40}\r\n\r\n".encode())
+    assert b" 411 " in raw(web, f"{head}\r\n".encode(), shut=True)
+    assert b" 400 " in raw(web, f"{head}Content-Length: -1\r\n\r\n".encode())
+    with pytest.raises((RunError, PeerDied), match=r"at most 16777216 are allowed|is gone"):
+        client.call("echo", {}, {"large": bytes(2**24 + 1)}, deadline_s=20)
 
 
-def test_half_open_and_dripping_clients_are_hung_up_on_and_others_are_served():
-    server = RpcServer(METHODS, CREDENTIAL, name="trainer shim", request_s=1.0)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_half_open_and_dripping_clients_are_hung_up_on_and_others_are_served(kind):
+    server = KINDS[kind][0](METHODS, CREDENTIAL, name="trainer shim", request_s=1.0)
     server.start()
-    client = RpcClient("trainer shim", server.port, CREDENTIAL)
-    head = f"POST /call/echo HTTP/1.0\r\nAuthorization: Bearer {CREDENTIAL}\r\nContent-Length: 1000\r\n\r\n".encode()
+    client = KINDS[kind][1]("trainer shim", server.port, CREDENTIAL)
+    head = f"POST /call/echo HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {CREDENTIAL}\r\nContent-Length: 1000\r\n\r\n".encode()
+    if kind == "tcp":
+        head = encode({"credential": CREDENTIAL}, kind="hello", method="echo")
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
     half = socket.create_connection(("127.0.0.1", server.port))
-    half.sendall(head + b"x")
+    half.sendall(head + (PREFIX.pack(MAGIC, 100, 100) if kind == "tcp" else b"x"))
     dripping = socket.create_connection(("127.0.0.1", server.port))
     gone = threading.Event()
 
@@ -210,7 +305,8 @@ def test_half_open_and_dripping_clients_are_hung_up_on_and_others_are_served():
     assert client.call("echo", {"x": 1}, deadline_s=20).meta == {"x": 1}
     for connection in [*silent, half]:
         connection.settimeout(10)
-        assert connection.recv(100) in (b"", *[b"HTTP/1.0 400"])
+        while connection.recv(1000):
+            """Read to the end: the answer to a half call may come before it."""
         connection.close()
     thread.join(20)
     assert gone.is_set()
@@ -218,21 +314,22 @@ def test_half_open_and_dripping_clients_are_hung_up_on_and_others_are_served():
     server.close()
 
 
-def test_more_connections_than_allowed_are_refused_and_those_inside_finish():
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_more_connections_than_allowed_are_refused_and_those_inside_finish(kind):
     entered, leave = threading.Event(), threading.Event()
 
     def stay(meta, blobs, progress):
         entered.set()
         return {"left": leave.wait(30)}, {}
 
-    small = RpcServer({"stay": stay}, CREDENTIAL, name="trainer shim", max_connections=1, heartbeat_s=0.1)
+    small = KINDS[kind][0]({"stay": stay}, CREDENTIAL, name="trainer shim", max_connections=1, heartbeat_s=0.1)
     small.start()
-    client = RpcClient("trainer shim", small.port, CREDENTIAL)
+    client = KINDS[kind][1]("trainer shim", small.port, CREDENTIAL)
     inside = {}
     thread = threading.Thread(target=lambda: inside.update(client.call("stay", deadline_s=60).meta))
     thread.start()
     assert entered.wait(30)
-    with pytest.raises(PeerDied):
+    with pytest.raises((PeerDied, RunError), match=r"is gone|503"):
         client.call("stay", deadline_s=20)
     leave.set()
     thread.join(30)
@@ -240,9 +337,9 @@ def test_more_connections_than_allowed_are_refused_and_those_inside_finish():
     small.close()
 
 
-def test_a_taken_port_is_one_line(server):
+def test_a_taken_port_is_one_line(server, kind):
     with pytest.raises(UserError, match=f"rollout shim: port {server.port} on 127.0.0.1 cannot be taken") as caught:
-        RpcServer({}, CREDENTIAL, name="rollout shim", port=server.port)
+        KINDS[kind][0]({}, CREDENTIAL, name="rollout shim", port=server.port)
     assert "\n" not in str(caught.value)
 
 
@@ -269,10 +366,31 @@ def test_a_credential_is_for_its_owner_only(tmp_path):
 
 def test_the_control_channel_starts_without_torch():
     code = (
-        "import sys, tandem.runtime.rpc, tandem.runtime.rpc_server, tandem.runtime.worker_pipe, tandem.runtime.journal, "
+        "import sys, tandem.runtime.rpc, tandem.runtime.rpc_server, tandem.runtime.http_client, tandem.runtime.worker, tandem.runtime.journal, "
         "tandem.runtime.metrics, tandem.runtime.logs, tandem.runtime.numerics, tandem.runtime.coordination.embedded, "
         "tandem.weight_transfer.shared_memory, tandem.weight_transfer.publication; "
-        "print([m for m in ('torch', 'numpy', 'rich', 'yaml') if m in sys.modules])"
+        "print([m for m in ('torch', 'numpy', 'rich', 'yaml', 'starlette', 'uvicorn', 'asyncio') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_shim_answers_over_http_as_over_its_own_port(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    write_credential(tmp_path / "credential", CREDENTIAL)
+    arguments = ["--role", "rollout", "--run", str(tmp_path), "--pod-id", "test", "--threads", "1", "--deadline", "20", "--http", address]
+    files = ["--credential", str(tmp_path / "credential"), "--port-file", str(tmp_path / "port")]
+    process = spawn("tandem.pod.shim", [*arguments, *files], threads=Threads(1), output=tmp_path / "out")
+    try:
+        ends = time.monotonic() + 60
+        while not (tmp_path / "port").exists() and process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.01)
+        local = RpcClient("the shim", int((tmp_path / "port").read_text()), CREDENTIAL)
+        remote = HttpClient("the shim", int(address.rpartition(":")[2]), CREDENTIAL)
+        for client in (local, remote):
+            assert client.call("memory", deadline_s=60).meta == {"rss_bytes": 0, "pss_bytes": 0, "shared_bytes": 0}
+            with pytest.raises(WorkerDied, match="the rollout worker is not running"):
+                client.call("rollout", deadline_s=60)
+    finally:
+        kill(process)

@@ -6,21 +6,19 @@ so that a prompt is the same after a restart, and keeps the package's many impor
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from tandem.config.task import REASONING_GYM, TaskConfig
 from tandem.data.counter import counter_seed
 from tandem.data.split import Split, split_of
 from tandem.data.tasks.base import Demonstration, TaskItem
-from tandem.data.tasks.reasoning_gym_host import BLOCK_INSTANCES
-from tandem.runtime.processes import Threads, kill, spawn
+from tandem.data.tasks.reasoning_gym_host import BLOCK_INSTANCES, Dataset, Instance, InstanceRequest
+from tandem.runtime.calls import RpcTimeout, WorkerDied, message_from, message_meta
+from tandem.runtime.processes import Threads
+from tandem.runtime.worker import Worker
 from tandem.types import RunError, UserError
 
 DEADLINE_S = 120.0
@@ -39,20 +37,16 @@ class ReasoningGymTask:
         self.settings = dict(config.settings)
         self.held_out_share = config.share_held_out
         self.seed = seed
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._host = spawn(
-                "tandem.data.tasks.reasoning_gym_host",
-                [str(theirs.fileno())],
-                threads=Threads(),
-                pass_fds=[theirs.fileno()],
-                output=Path(os.devnull),
-                environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-        self._end = weakref.finalize(self, _end, self._host, self._channel)
-        self._buffer = b""
+        self._host = Worker(
+            f"the process that makes prompts of '{self.name}'",
+            "tandem.data.tasks.reasoning_gym_host",
+            threads=Threads(),
+            output=Path(os.devnull),
+            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self._end = weakref.finalize(self, self._host.stop, 0.0)
         try:
-            version = self._ask({"dataset": self.dataset, "settings": self.settings})["version"]
+            version = self._ask("open", Dataset(self.dataset, dict(self.settings)))["version"]
         except BaseException:
             self.close()
             raise
@@ -82,42 +76,25 @@ class ReasoningGymTask:
             # Blocks, because some datasets take long to build; 31 bits, because some hand the seed to numpy.
             block, at = divmod(index, BLOCK_INSTANCES)
             drawn = counter_seed(purpose, self.name, split, seed, block, attempt) >> 33
-            entry = self._ask({"seed": drawn, "index": at})
-            if split_of(entry["question"], self.held_out_share) == split:
+            entry = message_from(Instance, self._ask("instance", InstanceRequest(drawn, at)))
+            if split_of(entry.question, self.held_out_share) == split:
                 columns = {
                     "dataset": self.dataset,
                     "settings": self.settings,
                     "seed": drawn,
                     "index": at,
-                    "metadata": entry["metadata"],
+                    "metadata": entry.metadata,
                 }
-                return TaskItem(entry["question"], where, entry["answer"], columns)
+                return TaskItem(entry.question, where, entry.answer, columns)
         raise UserError(
             f"task '{self.name}' has too few distinct questions for a '{split}' split; make it harder in 'task.settings' or raise "
             "task.held_out_share"
         )
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        end = monotonic() + DEADLINE_S
+    def _ask(self, name: str, request: Dataset | InstanceRequest) -> dict[str, Any]:
         try:
-            self._channel.sendall(json.dumps(request).encode() + b"\n")
-            while b"\n" not in self._buffer:
-                self._channel.settimeout(max(end - monotonic(), 0.001))
-                chunk = self._channel.recv(65536)
-                if not chunk:
-                    raise ConnectionError
-                self._buffer += chunk
-        except TimeoutError:
+            return self._host.call(name, message_meta(request), deadline_s=DEADLINE_S).meta
+        except RpcTimeout:
             raise RunError(f"'{self.name}' made no prompt in {DEADLINE_S:.0f} s; give it easier 'task.settings'") from None
-        except OSError:
+        except WorkerDied:
             raise RunError(f"the process that makes prompts of '{self.name}' ended; start the run again") from None
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer
-
-
-def _end(process: "subprocess.Popen[bytes]", channel: socket.socket) -> None:
-    channel.close()
-    kill(process)

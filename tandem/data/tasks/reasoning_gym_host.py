@@ -1,21 +1,44 @@
-"""The process behind a ``reasoning_gym`` task: a line of JSON in, a line of JSON out.
+"""The process behind a ``reasoning_gym`` task: ``python -m tandem.data.tasks.reasoning_gym_host --channel FD``."""
 
-The first line names ``dataset`` and ``settings``; every further one a ``seed`` and the ``index`` of the instance to
-give.
-"""
-
+import argparse
 import difflib
 import json
-import socket
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tandem.runtime.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.runtime.worker import serve
 from tandem.types import UserError
 
 BLOCK_INSTANCES = 256
 MOST_BLOCKS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """The call ``open``, which is the first: a dataset by name, with its settings. The answer is the ``version`` of the package."""
+
+    dataset: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRequest:
+    """The call ``instance``: one of the instances that a seed gives. The answer is an ``Instance``."""
+
+    seed: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """``metadata``: what the package adds, as far as JSON can hold it."""
+
+    question: str
+    answer: Any
+    metadata: dict[str, Any]
 
 
 @lru_cache(maxsize=MOST_BLOCKS)
@@ -45,31 +68,49 @@ def instance_of(columns: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return dataset, dataset[columns["index"]]
 
 
-def answer_request(state: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the line ``request`` is answered with. ``state`` keeps dataset and settings between lines."""
-    try:
-        if "dataset" in request:
-            state.update(dataset=request["dataset"], settings=json.dumps(request["settings"], sort_keys=True))
-            make_dataset(state["dataset"], state["settings"], 0)[0]
-            import reasoning_gym
+class Host:
+    """One dataset, opened by the first call."""
 
-            return {"version": reasoning_gym.__version__}
-        entry = make_dataset(state["dataset"], state["settings"], request["seed"])[request["index"]]
-        return {"question": entry["question"], "answer": entry["answer"], "metadata": entry.get("metadata", {})}
-    except UserError as error:
-        return {"error": str(error)}
-    except Exception as error:
-        return {"error": f"reasoning_gym:{state['dataset']} failed: {type(error).__name__}: {' '.join(str(error).split())}"}
+    def __init__(self) -> None:
+        self.dataset, self.settings = "", "{}"
+
+    def open(self, request: Dataset) -> str:
+        """Returns the version of the package. Raises ``UserError``."""
+        self.dataset, self.settings = request.dataset, json.dumps(request.settings, sort_keys=True)
+        self._entry(0, 0)
+        import reasoning_gym
+
+        return str(reasoning_gym.__version__)
+
+    def instance(self, request: InstanceRequest) -> Instance:
+        """Raises ``UserError`` where the generator fails."""
+        entry = self._entry(request.seed, request.index)
+        return Instance(entry["question"], entry["answer"], entry.get("metadata", {}))
+
+    def _entry(self, seed: int, index: int) -> Any:
+        try:
+            return make_dataset(self.dataset, self.settings, seed)[index]
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"reasoning_gym:{self.dataset} failed: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-def main(descriptor: int) -> None:
-    """Serve the socket ``descriptor`` until the other side closes it."""
-    state: dict[str, Any] = {}
-    with socket.socket(fileno=descriptor) as channel, channel.makefile("rw", encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            lines.write(json.dumps(answer_request(state, json.loads(line)), default=str) + "\n")
-            lines.flush()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--channel", type=int, required=True)
+    host = Host()
+
+    def opened(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        return {"version": host.open(message_from(Dataset, meta))}, {}
+
+    def instance(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        answer = message_meta(host.instance(message_from(InstanceRequest, meta)))
+        # The package's values may be of any class.
+        return json.loads(json.dumps(answer, default=str)), {}
+
+    serve({"open": opened, "instance": instance}, parser.parse_args().channel)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

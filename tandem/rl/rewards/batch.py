@@ -8,7 +8,7 @@ from time import monotonic
 
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Item, Judgement, infrastructure_fault
-from tandem.rl.rewards.worker_process import JudgeHung, JudgeRaised, WorkerDied
+from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised
 from tandem.types import ScoreState, UserError
 
 Call = Callable[[int, Sequence[Item], float], list[Judgement]]
@@ -72,7 +72,7 @@ def judge_batch(items: Sequence[Item], batched: Sequence[bool], call: Call, conf
                     fault(unit.places, f"no answer within {limit:.3g} s, and its process was ended")
                 else:
                     units.extendleft(reversed(unit.split()))
-            except WorkerDied as death:
+            except JudgeDied as death:
                 if unit.deaths == 0:
                     units.appendleft(_Unit(unit.places, 1))
                 elif alone:

@@ -1,42 +1,35 @@
-"""What pool and worker say to each other: JSON behind its length (4 bytes, big-endian) on a socket pair."""
+"""What the reward pool and its workers tell each other, as the meta of frames."""
 
-import json
-import socket
-import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.rl.rewards.judgement import Item, Judgement
 from tandem.types import ScoreState
 
-LENGTH = struct.Struct(">I")
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to ``load``: of each reward function whether it takes many samples at once and whether it reads token ids."""
+
+    batched: list[bool]
+    reads_ids: list[bool]
 
 
-def encode_message(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message, allow_nan=True).encode()
-    return LENGTH.pack(len(body)) + body
+@dataclass(frozen=True, slots=True)
+class JudgeRequest:
+    """The call ``judge``: ``items`` for the reward function number ``judge``, as ``items_to_json`` makes them."""
+
+    judge: int
+    items: list[Any]
 
 
-def receive_message(channel: socket.socket) -> dict[str, Any] | None:
-    """The next message, ``None`` where the other side is gone. Waits."""
-    head = _receive(channel, LENGTH.size)
-    body = _receive(channel, LENGTH.unpack(head)[0]) if head is not None else None
-    if body is None:
-        return None
-    message: dict[str, Any] = json.loads(body)
-    return message
+@dataclass(frozen=True, slots=True)
+class JudgeAnswer:
+    """The answer to ``judge``: ``judgements`` as ``judgements_to_json`` makes them, or ``error``, the exception of the function in one line."""
 
-
-def complete_message(buffer: bytearray) -> dict[str, Any] | None:
-    """The message at the front of ``buffer``, taken out of it; ``None`` while it is incomplete."""
-    if len(buffer) < LENGTH.size:
-        return None
-    end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
-    if len(buffer) < end:
-        return None
-    message: dict[str, Any] = json.loads(buffer[LENGTH.size : end])
-    del buffer[:end]
-    return message
+    judgements: list[Any]
+    error: str = ""
 
 
 def items_to_json(items: Sequence[Item], completion_ids: bool) -> list[Any]:
@@ -56,16 +49,3 @@ def judgements_to_json(judgements: Sequence[Judgement]) -> list[Any]:
 
 def judgements_from_json(data: list[Any]) -> list[Judgement]:
     return [Judgement(ScoreState(state), value, reason, correct, details) for state, value, reason, correct, details in data]
-
-
-def _receive(channel: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        try:
-            part = channel.recv(min(count - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

@@ -4,7 +4,6 @@ alone."""
 import logging
 import os
 import queue
-import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.batch import judge_batch
 from tandem.rl.rewards.judgement import Item, Judgement
 from tandem.rl.rewards.rule_based import compose
-from tandem.rl.rewards.worker_process import JudgeHung, PoolClosed, WorkerDied, WorkerProcess
+from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, PoolClosed, WorkerProcess
 from tandem.types import Prompt, RunError, Sample, Score
 
 logger = logging.getLogger(__name__)
@@ -33,13 +32,12 @@ class RewardPool:
         self.config = config
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        self._close_sender, closing = socket.socketpair()
-        self._closing = closing
+        self._closed = threading.Event()
         self._slots: list[_Slot] = []
         try:
             for i in range(config.workers):
                 log = log_dir / f"reward-worker-{i}.log" if log_dir is not None else Path(os.devnull)
-                self._slots.append(_Slot(config, log, closing))
+                self._slots.append(_Slot(config, log, self._closed))
             for slot in self._slots:
                 slot.wait_ready()
         except BaseException:
@@ -56,7 +54,7 @@ class RewardPool:
         result: Future[list[Score]] = Future()
         result.set_running_or_notify_cancel()
         parts = divide([sample.prompt_id for sample in samples], len(self._slots))
-        if self._close_sender.fileno() < 0:
+        if self._closed.is_set():
             result.set_exception(RunError("the reward pool is closed"))
             return result
         gathered = _Gathered(len(parts), result, self.config)
@@ -72,14 +70,14 @@ class RewardPool:
 
     def close(self) -> None:
         """End every worker and whatever it started; scores still awaited raise ``RunError``."""
-        self._close_sender.close()  # which makes the other end readable for every thread that waits
+        self._closed.set()
         for slot in self._slots:
             slot.work.put(None)
+            slot.worker.kill()  # which ends the wait of the slot's thread
         for slot in self._slots:
             if slot.thread.ident is not None:
                 slot.thread.join()
-            slot.worker.kill()
-        self._closing.close()
+            slot.worker.kill()  # the one that the thread may have started meanwhile
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -144,10 +142,10 @@ class _Work:
 class _Slot:
     """One worker, whichever process it is at the time, and the thread that speaks with it."""
 
-    def __init__(self, config: RewardsConfig, log: Path, closing: socket.socket) -> None:
-        self.config, self.log, self.closing = config, log, closing
+    def __init__(self, config: RewardsConfig, log: Path, closed: threading.Event) -> None:
+        self.config, self.log, self.closed = config, log, closed
         self.work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self.worker = WorkerProcess(config, log, closing)
+        self.worker = WorkerProcess(config, log, closed)
         self.thread = threading.Thread(target=self._run, name=f"rewards-{log.stem}", daemon=True)
 
     def wait_ready(self) -> None:
@@ -171,10 +169,10 @@ class _Slot:
     def _call(self, judge: int, items: Sequence[Item], deadline_s: float) -> list[Judgement]:
         if self.worker.ended():
             self.worker.kill()
-            self.worker = WorkerProcess(self.config, self.log, self.closing)
+            self.worker = WorkerProcess(self.config, self.log, self.closed)
             self.worker.wait_ready(self.config.start_deadline_s)
         try:
             return self.worker.judge(judge, items, deadline_s)
-        except (JudgeHung, WorkerDied) as failure:
+        except (JudgeHung, JudgeDied) as failure:
             logger.warning("%s: a reward worker was lost: %s", self.log.name, str(failure) or "it hung and was ended")
             raise

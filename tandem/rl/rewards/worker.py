@@ -1,55 +1,66 @@
-"""A reward worker: a process that loads the judges once and answers one call after another. Imports no torch.
-
-Started by ``tandem.rl.rewards.worker_process`` with the number of its socket. Whatever the judges print goes to the
-worker's log; standard input is empty for them.
+"""A reward worker: ``python -m tandem.rl.rewards.worker --config JSON --channel FD`` loads the judges once and answers one call after
+another. Imports no torch. Whatever the judges print goes to the worker's log; standard input is empty for them.
 """
 
+import argparse
+import json
 import os
-import socket
 import sys
 import traceback
-from typing import Any
 
 from tandem.config.load import build
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Judge, describe
-from tandem.rl.rewards.messages import encode_message, items_from_json, judgements_to_json, receive_message
+from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_from_json, judgements_to_json
 from tandem.rl.rewards.rule_based import make_judge
+from tandem.runtime.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.runtime.worker import dump_stack_on_abort, serve
 from tandem.types import UserError
 
 
-def main(descriptor: int) -> None:
-    """Serve until the pool closes its side."""
-    with socket.socket(fileno=descriptor) as channel:
-        channel.set_inheritable(False)
-        setup = receive_message(channel)
-        if setup is None:
-            return
+class RewardWorker:
+    """Loads the reward functions when it is made; ``load`` reports how that went, so that the workers of a pool load side by side."""
+
+    def __init__(self, config: str) -> None:
+        self.judges: list[Judge] = []
+        self.failure: UserError | None = None
         try:
-            config = build(RewardsConfig, setup["config"])
-            judges = [make_judge(function, config) for function in config.composition]
+            rewards = build(RewardsConfig, json.loads(config))
+            self.judges = [make_judge(function, rewards) for function in rewards.composition]
         except UserError as error:
             traceback.print_exc()
-            channel.sendall(encode_message({"error": str(error)}))
-            return
-        channel.sendall(
-            encode_message({"batched": [judge.batched for judge in judges], "reads_ids": [judge.reads_ids for judge in judges]})
-        )
-        while (request := receive_message(channel)) is not None:
-            channel.sendall(encode_message(_answer(judges, request)))
+            self.failure = error
+
+    def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Answers ``Loaded``. Raises ``UserError`` where a function could not be loaded."""
+        if self.failure is not None:
+            raise self.failure
+        return message_meta(Loaded([judge.batched for judge in self.judges], [judge.reads_ids for judge in self.judges])), {}
+
+    def judge(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Answers ``JudgeAnswer``."""
+        request = message_from(JudgeRequest, meta)
+        items = items_from_json(request.items)
+        try:
+            answer = JudgeAnswer(judgements_to_json(self.judges[request.judge].judge(items)))
+        except BaseException as error:  # SystemExit too: it is the function that gave up, not the worker.
+            traceback.print_exc()
+            sys.stderr.flush()
+            answer = JudgeAnswer([], describe(error))
+        return message_meta(answer), {}
 
 
-def _answer(judges: list[Judge], request: dict[str, Any]) -> dict[str, Any]:
-    items = items_from_json(request["items"])
-    try:
-        return {"judgements": judgements_to_json(judges[request["judge"]].judge(items))}
-    except BaseException as error:  # SystemExit too: it is the function that gave up, not the worker
-        traceback.print_exc()
-        sys.stderr.flush()
-        return {"error": describe(error)}
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--channel", type=int, required=True)
+    options = parser.parse_args()
+    # Standard input is empty already; standard output joins standard error, which is the worker's log.
+    os.dup2(2, 1)
+    dump_stack_on_abort()
+    worker = RewardWorker(options.config)
+    serve({"load": worker.load, "judge": worker.judge}, options.channel)
 
 
 if __name__ == "__main__":
-    # Standard input is empty already; standard output joins standard error, which is the worker's log.
-    os.dup2(2, 1)
-    main(int(sys.argv[1]))
+    main()

@@ -1,9 +1,11 @@
-"""A shim for the tests of the control channel: reads its credential from standard input and prints its port."""
+"""A shim for the tests of calls: ``python -m rpc_shim tcp|http`` reads its credential from standard input and prints its port."""
 
 import os
 import sys
+import threading
 import time
 
+from tandem.runtime.http_server import HttpServer
 from tandem.runtime.rpc_server import RpcServer
 
 if __name__ == "__main__":
@@ -13,6 +15,8 @@ if __name__ == "__main__":
         time.sleep(meta["seconds"])
         return {"slept": meta["seconds"]}, {}
 
-    server = RpcServer({"wait": wait}, sys.stdin.readline().strip(), name="trainer shim", heartbeat_s=0.1)
+    kind = {"tcp": RpcServer, "http": HttpServer}[sys.argv[1]]
+    server = kind({"wait": wait}, sys.stdin.readline().strip(), name="trainer shim", heartbeat_s=0.1)
+    server.start()
     print(server.port, flush=True)
-    server.serve_forever()
+    threading.Event().wait()

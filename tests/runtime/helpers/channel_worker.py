@@ -1,4 +1,4 @@
-"""A worker for the tests of the worker's pipe: ``python -m pipe_worker --channel FD``."""
+"""A worker for the tests of workers: ``python -m channel_worker --channel FD``."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ import sys
 import time
 
 from tandem.runtime.faults import FaultPlan, no_fault
-from tandem.runtime.worker_pipe import serve
+from tandem.runtime.worker import serve
 from tandem.types import RunError, UserError
 
 
@@ -35,6 +35,13 @@ def hang(meta, blobs, progress):
     return {}, {}
 
 
+def rubbish(meta, blobs, progress):
+    """Write to the channel what is not a frame."""
+    os.write(CHANNEL, b"<html>" * 100)
+    time.sleep(60)
+    return {}, {}
+
+
 def orphan(meta, blobs, progress):
     """Die, leaving a child that holds the channel open."""
     if os.fork() == 0:
@@ -49,8 +56,9 @@ if __name__ == "__main__":
     parser.add_argument("--fault", default="")
     parser.add_argument("--directory", default=".")
     options = parser.parse_args()
+    CHANNEL = options.channel
     from pathlib import Path
 
     point = FaultPlan.parse(options.fault).point("trainer_worker", Path(options.directory)) if options.fault else no_fault
-    methods = {"echo": echo, "fail": fail, "die": die, "hang": hang, "orphan": orphan, "train": echo}
+    methods = {"echo": echo, "fail": fail, "die": die, "hang": hang, "orphan": orphan, "rubbish": rubbish, "train": echo}
     serve(methods, options.channel, fault_point=point)

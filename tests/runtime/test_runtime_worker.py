@@ -7,7 +7,7 @@ import pytest
 
 from tandem.runtime.calls import RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.processes import Threads
-from tandem.runtime.worker_pipe import Worker
+from tandem.runtime.worker import Worker
 from tandem.types import RunError, UserError
 
 HELPERS = str(Path(__file__).parent / "helpers")
@@ -16,7 +16,7 @@ HELPERS = str(Path(__file__).parent / "helpers")
 def start(tmp_path, *arguments):
     environment = {"PYTHONPATH": HELPERS}
     output = tmp_path / "worker.log"
-    return Worker("trainer worker", "pipe_worker", arguments, threads=Threads(1), output=output, environment=environment)
+    return Worker("trainer worker", "channel_worker", arguments, threads=Threads(1), output=output, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +131,39 @@ def test_a_call_after_stop_does_not_wait(tmp_path):
     running.stop()
     with pytest.raises(WorkerDied, match="was stopped"):
         running.call("hang", deadline_s=50)
+
+
+def test_a_worker_that_answers_with_rubbish_is_killed_and_named(tmp_path):
+    running = start(tmp_path)
+    with pytest.raises(WorkerDied, match="trainer worker sent a broken frame while 'rubbish' ran and was killed: not a frame: it starts with b'<htm'"):
+        running.call("rubbish", deadline_s=20)
+    assert not running.alive and running.process.poll() is not None
+
+
+def test_stopping_a_worker_ends_a_call_in_progress_of_another_thread(tmp_path):
+    running = start(tmp_path)
+    begun, caught = threading.Event(), []
+
+    def ask():
+        try:
+            running.call("hang", deadline_s=50, on_progress=lambda _: begun.set())
+        except WorkerDied as death:
+            caught.append(str(death))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert begun.wait(20)
+    running.stop(grace_s=0.0)
+    thread.join(10)
+    assert len(caught) == 1 and "died while 'hang' ran" in caught[0]
+    with pytest.raises(WorkerDied):
+        running.call("echo", deadline_s=20)
+
+
+def test_the_answer_of_an_interrupted_call_is_not_taken_for_the_next_ones(worker):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.call("echo", {"i": 1, "progress": 5}, {"b": bytes(100_000)}, deadline_s=20, on_progress=interrupt)
+    assert worker.call("echo", {"i": 2}, deadline_s=20).meta == {"i": 2}

@@ -1,0 +1,200 @@
+"""The channel between two processes: frames (``tandem.types.wire``) over a connected stream socket, a socket pair or TCP.
+
+Needs the standard library alone. Blobs are sent from the memory they are in and received into one buffer, without further copies.
+"""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tandem.types.wire import MAX_FRAME_BYTES, PREFIX, Buffer, Frame, decode_body, encode_parts, frame_sizes
+
+if TYPE_CHECKING:
+    import asyncio
+
+_SMALL_BYTES = 2**16
+_FIRST_ALLOCATION_BYTES = 4 * 2**20
+"""At most this much memory is taken for a frame before any of it has arrived: a broken peer may announce any size."""
+_MAX_BUFFERS = 64
+"""Buffers of one ``sendmsg``; every system allows more."""
+
+
+class BrokenFrame(Exception):
+    """The peer sent bytes that are not a frame, or closed the connection in the middle of one."""
+
+
+class FrameReader:
+    """Takes frames out of a stream of bytes.
+
+    Args:
+        read_into: ``(view, ends)``: writes at least one byte of the stream into ``view`` and returns how many, 0 at the end of the stream.
+            Raises ``TimeoutError`` past ``ends``, a time on ``time.monotonic``'s clock (``None``: never).
+    """
+
+    def __init__(self, read_into: Callable[[memoryview, float | None], int]) -> None:
+        self._read_into = read_into
+        self._buffer = bytearray(_SMALL_BYTES)
+        self._start = self._end = 0
+
+    def receive(self, ends: float | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
+        """Returns the next frame, of at most ``limit_bytes``. Raises ``EOFError`` where the stream ends between two frames, ``BrokenFrame``,
+        and what ``read_into`` raises."""
+        while self._end - self._start < PREFIX.size:
+            if not self._fill(ends):
+                if self._end > self._start:
+                    raise BrokenFrame(f"the connection ended in the middle of a frame's prefix, after {self._end - self._start} bytes")
+                raise EOFError
+        try:
+            with memoryview(self._buffer) as view:
+                header_bytes, payload_bytes = frame_sizes(view[self._start : self._end], limit_bytes)
+        except ValueError as error:
+            raise BrokenFrame(str(error)) from None
+        self._start += PREFIX.size
+        body = self._take(header_bytes + payload_bytes, ends)
+        try:
+            return decode_body(body, header_bytes)
+        except ValueError as error:
+            raise BrokenFrame(str(error)) from None
+
+    def _fill(self, ends: float | None) -> int:
+        """Reads what there is, at least a byte, into the buffer; returns how many."""
+        held = self._end - self._start
+        if self._start:
+            self._buffer[:held] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, held
+        with memoryview(self._buffer) as view:
+            received = self._read_into(view[held:], ends)
+        self._end += received
+        return received
+
+    def _take(self, count: int, ends: float | None) -> bytearray:
+        """The next ``count`` bytes, from the buffer first."""
+        held = min(count, self._end - self._start)
+        body = self._buffer[self._start : self._start + held]
+        self._start += held
+        while held < count:
+            # Doubled as bytes arrive, so that a size that was made up takes no memory.
+            grown = bytearray(min(count, max(2 * held, _FIRST_ALLOCATION_BYTES)))
+            grown[:held] = body
+            body = grown
+            with memoryview(body) as view:
+                while held < len(view):
+                    received = self._read_into(view[held:], ends)
+                    if not received:
+                        raise BrokenFrame(f"the connection ended in the middle of a frame, after {held} of {count} bytes")
+                    held += received
+        return body
+
+
+class Channel:
+    """One end of a connection. Any thread may send; one thread at a time receives.
+
+    Args:
+        connection: a connected stream socket in blocking mode, owned by the channel from now on.
+        watch: a descriptor that becomes readable when the peer's process ends (``os.pidfd_open``). A peer may leave a child behind that
+            holds the connection open; the watch ends the wait all the same.
+    """
+
+    def __init__(self, connection: socket.socket, *, watch: int | None = None) -> None:
+        self._socket, self._watch = connection, watch
+        self._reader = FrameReader(self._receive_into)
+        self._sending = threading.Lock()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
+        if watch is not None:
+            self._readable.register(watch, select.POLLIN)
+            self._writable.register(watch, select.POLLIN)
+
+    def send(
+        self, meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, *, kind: str, method: str = "", call: int = 0,
+        ends: float | None = None,
+    ) -> None:  # fmt: skip
+        """Sends one frame, and returns when all of it is in the system's buffers.
+
+        Args:
+            ends: the deadline on ``time.monotonic``'s clock; ``None`` waits without end.
+
+        Raises:
+            ValueError: ``meta`` is not JSON; nothing was sent.
+            TimeoutError: the deadline passed; part of the frame may have been sent, so the channel cannot be used again.
+            EOFError, OSError: the peer is gone.
+        """
+        parts = encode_parts(meta, blobs, kind, method, call)
+        if len(parts) > 1 and sum(map(len, parts)) <= _SMALL_BYTES:
+            parts = [b"".join(parts)]
+        with self._sending:
+            self._send(parts, ends)
+
+    def receive(self, ends: float | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
+        """Returns the next frame.
+
+        Args:
+            ends: the deadline on ``time.monotonic``'s clock; ``None`` waits without end.
+            limit_bytes: the largest frame that is taken.
+
+        Raises:
+            TimeoutError: the deadline passed; the channel cannot be used again.
+            EOFError: the peer closed the connection, or its process ended, between two frames.
+            BrokenFrame: the peer sent something else, or the connection ended in the middle of a frame.
+            OSError: the connection was reset.
+        """
+        return self._reader.receive(ends, limit_bytes)
+
+    def shutdown(self) -> None:
+        """Ends the connection in both directions, which also ends a wait of another thread in ``send`` or ``receive``."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Closes the socket. Not while another thread uses the channel: see ``shutdown``."""
+        self._socket.close()
+
+    def _send(self, parts: list[Buffer], ends: float | None) -> None:
+        at = 0
+        while at < len(parts):
+            try:
+                flags = 0 if ends is None and self._watch is None else socket.MSG_DONTWAIT
+                sent = self._socket.sendmsg(parts[at : at + _MAX_BUFFERS], [], flags)
+            except BlockingIOError:
+                self._wait(self._writable, ends)
+                continue
+            while at < len(parts) and sent >= len(parts[at]):
+                sent -= len(parts[at])
+                at += 1
+            if sent:
+                parts[at] = memoryview(parts[at])[sent:]
+
+    def _receive_into(self, view: memoryview, ends: float | None) -> int:
+        if ends is not None or self._watch is not None:
+            try:
+                self._wait(self._readable, ends)
+            except EOFError:
+                return 0
+        return self._socket.recv_into(view)
+
+    def _wait(self, poll: "select.poll", ends: float | None) -> None:
+        """Waits until the socket is ready, or has failed. Raises ``TimeoutError``, and ``EOFError`` where the peer's process has ended."""
+        left_ms = None if ends is None else (ends - time.monotonic()) * 1000
+        if left_ms is not None and left_ms <= 0:
+            raise TimeoutError
+        ready = poll.poll(left_ms)
+        if not ready:
+            raise TimeoutError
+        if all(descriptor == self._watch for descriptor, _ in ready):
+            raise EOFError
+
+
+async def receive_from(reader: "asyncio.StreamReader") -> Frame:
+    """Returns the next frame in an event loop. Raises as ``Channel.receive`` does."""
+    prefix = await reader.readexactly(PREFIX.size)
+    try:
+        header_bytes, payload_bytes = frame_sizes(prefix)
+        return decode_body(await reader.readexactly(header_bytes + payload_bytes), header_bytes)
+    except ValueError as error:
+        raise BrokenFrame(str(error)) from None

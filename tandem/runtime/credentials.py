@@ -1,0 +1,31 @@
+"""A pod's secret: whoever calls a sidecar shows it."""
+
+import os
+from pathlib import Path
+
+from tandem.types.errors import UserError
+
+
+def new_credential() -> str:
+    """Returns 256 random bits in hexadecimal. They go to a sidecar by file or standard input, never on a command line."""
+    return os.urandom(32).hex()
+
+
+def write_credential(path: Path, credential: str) -> None:
+    """Writes it to a new file that only this user can read."""
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(file, "w", encoding="ascii") as stream:
+        stream.write(credential)
+
+
+def read_credential(path: Path) -> str:
+    """Returns the credential in a file. Raises ``UserError`` where the file is missing or others may read it."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        credential = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"the pod's credential {path} cannot be read: {error}") from None
+    if mode & 0o077:
+        raise UserError(f"the pod's credential {path} has mode {mode:o}; make it readable by its owner only (chmod 600)")
+    return credential

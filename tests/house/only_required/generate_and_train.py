@@ -1,0 +1,48 @@
+"""Two tensor-parallel ranks generate, over the channel between them, and the trainer takes a step."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from tandem import LLM, SamplingParams
+from tandem.config.trainer import TrainerConfig
+from tandem.kernels import select
+from tandem.kernels.api import TokenLogprobs
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import save_model
+from tandem.model.initialise import initialise
+from tandem.text.characters import make_character_tokenizer
+from tandem.trainer.micro_batch import MicroBatch, collate
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.step import LossShare, train_step
+from tandem.types import TrainSequence
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+shapes = ModelShapes(
+    architecture="qwen3", vocab_size=13, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=64, tie_word_embeddings=True, qk_norm=True,
+)  # fmt: skip
+make_character_tokenizer("0123456789", folder / "tokenizer")
+model = Decoder(shapes, select("reference"))
+initialise(model, 0)
+sequence = TrainSequence("a", (1, 2, 3, 4), 1, (0.0, 1.0, 1.0, 1.0))
+optimizer = AdamW(model.named_parameters(), TrainerConfig())
+
+
+def mean_loss(logprobs: TokenLogprobs, batch: MicroBatch) -> LossShare:
+    loss = -logprobs.scaled.mean()
+    return LossShare(loss, {"loss": loss.detach()}, {})
+
+
+losses = [train_step(model, optimizer, [collate([sequence])], mean_loss, 0.03).metrics["loss"] for _ in range(30)]
+save_model(model, folder / "model", folder / "tokenizer")
+answers = []
+for ranks in (1, 2):
+    llm = LLM(folder / "model", kernels="reference", max_num_seqs=2, tensor_parallel_size=ranks)
+    answers.append(llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))[0].outputs[0].token_ids)
+    llm.close()
+print(losses[-1] < 0.5 * losses[0], answers[0] == answers[1], list(answers[0]))
