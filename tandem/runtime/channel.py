@@ -3,6 +3,7 @@
 Needs the standard library alone. Blobs are sent from the memory they are in and received into one buffer, without further copies.
 """
 
+import math
 import select
 import socket
 import threading
@@ -180,7 +181,7 @@ class Channel:
 
     def _wait(self, poll: "select.poll", ends: float | None) -> None:
         """Waits until the socket is ready, or has failed. Raises ``TimeoutError``, and ``EOFError`` where the peer's process has ended."""
-        left_ms = None if ends is None else (ends - time.monotonic()) * 1000
+        left_ms = None if ends is None or math.isinf(ends) else (ends - time.monotonic()) * 1000
         if left_ms is not None and left_ms <= 0:
             raise TimeoutError
         ready = poll.poll(left_ms)
