@@ -1,7 +1,7 @@
 """Which weights are the current ones: one key in the store, moved forward by compare-and-swap."""
 
 from tandem.runtime.coordination.store import Conflict, Store
-from tandem.types.errors import RunError
+from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.manifest import from_json, to_json
@@ -9,9 +9,24 @@ from tandem.weight_transfer.manifest import from_json, to_json
 KEY = "weights/current"
 
 
-def current(store: Store, known: tuple[WeightManifest, int] | None = None) -> tuple[WeightManifest, int] | None:
-    """The published manifest and its revision, or ``None`` before the first; ``known``: one of earlier, which need not be read again
-    where it is still the published one. Raises ``RunError`` where the manifest is damaged."""
+Replaceable = tuple[WeightManifest | None, int]
+"""What a publication replaces: a manifest, ``None`` where it is damaged, and its revision."""
+
+
+def current(store: Store) -> tuple[WeightManifest, int] | None:
+    """The published manifest and its revision, or ``None`` before the first. Raises ``DamagedWeights`` where the manifest is damaged."""
+    entry = store.get(KEY)
+    if entry is None:
+        return None
+    try:
+        return from_json(entry.value), entry.revision
+    except ValueError as error:
+        raise DamagedWeights(f"the published weights cannot be used: {error}; register them again") from None
+
+
+def replaceable(store: Store, known: Replaceable | None = None) -> Replaceable | None:
+    """``current`` for a writer, which may replace a damaged manifest; ``known``: one of earlier, which is not read again where it is
+    still the published one."""
     entry = store.get(KEY)
     if entry is None:
         return None
@@ -19,8 +34,8 @@ def current(store: Store, known: tuple[WeightManifest, int] | None = None) -> tu
         return known
     try:
         return from_json(entry.value), entry.revision
-    except ValueError as error:
-        raise RunError(f"the published weights cannot be used: {error}; register them again") from None
+    except ValueError:
+        return None, entry.revision
 
 
 def check_newer(version: WeightVersion, digest: str | None, published: WeightManifest | None) -> None:
@@ -38,17 +53,17 @@ def check_newer(version: WeightVersion, digest: str | None, published: WeightMan
     raise RunError(f"weights {describe(version)} are not newer than the published ones {describe(published.version)}")
 
 
-def publish(store: Store, manifest: WeightManifest, found: tuple[WeightManifest, int] | None = None) -> int:
-    """Make ``manifest`` the current one; returns the revision. Raises ``RunError`` where something newer is, or comes
-    while this is tried: a stale incarnation loses every race. ``found``: what ``current`` returned a moment ago."""
+def publish(store: Store, manifest: WeightManifest, found: Replaceable | None = None) -> int:
+    """Make ``manifest`` the current one; returns the revision. Raises ``RunError`` where a newer one is published, or is published
+    meanwhile: a stale incarnation loses every race. ``found``: what ``replaceable`` returned a moment ago."""
     value = to_json(manifest)
-    found = found or current(store)
+    found = found or replaceable(store)
     while True:
         check_newer(manifest.version, manifest.digest, found[0] if found else None)
         try:
             return store.compare_and_swap(KEY, found[1] if found else None, value)
         except Conflict:
-            found = current(store)
+            found = replaceable(store)
 
 
 def describe(version: WeightVersion) -> str:

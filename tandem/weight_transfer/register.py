@@ -12,10 +12,8 @@ from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
 from tandem.weight_transfer.convert import ConvertedWeights
 from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest
 from tandem.weight_transfer.manifest import make_manifest
-from tandem.weight_transfer.publication import check_newer, current, describe, publish
+from tandem.weight_transfer.publication import Replaceable, check_newer, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
-
-Published = tuple[WeightManifest, int] | None
 
 
 class WeightWriter:
@@ -26,7 +24,7 @@ class WeightWriter:
         self.buffers, self.store = buffers, store
         self._threads = Threads(threads)
         self._touched: set[str] = set()
-        self._published: Published = None
+        self._published: Replaceable | None = None
 
     def publish(self, weights: ConvertedWeights, version: WeightVersion) -> WeightManifest:
         """Copies every part from its owner, digests it and makes this ``version`` the current one, all or nothing. Every rank calls it, and
@@ -38,9 +36,10 @@ class WeightWriter:
         ranks, what = weights.ranks, f"the weights {describe(version)} are not registered"
 
         def choose() -> int:
-            found = self._published = current(self.store, self._published)
-            check_newer(version, None, found[0] if found else None)
-            published = found[0].tensors[0].segment if found and found[0].tensors else None
+            found = self._published = replaceable(self.store, self._published)
+            before = found[0] if found else None
+            check_newer(version, None, before)
+            published = before.tensors[0].segment if before and before.tensors else None
             chosen = self.buffers.other(published)
             if weights.size_bytes > chosen.size_bytes:
                 raise RunError(f"they take {weights.size_bytes} bytes and their shared memory has {chosen.size_bytes}; they changed shape")

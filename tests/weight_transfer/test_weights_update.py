@@ -295,6 +295,15 @@ def test_a_tampered_or_broken_manifest_is_refused(pod):
             current(pod[1])
 
 
+def test_a_broken_manifest_is_replaced_by_registering_again(writer, reader, pod):
+    writer.publish(converted(weights(1)), WeightVersion(1, 1))
+    pod[1].put(KEY, b"[]")
+    with pytest.raises(DamagedWeights):
+        reader.read()
+    writer.publish(converted(weights(1)), WeightVersion(1, 1))
+    assert raw(reader.read(WeightVersion(1, 1)).tensors[0][1]) == raw(weights(1)[0][1])
+
+
 # -- copying -----------------------------------------------------------------------------------------------------------
 
 
