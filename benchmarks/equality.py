@@ -7,9 +7,12 @@ steps of AdamW, or of Muon where a row says so, on 7 sequences of 2 to 30 tokens
 from the same weights on the same micro-batches. It is the machinery of `tests/parallel`; that one process agrees with transformers is shown by
 `tests/trainer/test_trainer_truth.py`.
 
-Logits: the largest difference of any (they go to about 10). Loss and gradient norm: the largest relative difference in three steps. Gradients: the
-norm of the difference over the norm, all parameters gathered, before clipping. Parameters: the largest difference after three steps, as a share
-of the learning rate. **bits**: there is none. Wanted in float64: 1e-10 everywhere; in fp32: gradients 1e-6, loss and norm 1e-5, parameters 0.1.
+Rows of GRPO take three policy updates on 11 samples of three prompts, three of them without a score, beside one process that packs them by itself.
+
+Logits: the largest difference of any (they go to about 10); of GRPO, of the log-probabilities of all sampled tokens. Loss and gradient norm: the
+largest relative difference in three steps. Gradients: the norm of the difference over the norm, all parameters gathered, before clipping.
+Parameters: the largest difference after three steps, as a share of the learning rate. **bits**: there is none. Wanted in float64: 1e-10
+everywhere; in fp32: gradients 1e-6, loss and norm 1e-5, parameters 0.1.
 The exit status is 1 where a row is outside. fp32 runs the C++ kernels where there is a compiler, float64 plain torch. "One process beside its own
 float64" is what rounding alone does to the fp32 that the rows below it are compared with.
 """
@@ -30,6 +33,8 @@ sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 from data_ranks import trained
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, distance, sequences_of
 from pipeline_ranks import alone, piped
+from policy_ranks import Policy, reinforced
+from policy_ranks import together as whole_tensors
 from ranks import Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -46,12 +51,13 @@ Dtype = Literal["float64", "float32"]
 
 @dataclass(frozen=True)
 class Row:
-    """``mesh`` trains ``case``; ``schedule`` (name, virtual stages) where it has a pipeline."""
+    """``mesh`` trains ``case``; ``schedule`` (name, virtual stages) where it has a pipeline. ``is_grpo``: by policy updates of GRPO."""
 
     name: str
     mesh: MeshShape
     case: Case = field(default_factory=lambda: Case(DENSE))
     schedule: tuple[Any, int] = ("1f1b", 1)
+    is_grpo: bool = False
 
 
 class Whole(NamedTuple):
@@ -97,6 +103,17 @@ ROWS = (
     Row("muon, tensor 2, deterministic", MeshShape(tensor=2), replace(MUON, deterministic=True)),
     Row("muon, data 2 x tensor 2, zero 3", MeshShape(data=2, tensor=2), replace(MUON, sequence=True, zero=3)),
     Row("muon, data 2, expert 2, zero 2", MeshShape(data=2, expert=2), Case(QWEN3_MOE, optimizer="muon", zero=2)),
+    Row("GRPO, data 2", MeshShape(data=2), is_grpo=True),
+    *(Row(f"GRPO, data 2, zero {zero}", MeshShape(data=2), Case(DENSE, zero=zero), is_grpo=True) for zero in (1, 2, 3)),
+    Row("GRPO, tensor 2, sequence parallel", MeshShape(tensor=2), Case(DENSE, sequence=True), is_grpo=True),
+    Row("GRPO, tensor 2, deterministic", MeshShape(tensor=2), Case(DENSE, deterministic=True), is_grpo=True),
+    Row("GRPO, pipeline 2, 1f1b", MeshShape(pipeline=2), is_grpo=True),
+    Row("GRPO, pipeline 2, interleaved, 4 layers", MeshShape(pipeline=2), Case(FOUR), ("interleaved", 2), is_grpo=True),
+    Row("GRPO, context 2", MeshShape(context=2), is_grpo=True),
+    Row("GRPO, data 2, expert 2", MeshShape(data=2, expert=2), Case(QWEN3_MOE), is_grpo=True),
+    Row("GRPO, data 2 x tensor 2, zero 3", MeshShape(data=2, tensor=2), Case(DENSE, sequence=True, zero=3), is_grpo=True),
+    Row("GRPO, data 2 x pipeline 2, zero 1", MeshShape(data=2, pipeline=2), Case(DENSE, zero=1), is_grpo=True),
+    Row("GRPO, data 2 x tensor 2 x pipeline 2", MeshShape(data=2, tensor=2, pipeline=2), Case(DENSE, sequence=True), is_grpo=True),
 )
 
 
@@ -115,25 +132,43 @@ def by_sequence(logits: list[torch.Tensor], bins: tuple[tuple[int, ...], ...], c
     return {i: part for one, own in zip(logits, bins, strict=True) for i, part in zip(own, one.split([lengths[i] for i in own]), strict=True)}
 
 
+def policy_of(row: Row, case: Case) -> Policy:
+    # With steeper weights fp32 in one process is further from its own float64 than ranks may be from it.
+    return Policy(case, schedule=row.schedule, deviation=0.05)
+
+
+def of_policy(found: dict[str, Any], gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> Whole:
+    losses, norms = ([metrics[name] for metrics in found["metrics"]] for name in ("actor/pg_loss", "actor/grad_norm"))
+    return Whole(dict(enumerate(found["logprobs"])), losses, norms, gradients, parameters)
+
+
 def in_one_process(row: Row, case: Case) -> Whole:
+    if row.is_grpo:
+        found = reinforced(None, policy_of(row, case))
+        return of_policy(found, found["gradients"], found["parameters"])
     bins = bins_of(row)
     found = alone(case, bins)
     return Whole(by_sequence(found["logits"], bins, case), found["losses"], found["norms"], found["gradients"], found["parameters"])
 
 
 def on_ranks(ranks: Ranks, row: Row, case: Case) -> list[Whole]:
-    """What each rank has, and, of a pipeline, what they have together."""
+    """What each rank has, and, of a pipeline or of GRPO, what they have together."""
+    if row.is_grpo:
+        policy = policy_of(row, case)
+        shares = ranks.run(row.mesh, reinforced, policy)
+        tensors = [whole_tensors(shares, name, policy) for name in ("gradients", "parameters")]
+        return [of_policy(one, *tensors) for one in shares]
     if row.mesh.pipeline == 1:
         found = ranks.run(row.mesh, trained, case, case.zero)
         return [Whole(one.logits, one.losses, one.norms, one.gradients, one.parameters) for one in found]
     bins = bins_of(row)
     found = ranks.run(row.mesh, piped, case, bins, *row.schedule)
-    shares = [tuple(one[first :: row.mesh.data] for one in bins) for first in range(row.mesh.data)]
+    dealt = [tuple(one[first :: row.mesh.data] for one in bins) for first in range(row.mesh.data)]
     logits: dict[int, torch.Tensor] = {}
     for rank, one in enumerate(found):
         if one["logits"]:
             data = rank // row.mesh.tensor // row.mesh.context % row.mesh.data
-            logits |= by_sequence(one["logits"], shares[data], case)
+            logits |= by_sequence(one["logits"], dealt[data], case)
     whole = [together(case, found, name) for name in ("gradients", "parameters")]
     return [Whole(logits, one["losses"], one["norms"], *whole) for one in found]
 
@@ -198,10 +233,10 @@ def main() -> int:
             references: dict[Any, Whole] = {}
             for row in chosen:
                 case = replace(row.case, dtype=dtype, kernels=kernels)
-                key = (row.case.shapes, row.case.optimizer, bins_of(row))
+                key = (row.case.shapes, row.case.optimizer, row.is_grpo, bins_of(row))
                 if key not in references:
                     plain = replace(case, deterministic=False, sequence=False, zero=0)
-                    is_new = all((shapes, optimizer) != key[:2] for shapes, optimizer, _ in references)
+                    is_new = all(known[:3] != key[:3] for known in references)
                     references[key] = in_one_process(row, plain)
                     if dtype == "float32" and is_new:
                         exact = in_one_process(row, replace(plain, dtype="float64", kernels="reference"))
