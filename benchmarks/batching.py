@@ -20,7 +20,7 @@ import torch
 from machine import HERE, machine, write_ratios, write_report
 
 from tandem.engine.engine import Engine
-from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.settings import BATCHING, KV, EngineSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count

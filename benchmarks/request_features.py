@@ -21,10 +21,10 @@ import transformers
 from machine import ROOT, machine, write_report
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tandem.engine.grammars import GrammarCursor, Grammars
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import StructuredOutputsParams
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.structured_output.grammars import GrammarCursor, Grammars
+from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder

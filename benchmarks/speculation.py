@@ -20,9 +20,9 @@ import torch
 from machine import HERE, best_and_median, machine, write_ratios, write_report
 
 from tandem.engine.engine import Engine
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.speculative import SpeculativeSettings
+from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder

@@ -5,23 +5,23 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tandem.engine import preemption, prefill, sleeping
-from tandem.engine.figures import EngineFigures, Meter, counts_of, stats_of
-from tandem.engine.input_processor import InputProcessor
-from tandem.engine.integrity import check_state, sequences_of
-from tandem.engine.lifecycle import State, Transition
-from tandem.engine.lora_request import LoRARequest
-from tandem.engine.output_processor import OutputProcessor
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.parts import make_parts
-from tandem.engine.ranks import Ranks
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.core import preemption, prefill, sleeping
+from tandem.engine.core.engine_core import StepExecutor
+from tandem.engine.core.integrity import check_state, sequences_of
+from tandem.engine.core.lifecycle import State, Transition
+from tandem.engine.core.parts import make_parts
+from tandem.engine.core.state import PauseMode
+from tandem.engine.core.weight_updates import replace_weights
+from tandem.engine.executor.ranks import Ranks
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.metrics.stats import EngineStats
+from tandem.engine.metrics.stats_logger import EngineFigures, Meter, counts_of, stats_of
+from tandem.engine.processing.input_processor import InputProcessor
+from tandem.engine.processing.output_processor import OutputProcessor
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.speculative import SpeculativeSettings
-from tandem.engine.state import PauseMode
-from tandem.engine.stats import EngineStats
-from tandem.engine.step import StepExecutor
-from tandem.engine.updates import replace_weights
+from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.weight_digests import weight_digests

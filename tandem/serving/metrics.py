@@ -4,8 +4,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.stats import EngineStats
+from tandem.engine.metrics.stats import EngineStats
+from tandem.engine.processing.outputs import RequestOutput
 from tandem.serving.messages import EngineInfo
 from tandem.serving.stream import Stream
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from tandem.engine.block_allocator import BlockAllocator
-from tandem.engine.block_table import BlockCopy, fork, make_writable, needs_block
-from tandem.engine.prefix_cache import PrefixCache, chain, root_key
+from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.kv_cache.block_table import BlockCopy, fork, make_writable, needs_block
+from tandem.engine.kv_cache.prefix_cache import PrefixCache, chain, root_key
 from tandem.types import WeightVersion
 
 ROOT = root_key(WeightVersion(0, 0))

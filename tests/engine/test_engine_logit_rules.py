@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.grammars import Grammars
 from tandem.engine.llm import LLM
-from tandem.engine.logit_rules import Position, apply_rules, rules_of
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.logits_processors import Position, apply_rules, rules_of
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.structured_output.grammars import Grammars
 from tandem.types import UserError
 
 EOS = 2

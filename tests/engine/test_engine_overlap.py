@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tandem.engine import preemption
-from tandem.engine.cuda_graphs import Bucket, DecodeGraphs, Replay, bucket_of
-from tandem.engine.lifecycle import Transition
+from tandem.engine.core import preemption
+from tandem.engine.core.lifecycle import Transition
+from tandem.engine.executor.cuda_graphs import Bucket, DecodeGraphs, Replay, bucket_of
+from tandem.engine.executor.overlap import Overlap, decode_graphs
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.overlap import Overlap, decode_graphs
-from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.model.huggingface import read_tensors
 from tandem.types import RunError, UserError, WeightVersion
 

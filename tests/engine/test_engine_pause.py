@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.lifecycle import State, Transition
+from tandem.engine.core.lifecycle import State, Transition
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.huggingface import read_tensors
 from tandem.types import UserError, WeightVersion
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from tandem.engine import decode, prefill
-from tandem.engine.block_allocator import BlockAllocator
-from tandem.engine.block_table import BlockCopy
-from tandem.engine.costs import PreemptionCosts, preemption_costs
-from tandem.engine.lifecycle import State, Transition, move
+from tandem.engine.core import decode, prefill
+from tandem.engine.core.costs import PreemptionCosts, preemption_costs
+from tandem.engine.core.lifecycle import State, Transition, move
+from tandem.engine.core.request import Prefill, Request, Sequence
+from tandem.engine.core.scheduler import Decision, schedule
+from tandem.engine.core.state import Limits, SchedulerState
+from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.prefix_cache import PrefixCache
 from tandem.engine.llm import LLM
-from tandem.engine.prefix_cache import PrefixCache
-from tandem.engine.request import Prefill, Request, Sequence
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Decision, schedule
-from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError, WeightVersion
 

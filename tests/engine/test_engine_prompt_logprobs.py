@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.model.huggingface import load_model, read_tensors
 from tandem.trainer.logprobs import infer

@@ -8,18 +8,19 @@ import hashlib
 import random
 from array import array
 
-from tandem.engine import batches, decode, draft_plan, preemption, prefill
-from tandem.engine.block_allocator import BlockAllocator
-from tandem.engine.block_table import RELEASED, blocks_for
-from tandem.engine.costs import PreemptionCosts
-from tandem.engine.draft_length import DraftLength
-from tandem.engine.integrity import check_state, sequences_of
-from tandem.engine.lifecycle import TRANSITIONS, State, Transition, move
-from tandem.engine.prefix_cache import PrefixCache
-from tandem.engine.request import Prefill, Request, Sequence
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Chunk, Decision, schedule
-from tandem.engine.state import Limits, PauseMode, SchedulerState
+from tandem.engine.core import batches, decode, preemption, prefill
+from tandem.engine.core.costs import PreemptionCosts
+from tandem.engine.core.integrity import check_state, sequences_of
+from tandem.engine.core.lifecycle import TRANSITIONS, State, Transition, move
+from tandem.engine.core.request import Prefill, Request, Sequence
+from tandem.engine.core.scheduler import Chunk, Decision, schedule
+from tandem.engine.core.state import Limits, PauseMode, SchedulerState
+from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.kv_cache.block_table import RELEASED, blocks_for
+from tandem.engine.kv_cache.prefix_cache import PrefixCache
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.spec_decode import draft_plan
+from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.types import WeightVersion
 
 LONGEST = 96

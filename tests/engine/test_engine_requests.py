@@ -9,8 +9,8 @@ import torch
 
 from tandem.engine.engine import Engine
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.types import RunError, UserError
 
 EOS = 2

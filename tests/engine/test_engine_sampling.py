@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tandem.engine.core.request import random_key
 from tandem.engine.llm import LLM
-from tandem.engine.request import random_key
-from tandem.engine.sampling import top_logprobs, uniforms
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.random_numbers import top_logprobs, uniforms
+from tandem.engine.sample.sampling_params import SamplingParams
 
 WORD = (1 << 64) - 1
 

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from tandem.engine import decode, prefill
-from tandem.engine.block_allocator import BlockAllocator
-from tandem.engine.block_table import BlockChange, BlockCopy
-from tandem.engine.lifecycle import Transition, move
-from tandem.engine.prefix_cache import PrefixCache
-from tandem.engine.request import Prefill, Request, Sequence
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Decision, schedule
-from tandem.engine.state import Limits, SchedulerState
+from tandem.engine.core import decode, prefill
+from tandem.engine.core.lifecycle import Transition, move
+from tandem.engine.core.request import Prefill, Request, Sequence
+from tandem.engine.core.scheduler import Decision, schedule
+from tandem.engine.core.state import Limits, SchedulerState
+from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy
+from tandem.engine.kv_cache.prefix_cache import PrefixCache
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.types import WeightVersion
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.draft_length import DraftLength
 from tandem.engine.llm import LLM
-from tandem.engine.ngram import NgramIndex
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.spec_decode.draft_length import DraftLength
+from tandem.engine.spec_decode.ngram_proposer import NgramIndex
 from tandem.model.huggingface import read_tensors
 from tandem.types import UserError, WeightVersion
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tandem.engine.grammars import GrammarCursor, Grammars
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import StructuredOutputsParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.structured_output.grammars import GrammarCursor, Grammars
+from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.executor.overlap import decode_graphs
 from tandem.engine.llm import LLM
-from tandem.engine.overlap import decode_graphs
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import Kernels, select
 from tandem.model.attention import PackedContext
 from tandem.model.huggingface import load_model

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.block_allocator import BlockAllocator
+from tandem.engine.kv_cache.block_pool import BlockAllocator
 from tandem.engine.llm import DUMMY_VERSION, LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.huggingface import read_tensors
 from tandem.types import UserError, WeightVersion
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PackedContext

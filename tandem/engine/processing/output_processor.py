@@ -1,0 +1,105 @@
+"""Requests under way, from their arrival to what is handed out of them."""
+
+import time
+
+from tandem.engine.core.lifecycle import ENDS, move
+from tandem.engine.core.request import Request, Sequence
+from tandem.engine.core.scheduler import Chunk
+from tandem.engine.core.state import SchedulerState
+from tandem.engine.executor.model_runner import Runner
+from tandem.engine.metrics.stats_logger import Meter
+from tandem.engine.processing.answers import Answer, completion_of, finish_of, output_of
+from tandem.engine.processing.outputs import RequestOutput, RequestTimes
+from tandem.engine.processing.streaming import Streams
+from tandem.engine.sample.prompt_logprobs import PromptScores
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import FinishReason
+
+
+class OutputProcessor:
+    """Collects completions until their request is answered. ``answers``: by the ids of the requests that are not. ``attended``: those of them
+    whose steps the host looks at one by one."""
+
+    def __init__(self, state: SchedulerState, runner: Runner, tokenizer: Tokenizer | None, meter: Meter) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.attended: set[str] = set()
+        self._state = state
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._meter = meter
+        self._ready: list[RequestOutput] = []
+        self._streams = Streams(tokenizer)
+
+    def open_sequences(self) -> list[Sequence]:
+        """Those that still run or wait."""
+        return [sequence for answer in self.answers.values() for sequence in answer.open]
+
+    def expect(self, request: Request, sequences: list[Sequence]) -> None:
+        """A request arrives, of which these are the completions."""
+        params = request.params
+        answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
+        self.answers[request.id] = answer
+        if request.is_attended:
+            self.attended.add(request.id)
+        if params.prompt_logprobs is not None:
+            answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
+            self._runner.prompt_scores[request.id] = answer.prompt_scores
+
+    def note_scheduled(self, chunks: tuple[Chunk, ...]) -> None:
+        """These are in a step from now on."""
+        now = time.monotonic() if chunks else 0.0
+        for chunk in chunks:
+            times = self.answers[chunk.request_id].times
+            times.scheduled_s = times.scheduled_s or now
+
+    def note_first_tokens(self, chunks: tuple[Chunk, ...]) -> None:
+        """A step has computed these; whoever drew from them drew a first token, or the first since a preemption."""
+        now = time.monotonic() if chunks else 0.0
+        for chunk in chunks:
+            times = self.answers[chunk.request_id].times
+            if chunk.rows and not times.first_token_s:
+                times.first_token_s = now
+                self._meter.first_token(now - times.arrival_s)
+
+    def note_running(self) -> None:
+        """Rows have drawn: those that are streamed have news."""
+        self._streams.running(self.answers, self._runner.table, self._state.version)
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence that has left its row has ended by itself."""
+        if sequence.request.params.max_tokens == 0:
+            sequence.forget_drawn()
+        self._complete(sequence, *finish_of(sequence))
+
+    def abort(self, sequence: Sequence) -> None:
+        """A sequence that holds nothing any more is answered as it is."""
+        self._complete(sequence, FinishReason.ABORT, None)
+
+    def _complete(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Note one completion; with its last one the request is answered."""
+        move(sequence, ENDS[reason], self._state.counts)
+        request = sequence.request
+        answer = self.answers[request.id]
+        completion = completion_of(sequence, reason, stop_reason, self._tokenizer)
+        answer.completions[sequence.index] = completion
+        answer.open.remove(sequence)
+        answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        is_streamed = request.params.is_streamed
+        if is_streamed:
+            self._streams.ended(answer, completion, sequence)
+        if not answer.open:
+            del self.answers[request.id]
+            self.attended.discard(request.id)
+            self._runner.prompt_scores.pop(request.id, None)
+            if not is_streamed:
+                self._ready.append(output_of(answer, self._tokenizer))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take`` has something to hand out."""
+        return bool(self._ready or self._streams.has_news)
+
+    def take(self) -> list[RequestOutput]:
+        """Hand out the requests that are answered, and what is new of those that are streamed."""
+        ready, self._ready = self._ready, []
+        return ready + self._streams.take()
