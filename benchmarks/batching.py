@@ -67,7 +67,7 @@ def measure(batching: str, kv: str, requests: list[Request]) -> dict[str, float]
             first.setdefault(output.request_id, time.process_time() - began + skipped)
         most = max(most, sum(sequences for state, sequences in engine.counts().items() if state in ("decoding", "prefilling")))
     taken = time.process_time() - began
-    figures = engine.figures()
+    figures = engine.cumulative_stats()
     delays = sorted(first[str(i)] - arrival for i, (arrival, _, _) in enumerate(requests))
     return {
         "tokens_per_s": figures.drawn_tokens / taken,

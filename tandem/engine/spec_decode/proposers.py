@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from tandem.engine.executor.input_batch import RowTable
+from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
@@ -17,16 +17,16 @@ from tandem.types import UserError
 
 
 def make_proposer(
-    speculative: SpeculativeSettings | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, table: RowTable
+    speculative: SpeculativeSettings | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
 ) -> Proposer | None:
-    """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``table``; ``draft`` is packed. Raises ``UserError``
+    """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``batch``; ``draft`` is packed. Raises ``UserError``
     where the draft model does not belong to the model."""
     if (draft is not None) != (speculative is not None and speculative.method == "draft"):
         raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
     if speculative is None:
         return None
     if draft is None:
-        return NgramProposer(table, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+        return NgramProposer(batch, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if draft.shapes.vocab_size != shapes.vocab_size:
         raise UserError(
             f"the draft model has a vocabulary of {draft.shapes.vocab_size} tokens and the model of {shapes.vocab_size}; "
@@ -39,7 +39,7 @@ def make_proposer(
         )
     if not draft.is_packed:
         draft.pack()
-    return DraftModel(draft, make_cache(draft, settings.num_blocks), table)
+    return DraftModel(draft, make_cache(draft, settings.num_blocks), batch)
 
 
 def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.engine.core.request import Sequence
-from tandem.engine.core.scheduler import Chunk
+from tandem.engine.core.scheduler_output import ScheduledPrefill
 from tandem.kernels.api import KVLayer
 from tandem.types import UserError
 
@@ -56,8 +56,8 @@ class SpeculativeSettings:
         if self.method == "ngram" and self.model is not None:
             raise UserError(f"speculative model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
 
-    def guessing_seqs(self, device: str) -> int:
-        """Sequences that decode at most in a step in which any of them guesses, on a device of that type."""
+    def batch_limit(self, device: str) -> int:
+        """Returns the largest batch in which draft tokens are proposed, on a device of that type."""
         if self.disable_by_batch_size is not None:
             return self.disable_by_batch_size
         return 4 if device == "cpu" else 64
@@ -85,20 +85,10 @@ class Proposer(Protocol):
 
     caches: list[KVLayer]
 
-    def read(self, chunks: tuple[Chunk, ...]) -> None:
+    def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Take in the tokens of a prefill, which the model computes in this step."""
         ...
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         """At most ``counts[i]`` guesses of what follows ``sequences[i]``, which have rows."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationFigures:
-    """What came of it since the engine started: ``proposals`` (one a sequence and step), the tokens that were ``proposed`` and those
-    that were ``accepted``. Each proposal also yields the model's own token, accepted or not."""
-
-    proposals: int = 0
-    proposed: int = 0
-    accepted: int = 0

@@ -8,7 +8,7 @@ from tandem.text.stop import StopMatcher
 from tandem.text.tokenizer import Tokenizer
 
 
-class TextWatch:
+class StopChecker:
     """Follows one completion. ``stopped``: the stop text that ended it, ``None`` while it goes on.
 
     A stop text counts where it ends after ``min_tokens``, as in vLLM: it may begin before.

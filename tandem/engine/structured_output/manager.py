@@ -1,4 +1,4 @@
-"""Grammars of structured output, compiled and followed by ``llguidance`` (the extra ``structured``), which is imported when the
+"""StructuredOutputManager of structured output, compiled and followed by ``llguidance`` (the extra ``structured``), which is imported when the
 first request asks for one."""
 
 import json
@@ -16,7 +16,7 @@ _COMPILED_GRAMMARS = 128
 """Compiled grammars that an engine keeps, the least recently used going first."""
 
 
-class Grammars:
+class StructuredOutputManager:
     """Compiles what requests ask for against one tokenizer, and keeps what was compiled lately. ``vocab_size``: of the
     model, which may have more ids than the tokenizer."""
 
