@@ -36,7 +36,7 @@ class Engine:
     ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers
     have no text, and nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
     first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
-    ``speculative``: how tokens are guessed, by ``draft`` where its method is ``draft``.
+    ``speculative``: how draft tokens are proposed, by ``draft`` where its method is ``draft``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Engine:
     ) -> None:
         """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
         ``lora_request``: its adapter, loaded here where it is not, or where its folder has changed. ``num_draft_tokens``:
-        guesses in one step at most (0: none; ``None``: what the engine was told).
+        draft tokens in one step at most (0: none; ``None``: what the engine was told).
 
         Raises ``UserError``, and queues nothing, where the request cannot be served.
         """
@@ -257,7 +257,7 @@ class Engine:
         return engine_stats(self._scheduler, len(open_sequences), requests, self._core.num_tokens, self._logger.speculation)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` unless blocks, rows, tables, swap space and states agree. Idle, all blocks are free or cached."""
+        """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent. Idle, all blocks are free or cached."""
         self._core.check_integrity()
         found = sequences_of(self._scheduler)
-        assert len(found) == len(set(found)) and set(found) == set(self._outputs.open_sequences()), "a sequence is nowhere, or in two places"
+        assert len(found) == len(set(found)) and set(found) == set(self._outputs.open_sequences()), "a sequence is in no place, or in two"

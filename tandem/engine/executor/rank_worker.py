@@ -49,7 +49,7 @@ class RankWorker:
             try:
                 function(meta, blobs)
             except (RuntimeError, RunError) as error:
-                # What an exchange raises when another rank is gone: the first rank finds out which.
+                # What an exchange raises when another rank has died: the first rank determines which.
                 logger.exception("a call failed")
                 raise RunError(f"a rank could not go on: {str(error).splitlines()[0]}") from None
             return {}, {}

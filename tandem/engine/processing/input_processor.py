@@ -15,7 +15,7 @@ from tandem.types import UserError
 
 
 class InputProcessor:
-    """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how the engine guesses, ``None`` where it does not."""
+    """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed, ``None``: none are."""
 
     def __init__(
         self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeSettings | None
@@ -102,7 +102,7 @@ class InputProcessor:
         return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
 
     def _draft_tokens(self, asked: int | None) -> int:
-        """Guesses in one step for a request that asks for ``asked`` of them."""
+        """Returns the draft tokens in one step for a request that asks for ``asked`` of them."""
         most = 0 if self._speculative is None else self._speculative.num_speculative_tokens
         if asked is not None and not 0 <= asked <= most:
             raise UserError(

@@ -35,7 +35,7 @@ class OutputProcessor:
         return [sequence for answer in self.answers.values() for sequence in answer.open]
 
     def expect(self, request: Request, sequences: list[Sequence]) -> None:
-        """A request arrives, of which these are the completions."""
+        """Takes a request that has arrived; ``sequences`` are its completions."""
         params = request.params
         answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         self.answers[request.id] = answer
@@ -46,14 +46,14 @@ class OutputProcessor:
             self._runner.prompt_logprobs[request.id] = answer.prompt_logprobs
 
     def note_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
-        """These are in a step from now on."""
+        """Notes that a step computes these."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.answers[chunk.request_id].times
             times.scheduled_s = times.scheduled_s or now
 
     def note_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
-        """A step has computed these; whoever drew from them drew a first token, or the first since a preemption."""
+        """Notes that a step has computed these; sequences that drew from them drew their first token, or the first since a preemption."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.answers[chunk.request_id].times
@@ -62,17 +62,17 @@ class OutputProcessor:
                 self._logger.record_first_token(now - times.arrival_s)
 
     def note_running(self) -> None:
-        """Rows have drawn: those that are streamed have news."""
+        """Notes that rows have drawn: those that are streamed have new tokens."""
         self._streams.running(self.answers, self._runner.batch, self._scheduler.kv_cache.weight_version)
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence that has left its row has ended by itself."""
+        """Completes a sequence that has ended by itself and left its row."""
         if sequence.request.params.max_tokens == 0:
             sequence.discard_output()
         self._complete(sequence, *finish_of(sequence))
 
     def abort(self, sequence: Sequence) -> None:
-        """A sequence that holds nothing any more is answered as it is."""
+        """Completes an aborted sequence, which holds neither row nor blocks, with the tokens it has."""
         self._complete(sequence, FinishReason.ABORT, None)
 
     def _complete(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:

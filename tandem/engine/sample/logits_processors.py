@@ -119,8 +119,8 @@ def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
 
 def _padded(own: Tensor, rows: list[int], tokens: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """(rows[P, 1], tokens[P, L], ordered[P, L]): ``tokens`` of each of ``rows``, none empty, short ones filled with their
-    first token, and sorted with what fills up sorted to the end. A token that stands several times is read and written
-    several times with the same value."""
+    first token, and sorted with the padding at the end. A token that occurs several times is read and written several times
+    with the same value."""
     past = own.shape[1]
     padded = pad_sequence(tokens, batch_first=True, padding_value=past).to(own.device)
     filled = torch.where(padded < past, padded, padded[:, :1])

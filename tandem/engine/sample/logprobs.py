@@ -29,7 +29,7 @@ class PromptLogprobs:
         return all(entry is not None for entry in self.entries[1:])
 
     def note(self, logits_of: Callable[[int, int], Tensor], decoder: Decoder, row: int, count: int, start: int) -> None:
-        """Take the ``count`` tokens at positions from ``start`` on, which stand in rows from ``row`` on of a step whose
+        """Takes the ``count`` tokens at positions from ``start`` on, which are in rows from ``row`` on of a step whose
         logits ``logits_of(first, last)`` gives; each row predicts the token after it. Positions may come again, as after a
         preemption."""
         targets = self._tokens[start + 1 : start + 1 + count]

@@ -26,7 +26,7 @@ class NgramIndex:
 
     def propose(self, count: int) -> list[int]:
         """``count`` tokens that followed the longest run that ends the sequence and stood before; none where none did. What would go
-        beyond the end goes on with the guesses themselves, so a loop is followed round."""
+        beyond the end continues with the draft tokens themselves, so a loop is followed round."""
         for size in self._sizes:
             end = self._ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
             if end is not None:

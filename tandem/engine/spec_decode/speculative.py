@@ -1,8 +1,8 @@
-"""Speculative decoding: tokens are guessed cheaply, and the model looks at all of them in one forward pass.
+"""Speculative decoding: draft tokens are proposed cheaply, and the model verifies all of them in one forward pass.
 
-Leviathan et al. (2023) and Chen et al. (2023) accept a guess with a probability. Here the model draws every position with that
-position's own random number, as it does without speculation, and a guess is accepted where it is the token drawn. So tokens
-and log-probabilities have the same bits with and without speculation, and a guess decides about speed alone. A draft model
+Leviathan et al. (2023) and Chen et al. (2023) accept a draft token with a probability. Here the model draws every position with that
+position's own random number, as it does without speculation, and a draft token is accepted where it is the token drawn. So tokens
+and log-probabilities have the same bits with and without speculation, and drafts affect speed alone. A draft model
 draws with the same numbers, which makes near distributions draw equal tokens.
 """
 
@@ -21,10 +21,10 @@ METHODS = ("ngram", "draft")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeSettings:
-    """``method``: ``draft`` guesses with the small ``model`` (a folder), ``ngram`` with what followed the last ``prompt_lookup_max`` to
+    """``method``: ``draft`` proposes with the small ``model`` (a folder), ``ngram`` with what followed the last ``prompt_lookup_max`` to
     ``prompt_lookup_min`` tokens where they stood before, in the prompt or the completion (Saxena, 2023).
-    ``num_speculative_tokens``: guesses of one step at most; where ``adaptive``, as many as have come true lately.
-    ``disable_by_batch_size``: nobody guesses while more sequences than this decode, since a full batch leaves no arithmetic to spare;
+    ``num_speculative_tokens``: draft tokens of one step at most; where ``adaptive``, as many as were accepted lately.
+    ``disable_by_batch_size``: no draft tokens are proposed while more sequences than this decode, since a full batch leaves no arithmetic to spare;
     ``None`` is 4 on a CPU, where eight rows cost nearly twice four, and 64 elsewhere."""
 
     method: str
@@ -64,7 +64,7 @@ class SpeculativeSettings:
 
     @property
     def worth(self) -> float:
-        """How often a first guess must be right to pay: a draft model's costs a forward pass, one that is looked up only its place in the
+        """How often a first draft token must be accepted to pay: a draft model's costs a forward pass, one that is looked up only its place in the
         model's."""
         return 0.4 if self.method == "draft" else 0.15
 
@@ -81,7 +81,7 @@ def speculative_settings(given: Mapping[str, Any]) -> SpeculativeSettings:
 
 
 class Proposer(Protocol):
-    """Guesses tokens. ``caches``: its own keys and values, in the same blocks as the model's; none where it keeps none."""
+    """Proposes draft tokens. ``caches``: its own keys and values, in the same blocks as the model's; none where it keeps none."""
 
     caches: list[KVLayer]
 
@@ -90,5 +90,5 @@ class Proposer(Protocol):
         ...
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """At most ``counts[i]`` guesses of what follows ``sequences[i]``, which have rows."""
+        """Returns at most ``counts[i]`` draft tokens that follow ``sequences[i]``, which have rows."""
         ...

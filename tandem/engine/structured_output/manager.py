@@ -17,8 +17,8 @@ _COMPILED_GRAMMARS = 128
 
 
 class StructuredOutputManager:
-    """Compiles what requests ask for against one tokenizer, and keeps what was compiled lately. ``vocab_size``: of the
-    model, which may have more ids than the tokenizer."""
+    """Compiles the grammars of requests against one tokenizer, and caches them. ``vocab_size``: of the model, which may have more ids
+    than the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -54,8 +54,8 @@ class StructuredOutputManager:
 
 
 class GrammarCursor:
-    """Where a sequence stands in its grammar. What ``fill`` writes is a function of ``output`` alone; the state in here
-    only saves reading again what was read for the position before."""
+    """The position of a sequence in its grammar. What ``fill`` writes is a function of ``output`` alone; the state kept here only
+    saves parsing again what was parsed for the position before."""
 
     def __init__(self, start: Any) -> None:
         self._start = start
