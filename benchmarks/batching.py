@@ -20,7 +20,7 @@ import torch
 from machine import HERE, machine, write_ratios, write_report
 
 from tandem.engine.engine import Engine
-from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.settings import BATCHING, KV, EngineSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
@@ -68,7 +68,7 @@ def measure(batching: str, kv: str, requests: list[Request]) -> dict[str, float]
             first.setdefault(output.request_id, time.process_time() - began + skipped)
         most = max(most, sum(sequences for state, sequences in engine.counts().items() if state in ("decoding", "prefilling")))
     taken = time.process_time() - began
-    figures = engine.figures()
+    figures = engine.cumulative_stats()
     delays = sorted(first[str(i)] - arrival for i, (arrival, _, _) in enumerate(requests))
     return {
         "tokens_per_s": figures.drawn_tokens / taken,

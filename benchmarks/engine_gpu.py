@@ -21,10 +21,10 @@ import torch
 from machine import machine, write_report
 from options import parser
 
-from tandem.engine.block_table import blocks_for
+from tandem.engine.core.lifecycle import State
 from tandem.engine.engine import Engine
-from tandem.engine.lifecycle import State
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select

@@ -22,7 +22,7 @@ from start_model import recipe_with, warm_model
 from torch import Tensor
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select
 from tandem.model.attention import PackedContext

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from machine import machine, write_report
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder

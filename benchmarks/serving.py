@@ -24,7 +24,7 @@ from machine import machine, write_report
 
 from tandem.config.model import NewModelConfig
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.create_model import create_model
 from tandem.runtime.processes import Threads
 

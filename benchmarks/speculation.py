@@ -20,9 +20,9 @@ import torch
 from machine import HERE, best_and_median, machine, write_ratios, write_report
 
 from tandem.engine.engine import Engine
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.speculative import SpeculativeSettings
+from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
@@ -83,7 +83,7 @@ def engine_of(kind: str, strength: float) -> Engine:
 def run(engine: Engine, work: Work, tokens: int) -> tuple[float, float, float, list[list[int]]]:
     """CPU seconds of the decoding steps, acceptance, tokens a step, and what was drawn."""
     _, sequences, temperature, repeats = work
-    before = engine.figures().speculation
+    before = engine.cumulative_stats().speculation
     for i in range(sequences):
         prompt = [(i + 31 * (j % 12 if repeats else j) ** 2) % SHAPES.vocab_size for j in range(48)]
         engine.add_request(str(i), prompt, SamplingParams(max_tokens=tokens, temperature=temperature, seed=1), key=i)
@@ -93,7 +93,7 @@ def run(engine: Engine, work: Work, tokens: int) -> tuple[float, float, float, l
     while engine.has_unfinished_requests:
         found.update((output.request_id, output.outputs[0].token_ids) for output in engine.step())
     taken = time.process_time() - began
-    after = engine.figures().speculation
+    after = engine.cumulative_stats().speculation
     proposals, proposed, accepted = (getattr(after, n) - getattr(before, n) for n in ("proposals", "proposed", "accepted"))
     return taken, accepted / max(1, proposed), 1 + accepted / max(1, proposals), [found[str(i)] for i in range(sequences)]
 

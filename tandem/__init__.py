@@ -7,9 +7,9 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "tandem.engine.llm",
-    "LoRARequest": "tandem.engine.lora_request",
-    "SamplingParams": "tandem.engine.sampling_params",
-    "StructuredOutputsParams": "tandem.engine.structured_outputs",
+    "LoRARequest": "tandem.engine.lora.request",
+    "SamplingParams": "tandem.engine.sample.sampling_params",
+    "StructuredOutputsParams": "tandem.engine.structured_output.params",
     "load_config": "tandem.config.recipe",
     "train": "tandem.jobs.start",
 }

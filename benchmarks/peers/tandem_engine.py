@@ -11,7 +11,7 @@ import torch
 from serve import serve
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 torch.set_num_threads(int(sys.argv[2]))
 

@@ -9,7 +9,7 @@ from clock import Stopwatch
 from lines import answer, command
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 torch.set_num_threads(int(sys.argv[4]))
 

@@ -30,9 +30,9 @@ from tandem.types import UserError
 if TYPE_CHECKING:
     from tandem.engine.llm import LLM
     from tandem.engine.llm_inputs import PromptInput
-    from tandem.engine.lora_request import LoRARequest
-    from tandem.engine.outputs import RequestOutput
-    from tandem.engine.sampling_params import SamplingParams
+    from tandem.engine.lora.request import LoRARequest
+    from tandem.engine.processing.outputs import RequestOutput
+    from tandem.engine.sample.sampling_params import SamplingParams
 
 GIB = 1 << 30
 
@@ -106,15 +106,15 @@ def _adapter(folder: str | None) -> "tuple[LoRARequest | None, int]":
     """The adapter in ``folder``, if there is one, and its rank."""
     if folder is None:
         return None, 1
-    from tandem.engine.lora_request import LoRARequest
+    from tandem.engine.lora.request import LoRARequest
     from tandem.model.lora import rank_of
 
     return LoRARequest(folder, 1, folder), rank_of(folder)
 
 
 def _params(options: argparse.Namespace) -> "SamplingParams":
-    from tandem.engine.sampling_params import SamplingParams
-    from tandem.engine.structured_outputs import StructuredOutputsParams
+    from tandem.engine.sample.sampling_params import SamplingParams
+    from tandem.engine.structured_output.params import StructuredOutputsParams
 
     wanted = {
         "json": None if options.json_schema is None else _read(options.json_schema),

@@ -95,7 +95,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
     import torch
 
     from tandem.engine.llm import LLM
-    from tandem.engine.sampling_params import SamplingParams
+    from tandem.engine.sample.sampling_params import SamplingParams
     from tandem.model.huggingface import read_tensors
     from tandem.model.quantization.calibration import perplexity
     from tandem.model.quantization.load import held_bytes

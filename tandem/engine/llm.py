@@ -8,17 +8,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tandem.engine.block_table import blocks_for
 from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.executor.load import LoadFormat, check_quantization, load_decoder
+from tandem.engine.executor.ranks import Ranks, RankSettings
+from tandem.engine.kv_cache.block_table import blocks_for
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
 from tandem.engine.llm_start import cache_blocks, check_device, check_ranks, dtype_of, tokenizer_of
-from tandem.engine.load import LoadFormat, check_quantization, load_decoder
-from tandem.engine.lora_request import LoRARequest
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.ranks import Ranks, RankSettings
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.speculative import speculative_settings
+from tandem.engine.spec_decode.speculative import speculative_settings
 from tandem.kernels import KernelChoice
 from tandem.model.huggingface import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote

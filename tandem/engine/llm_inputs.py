@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.engine.lora_request import LoRARequest
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.block_table import blocks_for
+from tandem.engine.kv_cache.block_table import blocks_for
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.engine.block_table import blocks_for
+from tandem.engine.kv_cache.block_table import blocks_for
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 

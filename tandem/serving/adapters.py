@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from tandem.engine.lora_request import LoRARequest
+from tandem.engine.lora.request import LoRARequest
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.pool import Pool
 from tandem.serving.protocol import LoadAdapter, UnloadAdapter

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from tandem.engine.llm import LLM
-from tandem.engine.lora_request import LoRARequest
-from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
-from tandem.engine.structured_outputs import StructuredOutputsParams
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface import read_tensors
 from tandem.runtime.calls import error_meta, message_from
 from tandem.runtime.channel import Channel

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from tandem.engine.outputs import CompletionOutput, RequestOutput
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.adapters import adapter_meta
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.logprobs import by_token_id, prompt_logprobs

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.engine.outputs import Logprob
+from tandem.engine.processing.outputs import Logprob
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write (as in vLLM)."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tandem.engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
-from tandem.engine.stats import EngineStats
+from tandem.engine.metrics.stats import EngineStats
+from tandem.engine.processing.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from tandem.types import WeightVersion
 
 

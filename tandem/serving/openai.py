@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from tandem.engine.lora_request import LoRARequest
-from tandem.engine.outputs import CompletionOutput, RequestOutput
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.adapters import adapter_meta
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.engine.stats import EngineStats
+from tandem.engine.metrics.stats import EngineStats
 from tandem.runtime.processes import kill
 from tandem.serving.errors import ApiError, internal, invalid, overloaded, unavailable
 from tandem.serving.instance import Instance, InstanceDied

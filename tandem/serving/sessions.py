@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.engine.outputs import RequestOutput
+from tandem.engine.processing.outputs import RequestOutput
 from tandem.serving.errors import ApiError
 from tandem.serving.messages import EngineRequest
 from tandem.serving.pool import Pool

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.engine.lora_request import LoRARequest
+from tandem.engine.lora.request import LoRARequest
 from tandem.serving.adapters import ServedAdapters
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.metrics import Metrics

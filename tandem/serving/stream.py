@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from tandem.engine.outputs import CompletionOutput, RequestOutput
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.errors import ApiError
 from tandem.serving.messages import EngineRequest
 from tandem.types import WeightVersion

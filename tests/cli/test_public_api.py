@@ -15,7 +15,7 @@ from tandem.types import UserError
 def test_the_public_names_are_those_of_their_modules() -> None:
     from tandem.config.recipe import load_config
     from tandem.engine.llm import LLM
-    from tandem.engine.sampling_params import SamplingParams
+    from tandem.engine.sample.sampling_params import SamplingParams
     from tandem.jobs.start import train
 
     assert (tandem.LLM, tandem.SamplingParams, tandem.load_config, tandem.train) == (LLM, SamplingParams, load_config, train)

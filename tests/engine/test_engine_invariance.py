@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.lifecycle import Transition
+from tandem.engine.core.lifecycle import Transition
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput, RequestOutput
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.structured_outputs import StructuredOutputsParams
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface import read_tensors
 from tandem.types import UserError, WeightVersion
 from tandem.types.kv_cache import KV_CACHE_DTYPES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.weight_store import WeightStore
 from tandem.types import RunError, UserError
 

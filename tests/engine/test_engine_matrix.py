@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.draft_model import DraftModel
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.kernels import select
 from tandem.model.huggingface import read_tensors
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.kernels.quantized import PackedQuantized
 from tandem.model.huggingface import load_model, to_huggingface

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput, RequestOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 
 Drawn = list[tuple[list[int], list[float], list[float], str, str]]
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tandem.engine.core.request import random_key
 from tandem.engine.llm import LLM
-from tandem.engine.request import random_key
-from tandem.engine.sampling import top_logprobs, uniforms
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.logprobs import top_logprobs
+from tandem.engine.sample.random_numbers import uniforms
+from tandem.engine.sample.sampling_params import SamplingParams
 
 WORD = (1 << 64) - 1
 

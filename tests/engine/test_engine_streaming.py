@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput, RequestOutput
-from tandem.engine.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 PROMPTS = ["a", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "zzzz 000 zzzz 000 z"]
 

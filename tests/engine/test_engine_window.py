@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.speculative import SpeculativeSettings
+from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext
@@ -44,7 +44,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAM
     while engine.has_unfinished_requests:
         found.update((output.request_id, output.outputs) for output in engine.step())
         engine.check_integrity()
-        most = max(most, engine._state.allocator.count - engine._state.allocator.free_count)
+        most = max(most, engine._scheduler.kv_cache.block_pool.num_blocks - engine._scheduler.kv_cache.num_free_blocks)
     return [found[str(key)] for key in range(len(prompts))], most
 
 
@@ -84,7 +84,7 @@ def test_settings_change_no_bit(settings: dict[str, Any]) -> None:
     roomy = EngineSettings(256, num_blocks=128, max_num_seqs=6, max_num_batched_tokens=64)
     engine = Engine(decoder_of(SHAPES), roomy)
     # As if a layer looked at everything: nothing is freed.
-    engine._state.limits = replace(engine._state.limits, window=0)
+    engine._scheduler.kv_cache.window = 0
     expected, most = run(engine, prompts)
     assert most > 60
     settings = dict(settings)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.engine.llm import LLM
-from tandem.engine.outputs import CompletionOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PackedContext
@@ -89,14 +89,13 @@ def test_greedy_tokens_are_those_of_transformers(folders: list[Path]) -> None:
 
 def test_a_decoding_step_never_waits_for_the_device(folders: list[Path]) -> None:
     llm = llm_of(folders[0], cuda_graphs="off")
-    overlap = llm.engine._overlap
-    assert overlap is not None
+    runner = llm.engine._runner
     generate(llm)
-    index = torch.zeros(4, dtype=torch.int64) + overlap.rows.padding
+    index = torch.zeros(4, dtype=torch.int64) + runner.batch.on_device.padding
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            overlap.decode(index, 16)
+            runner.decode(index, 16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -105,8 +104,8 @@ def test_graphs_are_replayed_and_made_anew_after_an_update(folders: list[Path]) 
     llm = llm_of(folders[1])
     generate(llm)
     generate(llm)
-    overlap = llm.engine._overlap
-    assert overlap is not None and overlap.graphs is not None and overlap.graphs._graphs
+    graphs = llm.engine._runner.graphs
+    assert graphs is not None and graphs._graphs
     llm.update_weights(read_tensors(folders[0]), WeightVersion(0, 1))
     updated, expected = generate(llm), generate(llm_of(folders[0], overlap="off"))
     assert [c[0].token_ids for c in updated] == [c[0].token_ids for c in expected]

@@ -9,7 +9,7 @@ import torch
 from paged_sequences import Paged, bounds_of, exact, make
 from torch import Tensor
 
-from tandem.engine.sampling import uniforms
+from tandem.engine.sample.random_numbers import uniforms
 from tandem.kernels import BLOCK_TOKENS, KVLayer, PagedBatch, empty_cache, select
 from tandem.kernels.attention_backends import broken_law
 from tandem.kernels.kv_dtype import decode, encode

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from server_process import CONTROL, Server, server, until
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 SIZES = {"q_proj": (64, 32), "o_proj": (32, 64), "up_proj": (48, 32)}
 PROMPT = "the quick brown fox"

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from server_process import Server, server, until
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 

@@ -17,7 +17,7 @@ import pytest
 from server_process import Server, server, until
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 COMMAND = str(Path(sys.executable).with_name("tandem"))

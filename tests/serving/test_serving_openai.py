@@ -11,7 +11,7 @@ import torch
 from server_process import Server
 
 from tandem.engine.llm import LLM
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.sample.sampling_params import SamplingParams
 
 PROMPTS = ["the quick brown", "你好 1234", "x"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.engine.outputs import RequestOutput
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.rl.rollout.dispatch import sample_id
 from tandem.types import FinishReason, Prompt, Sample
 

@@ -1,0 +1,116 @@
+"""One step of the engine: scheduled, executed, and its results passed on."""
+
+import time
+from collections.abc import Sequence as Series
+
+from tandem.engine.core.integrity import check_scheduler
+from tandem.engine.core.lifecycle import Transition
+from tandem.engine.core.parts import Parts
+from tandem.engine.core.scheduler_output import SchedulerOutput
+from tandem.engine.executor.model_runner import DraftOutput, InFlightStep
+from tandem.engine.metrics.stats_logger import StatsLogger
+from tandem.engine.processing.answers import Answer, is_hidden_stop
+from tandem.engine.processing.output_processor import OutputProcessor
+
+
+class EngineCore:
+    """Executes what the scheduler decides. ``in_flight``: the step that was launched ahead and is not synchronized yet. ``num_tokens``: computed
+    by the last step."""
+
+    def __init__(self, parts: Parts, outputs: OutputProcessor, logger: StatsLogger) -> None:
+        self.in_flight: InFlightStep | None = None
+        self.num_tokens = 0
+        self._scheduler, self._runner, self._launches_ahead, self._cost_meter = parts
+        self._batch = parts.runner.batch
+        self._outputs = outputs
+        self._logger = logger
+
+    def step(self) -> None:
+        """Computes one step. Where it raises, the sequences that it ended are completed, and the others are computed again."""
+        began = time.perf_counter()
+        is_ahead = self._launches_ahead and not self._outputs.synchronous
+        if not is_ahead or self._scheduler.may_preempt():
+            self.synchronize()
+        output = self._scheduler.schedule()
+        self.num_tokens = output.num_scheduled_tokens
+        self._outputs.note_scheduled(output.prefills)
+        before, self.in_flight = self.in_flight, self._launch(output) if output.has_work else None
+        if before is not None:
+            self._collect(before, began)
+        if not is_ahead or not self._outputs.answers:
+            self.synchronize(began)
+
+    def synchronize(self, began: float | None = None) -> None:
+        """Waits for the step that was launched last: nothing runs on the device afterwards. ``began``: when that step began."""
+        step, self.in_flight = self.in_flight, None
+        if step is not None:
+            self._collect(step, time.perf_counter() if began is None else began)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent."""
+        self.synchronize()
+        check_scheduler(self._scheduler)
+
+    def _launch(self, output: SchedulerOutput) -> InFlightStep:
+        try:
+            joined = [self._scheduler.running.by_row[row] for row in output.joined_rows + output.resumed_rows]
+            if joined:
+                self._batch.join(joined, [len(sequence.known_tokens) for sequence in joined])
+            return self._runner.execute_model(output)
+        except BaseException:
+            self._fail([])
+            raise
+
+    def _collect(self, step: InFlightStep, began: float) -> None:
+        ended: list[int] = []
+        try:
+            drafts = self._runner.synchronize(step, ended, self._stopped_by_text)
+        except BaseException:
+            self._fail(ended)
+            raise
+        self._finish(step.output, drafts, ended, time.perf_counter() - began)
+
+    def _finish(self, output: SchedulerOutput, drafts: list[DraftOutput], ended: list[int], seconds: float) -> None:
+        for row, num_proposed, num_accepted in drafts:
+            self._scheduler.accept_drafts(row, num_proposed, num_accepted)
+            self.num_tokens += num_proposed
+        self._logger.record_step(self._scheduler, output, drafts, seconds)
+        num_decoded, num_tokens = len(output.decode_rows), output.num_scheduled_tokens
+        if num_tokens > 2 * num_decoded:
+            self._cost_meter.observe_prefill(num_tokens, seconds)
+        self._outputs.note_first_tokens(output.prefills)
+        self._end(ended)
+        self._outputs.note_running()
+
+    def _fail(self, ended: list[int]) -> None:
+        self.in_flight = None
+        self._end(ended)
+        # The content of the blocks that the step wrote to is undefined.
+        self._scheduler.preemption.preempt_all(Transition.FAIL)
+        self._scheduler.kv_cache.reset_prefix_cache()
+
+    def _stopped_by_text(self, rows: Series[int]) -> list[int]:
+        """Those of ``rows``, each of which has just drawn a token, whose stop text is complete with it."""
+        drew = set(rows) if self._batch.with_stop_checker else set()
+        checked = [(row, sequence) for row, sequence in self._batch.with_stop_checker.items() if row in drew]
+        if not checked:
+            return []
+        tokens = self._batch.host.last_token[[row for row, _ in checked]].tolist()
+        return [
+            row
+            for (row, sequence), token in zip(checked, tokens, strict=True)
+            if not is_hidden_stop(sequence.request, token) and sequence.stop_checker is not None and sequence.stop_checker.push(token)
+        ]
+
+    def _end(self, rows: list[int]) -> None:
+        if rows:
+            ended = [self._scheduler.running.by_row[row] for row in dict.fromkeys(rows)]
+            self._scheduler.finish(ended)
+            for sequence in ended:
+                self._outputs.end(sequence)
+
+    def abort(self, answer: Answer) -> None:
+        """Ends what is open of a request, whatever its state, while no step is in flight."""
+        self._scheduler.abort(answer.open)
+        for sequence in list(answer.open):
+            self._outputs.abort(sequence)

@@ -1,0 +1,133 @@
+"""The pool of KV-cache blocks: reference counts, free list and hashes, in O(1) a call.
+
+A block is *held* (by one or more tables), *cached* (held by none, but its hash can still be looked up) or *free*. Free blocks
+are given out first, the last one freed first, since its memory is warm; then cached ones, the least recently used first.
+"""
+
+from collections import OrderedDict
+
+
+class BlockPool:
+    """Hands out ``num_blocks`` blocks by number. Holds no tensors."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that ``get_new_block`` can give out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that is held."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    def ref_count(self, block: int) -> int:
+        """Returns how many tables hold ``block``."""
+        return self._ref_counts[block]
+
+    def get_new_block(self) -> int:
+        """Returns a block with one reference and undefined content. The caller checks ``num_free_blocks`` before."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._evict(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def get_contiguous_blocks(self, count: int) -> list[int] | None:
+        """Returns ``count`` adjacent blocks, the first at a multiple of ``count``, or ``None`` where there is no such run.
+        Takes O(num_blocks): for caches that are divided into equal reservations."""
+        for first in range(0, self.num_blocks - count + 1, count):
+            run = range(first, first + count)
+            if not any(self._ref_counts[block] for block in run):
+                for block in run:
+                    self._take(block)
+                return list(run)
+        return None
+
+    def touch(self, block: int) -> None:
+        """Adds a reference to a block that is held."""
+        assert self._ref_counts[block] > 0, block
+        self._ref_counts[block] += 1
+
+    def free_block(self, block: int) -> None:
+        """Drops a reference. With the last one the block becomes cached where it has a hash, else free."""
+        assert self._ref_counts[block] > 0, block
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            if self._hashes[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def free_blocks(self, table: list[int]) -> None:
+        """Drops a reference to each block of a table (negative entries are skipped), the last first: the start of a sequence is
+        the most likely to be reused."""
+        for block in reversed(table):
+            if block >= 0:
+                self.free_block(block)
+
+    def cache_block(self, block: int, block_hash: bytes) -> None:
+        """Gives a held block a hash. Where another block has that hash already, this one stays without."""
+        assert self._ref_counts[block] > 0, block
+        if block_hash not in self._by_hash and self._hashes[block] is None:
+            self._by_hash[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def get_cached_block(self, block_hash: bytes) -> int | None:
+        """Returns the block with ``block_hash``, with one more reference, or ``None``."""
+        block = self._by_hash.get(block_hash)
+        if block is not None:
+            if self._ref_counts[block] == 0:
+                del self._cached[block]
+            self._ref_counts[block] += 1
+        return block
+
+    def reset_prefix_cache(self) -> None:
+        """Removes every hash; cached blocks become free."""
+        self._by_hash.clear()
+        self._hashes = [None] * self.num_blocks
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def _take(self, block: int) -> None:
+        """Allocates one given block. O(1) for a cached one, O(num_blocks) for a free one."""
+        if block in self._cached:
+            del self._cached[block]
+            self._evict(block)
+        else:
+            self._free.remove(block)
+        self._ref_counts[block] = 1
+
+    def _evict(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hashes[block] = None
+
+    def check_integrity(self, held: dict[int, int] | None = None) -> None:
+        """Raises ``AssertionError`` unless every block is in exactly one state and hashes agree in both directions. ``held``: the
+        reference count that each held block must have (``None``: no block is held)."""
+        held = held or {}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "a block is both free and cached"
+        for block in range(self.num_blocks):
+            assert self._ref_counts[block] == held.get(block, 0), (
+                f"block {block} has {self._ref_counts[block]} references, its tables hold {held.get(block, 0)}"
+            )
+            states = (block in free) + (block in cached) + (self._ref_counts[block] > 0)
+            assert states == 1, f"block {block} is in {states} states"
+            block_hash = self._hashes[block]
+            assert block_hash is None or self._by_hash[block_hash] == block, f"the hash of block {block} names another block"
+            assert block not in cached or block_hash is not None, f"block {block} is cached without a hash"
+            assert block not in free or block_hash is None, f"block {block} is free with a hash"
+        assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes), "a hash names no block"

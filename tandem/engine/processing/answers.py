@@ -1,0 +1,100 @@
+"""From a sequence that ended to the answer that its caller gets."""
+
+from collections.abc import Sequence as Series
+from dataclasses import dataclass
+
+from tandem.engine.core.request import Request, Sequence
+from tandem.engine.processing.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
+from tandem.engine.processing.stop_checker import text_of
+from tandem.engine.sample.logprobs import PromptLogprobs
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The completions of a request as they come in; ``open`` are the sequences that still run or wait."""
+
+    request: Request
+    completions: list[CompletionOutput | None]
+    open: set[Sequence]
+    times: RequestTimes
+    cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_was_shown: bool = False
+    """Whether a stream of deltas has handed out the prompt's log-probabilities."""
+
+
+def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
+    """The answer to a request, with the completions that are there."""
+    completions = [completion for completion in answer.completions if completion is not None]
+    request, scores = answer.request, answer.prompt_logprobs if with_prompt_logprobs else None
+    return RequestOutput(
+        request_id=request.id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        num_cached_tokens=answer.cached_tokens,
+        times=answer.times,
+        prompt_logprobs=None if scores is None else [None if e is None else logprobs_of(e, tokenizer) for e in scores.entries],
+    )
+
+
+def is_hidden_stop(request: Request, token: int) -> bool:
+    """Whether ``token`` ends the completion and is no part of its text."""
+    return token in request.stop_token_ids and not request.params.include_stop_str_in_output
+
+
+def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
+    """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence
+    token."""
+    request = sequence.request
+    if not sequence.token_ids:
+        return FinishReason.LENGTH, None
+    last = sequence.token_ids[-1]
+    if sequence.stop_checker is not None and sequence.stop_checker.stopped is not None:
+        return FinishReason.STOP, sequence.stop_checker.stopped
+    if last in request.stop_token_ids:
+        return FinishReason.STOP, None if last in request.end_token_ids else last
+    return FinishReason.LENGTH, None
+
+
+def completion_of(
+    sequence: Sequence, reason: FinishReason, stop_reason: int | str | None, tokenizer: Tokenizer | None
+) -> CompletionOutput:
+    """What a sequence has become; all its tokens were read back."""
+    logprobs = None
+    if sequence.request.params.logprobs is not None:
+        logprobs = [logprobs_of(entries, tokenizer) for entries in sequence.top_logprobs]
+    return CompletionOutput(
+        index=sequence.index,
+        text=_text(sequence, tokenizer),
+        token_ids=sequence.token_ids,
+        raw_logprobs=sequence.raw_logprobs,
+        sampling_logprobs=sequence.sampling_logprobs,
+        weight_versions=sequence.weight_versions,
+        finish_reason=str(reason),
+        stop_reason=stop_reason,
+        logprobs=logprobs,
+    )
+
+
+def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
+    params = sequence.request.params
+    if tokenizer is None or not params.detokenize:
+        return ""
+    if sequence.stop_checker is not None:
+        return sequence.stop_checker.text()
+    tokens = sequence.token_ids
+    if tokens and is_hidden_stop(sequence.request, tokens[-1]):
+        tokens = tokens[:-1]
+    return text_of(tokenizer, tokens, params.skip_special_tokens)
+
+
+def logprobs_of(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One position's entries (token id, log-probability, rank) as they are answered."""
+
+    def decoded(token: int) -> str | None:
+        return None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False)
+
+    return {token: Logprob(value, rank, decoded(token)) for token, value, rank in entries}

@@ -1,0 +1,116 @@
+"""From what a caller asks for to a request that the scheduler can queue, or to one line that says why not."""
+
+from collections.abc import Sequence as Series
+
+from tandem.engine.core.request import Request, Sequence, random_key
+from tandem.engine.processing.stop_checker import StopChecker
+from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.engine.settings import EngineSettings
+from tandem.engine.spec_decode.draft_length import DraftLength
+from tandem.engine.spec_decode.speculative import SpeculativeSettings
+from tandem.engine.structured_output.manager import StructuredOutputManager
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+
+class InputProcessor:
+    """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed, ``None``: none are."""
+
+    def __init__(
+        self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeSettings | None
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._speculative = speculative
+        self._structured_outputs = StructuredOutputManager(tokenizer, vocab_size)
+        self._end_tokens = frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
+        self._arrivals = 0
+
+    def request(
+        self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None, key: int | None = None,
+        first_index: int = 0, priority: int = 0, cache_salt: str = "", adapter: str = "", num_draft_tokens: int | None = None,
+    ) -> Request:
+        """What ``Engine.add_request`` is asked for. Raises ``UserError`` where the engine cannot serve it."""
+        tokens = self._truncated(prompt_token_ids, params)
+        processors = self._check(tokens, params)
+        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_tokens)
+        longest = self._settings.max_model_len
+        return Request(
+            id=request_id,
+            prompt=prompt,
+            prompt_token_ids=list(tokens),
+            params=params,
+            seed=self._settings.seed if params.seed is None else params.seed,
+            key=self._arrivals if key is None else key,
+            arrival=self._arrivals,
+            stop_token_ids=tuple(sorted(stops)),
+            end_token_ids=self._end_tokens,
+            priority=priority,
+            first_index=first_index,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            max_length=longest if params.max_tokens is None else min(len(tokens) + params.max_tokens, longest),
+            logits_processors=processors,
+            draft_tokens=self._draft_tokens(num_draft_tokens),
+        )
+
+    def start(self, request: Request) -> list[Sequence]:
+        """The completions of a request that is taken: the next one arrives after it."""
+        self._arrivals += 1
+        params, processors = request.params, request.logits_processors
+        keys = [random_key(request.seed, request.key, request.first_index + i) for i in range(params.n)]
+        sequences = [
+            Sequence(request, i, key, stop_checker=self._stop_checker(params), cursor=processors.cursor() if processors is not None else None)
+            for i, key in enumerate(keys)
+        ]
+        if request.draft_tokens and self._speculative is not None:
+            for sequence in sequences:
+                sequence.draft = DraftLength(request.draft_tokens, self._speculative.worth, self._speculative.adaptive)
+        return sequences
+
+    def check(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
+        """Raise ``UserError`` for a request that the engine cannot serve."""
+        self._check(self._truncated(prompt_token_ids, params), params)
+
+    def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitsProcessors | None:
+        """As ``check`` for a prompt that is truncated already; returns its logits processors."""
+        length, longest, vocab = len(prompt_token_ids), self._settings.max_model_len, self._vocab_size
+        if not length:
+            raise UserError("the prompt is empty; give it at least one token")
+        if length + (params.max_tokens != 0) > longest:
+            raise UserError(
+                f"the prompt has {length} tokens, which leaves no room for a completion in max_model_len "
+                f"({longest}); shorten the prompt or raise max_model_len"
+            )
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab:
+            wrong = next(token for token in prompt_token_ids if not 0 <= token < vocab)
+            raise UserError(f"the prompt holds token id {wrong}; the model's vocabulary has the ids 0 to {vocab - 1}")
+        params.check_vocabulary(vocab)
+        if params.stop_texts and self._tokenizer is None:
+            raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
+        end_tokens = self._end_tokens.union(params.stop_token_ids or ())
+        return make_logits_processors(params, prompt_token_ids, end_tokens, vocab, self._tokenizer, self._structured_outputs)
+
+    def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
+        """The end of the prompt that ``truncate_prompt_tokens`` asks for."""
+        limit = params.truncate_prompt_tokens
+        if limit is not None and limit < 0:
+            room = 1 if params.max_tokens is None else params.max_tokens
+            limit = max(1, self._settings.max_model_len - room)
+        return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
+
+    def _draft_tokens(self, asked: int | None) -> int:
+        """Returns the draft tokens in one step for a request that asks for ``asked`` of them."""
+        most = 0 if self._speculative is None else self._speculative.num_speculative_tokens
+        if asked is not None and not 0 <= asked <= most:
+            raise UserError(
+                f"num_draft_tokens is {asked}; this engine proposes at most {most} tokens a step, give 0 to {most}"
+                + ("" if most else ", or start it with speculative settings")
+            )
+        return most if asked is None else asked
+
+    def _stop_checker(self, params: SamplingParams) -> StopChecker | None:
+        watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
+        return StopChecker(self._tokenizer, params) if watched and self._tokenizer is not None else None

@@ -1,0 +1,105 @@
+"""Running requests, from their arrival to the outputs that are handed out."""
+
+import time
+
+from tandem.engine.core.lifecycle import ENDS, move
+from tandem.engine.core.request import Request, Sequence
+from tandem.engine.core.scheduler import Scheduler
+from tandem.engine.core.scheduler_output import ScheduledPrefill
+from tandem.engine.executor.model_runner import ModelRunner
+from tandem.engine.metrics.stats_logger import StatsLogger
+from tandem.engine.processing.answers import Answer, completion_of, finish_of, output_of
+from tandem.engine.processing.outputs import RequestOutput, RequestTimes
+from tandem.engine.processing.streaming import Streams
+from tandem.engine.sample.logprobs import PromptLogprobs
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import FinishReason
+
+
+class OutputProcessor:
+    """Collects completions until their request is answered. ``answers``: by the ids of the requests that are not. ``synchronous``: those of them
+    whose steps cannot be launched ahead."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, logger: StatsLogger) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.synchronous: set[str] = set()
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._logger = logger
+        self._ready: list[RequestOutput] = []
+        self._streams = Streams(tokenizer)
+
+    def open_sequences(self) -> list[Sequence]:
+        """Those that still run or wait."""
+        return [sequence for answer in self.answers.values() for sequence in answer.open]
+
+    def expect(self, request: Request, sequences: list[Sequence]) -> None:
+        """Takes a request that has arrived; ``sequences`` are its completions."""
+        params = request.params
+        answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
+        self.answers[request.id] = answer
+        if request.is_synchronous:
+            self.synchronous.add(request.id)
+        if params.prompt_logprobs is not None:
+            answer.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
+            self._runner.prompt_logprobs[request.id] = answer.prompt_logprobs
+
+    def note_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Notes that a step computes these."""
+        now = time.monotonic() if chunks else 0.0
+        for chunk in chunks:
+            times = self.answers[chunk.request_id].times
+            times.scheduled_s = times.scheduled_s or now
+
+    def note_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Notes that a step has computed these; sequences that drew from them drew their first token, or the first since a preemption."""
+        now = time.monotonic() if chunks else 0.0
+        for chunk in chunks:
+            times = self.answers[chunk.request_id].times
+            if chunk.rows and not times.first_token_s:
+                times.first_token_s = now
+                self._logger.record_first_token(now - times.arrival_s)
+
+    def note_running(self) -> None:
+        """Notes that rows have drawn: those that are streamed have new tokens."""
+        self._streams.running(self.answers, self._runner.batch, self._scheduler.kv_cache.weight_version)
+
+    def end(self, sequence: Sequence) -> None:
+        """Completes a sequence that has ended by itself and left its row."""
+        if sequence.request.params.max_tokens == 0:
+            sequence.discard_output()
+        self._complete(sequence, *finish_of(sequence))
+
+    def abort(self, sequence: Sequence) -> None:
+        """Completes an aborted sequence, which holds neither row nor blocks, with the tokens it has."""
+        self._complete(sequence, FinishReason.ABORT, None)
+
+    def _complete(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Note one completion; with its last one the request is answered."""
+        move(sequence, ENDS[reason], self._scheduler.counts)
+        request = sequence.request
+        answer = self.answers[request.id]
+        completion = completion_of(sequence, reason, stop_reason, self._tokenizer)
+        answer.completions[sequence.index] = completion
+        answer.open.remove(sequence)
+        answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        is_streamed = request.params.is_streamed
+        if is_streamed:
+            self._streams.ended(answer, completion, sequence)
+        if not answer.open:
+            del self.answers[request.id]
+            self.synchronous.discard(request.id)
+            self._runner.prompt_logprobs.pop(request.id, None)
+            if not is_streamed:
+                self._ready.append(output_of(answer, self._tokenizer))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take`` has something to hand out."""
+        return bool(self._ready or self._streams.has_news)
+
+    def take(self) -> list[RequestOutput]:
+        """Hand out the requests that are answered, and what is new of those that are streamed."""
+        ready, self._ready = self._ready, []
+        return ready + self._streams.take()

@@ -1,0 +1,63 @@
+"""Draft tokens from the sequence itself: prompt lookup."""
+
+from collections.abc import Iterable
+
+from tandem.engine.core.request import Sequence
+from tandem.engine.core.scheduler_output import ScheduledPrefill
+from tandem.engine.executor.input_batch import InputBatch
+from tandem.kernels.api import KVLayer
+
+
+class NgramIndex:
+    """The tokens of one sequence, and where each run of ``low`` to ``high`` of them last stood before something else."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.tokens: list[int] = []
+        self._sizes = range(high, low - 1, -1)
+        self._ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            end = len(self.tokens)
+            for size in self._sizes:
+                if size <= end:
+                    self._ends[tuple(self.tokens[end - size :])] = end
+            self.tokens.append(token)
+
+    def propose(self, count: int) -> list[int]:
+        """``count`` tokens that followed the longest run that ends the sequence and stood before; none where none did. What would go
+        beyond the end continues with the draft tokens themselves, so a loop is followed round."""
+        for size in self._sizes:
+            end = self._ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
+            if end is not None:
+                known = self.tokens[end : end + count]
+                period = len(self.tokens) - end
+                return [known[i % period] for i in range(count)]
+        return []
+
+
+class NgramProposer:
+    """Proposes draft tokens for the sequences in the rows of ``batch``."""
+
+    def __init__(self, batch: InputBatch, low: int, high: int) -> None:
+        self.caches: list[KVLayer] = []
+        self._batch = batch
+        self._low, self._high = low, high
+
+    def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Does nothing: the tokens of a prompt are indexed when it first decodes."""
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        indices = [self._index(sequence) for sequence in sequences]
+        prompts = [len(sequence.request.prompt_token_ids) for sequence in sequences]
+        first = [len(index.tokens) - prompt for index, prompt in zip(indices, prompts, strict=True)]
+        for index, (tokens, _, _) in zip(indices, self._batch.drawn_since(sequences, first), strict=True):
+            index.extend(tokens)
+        return [index.propose(count) for index, count in zip(indices, counts, strict=True)]
+
+    def _index(self, sequence: Sequence) -> NgramIndex:
+        if sequence.ngrams is None:
+            sequence.ngrams = NgramIndex(self._low, self._high)
+            sequence.ngrams.extend(sequence.request.prompt_token_ids)
+        index: NgramIndex = sequence.ngrams
+        return index

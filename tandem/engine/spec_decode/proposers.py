@@ -1,0 +1,53 @@
+"""Which proposer an engine has, and what it must fit."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from tandem.engine.executor.input_batch import InputBatch
+from tandem.engine.kv_cache.cache_tensors import make_cache
+from tandem.engine.settings import EngineSettings
+from tandem.engine.spec_decode.draft_model import DraftModel
+from tandem.engine.spec_decode.ngram_proposer import NgramProposer
+from tandem.engine.spec_decode.speculative import Proposer, SpeculativeSettings
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import load_tensors
+from tandem.types import UserError
+
+
+def make_proposer(
+    speculative: SpeculativeSettings | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
+) -> Proposer | None:
+    """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``batch``; ``draft`` is packed. Raises ``UserError``
+    where the draft model does not belong to the model."""
+    if (draft is not None) != (speculative is not None and speculative.method == "draft"):
+        raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
+    if speculative is None:
+        return None
+    if draft is None:
+        return NgramProposer(batch, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+    if draft.shapes.vocab_size != shapes.vocab_size:
+        raise UserError(
+            f"the draft model has a vocabulary of {draft.shapes.vocab_size} tokens and the model of {shapes.vocab_size}; "
+            "choose a draft model of the same family"
+        )
+    if draft.shapes.max_position_embeddings < settings.max_model_len:
+        raise UserError(
+            f"the draft model has {draft.shapes.max_position_embeddings} positions and max_model_len is {settings.max_model_len}; "
+            "lower max_model_len or choose another draft model"
+        )
+    if not draft.is_packed:
+        draft.pack()
+    return DraftModel(draft, make_cache(draft, settings.num_blocks), batch)
+
+
+def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
+    """A packed draft model of ``tensors``, beside the one that is used. Raises ``UserError`` where there is none or they do not fit."""
+    if not isinstance(proposer, DraftModel):
+        raise UserError("draft_tensors are given and this engine has no draft model; leave them out or use speculative method 'draft'")
+    old = proposer.decoder
+    new = Decoder(old.shapes, old.kernels, dtype=old.embed_tokens.dtype, device=old.embed_tokens.device)
+    new.quantization = old.quantization
+    load_tensors(new, tensors, pack=True)
+    return new
