@@ -19,15 +19,15 @@ class AlgorithmConfig:
     ``group_size``: completions of each prompt.
     ``advantage``: ``grpo`` (reward - group mean) / (group std + ``advantage_epsilon``), ``dr_grpo`` without the std,
     ``rloo`` against the mean of the other samples.
-    ``clip_low``, ``clip_high``: the ratio pi / pi_old is clipped to [1 - clip_low, 1 + clip_high].
+    ``clip_ratio_low``, ``clip_ratio_high``: the ratio pi / pi_old is clipped to [1 - clip_ratio_low, 1 + clip_ratio_high].
     ``dual_clip``: bound on the ratio where the advantage is negative (3.0 is usual); empty turns it off.
     ``aggregation``: from losses of tokens to the loss of the global batch; ``seq-mean-token-sum-norm`` divides by
     ``length_constant`` (0 takes ``rollout.max_tokens``).
-    ``kl_coefficient``: weight of the KL to the reference model in the loss; 0 needs no reference model.
+    ``kl_coef``: weight of the KL to the reference model in the loss; 0 needs no reference model.
     ``kl_estimator``: k1, k2, k3 (Schulman, 2020), or ``k3+``: the value of k3 with the gradient of k2.
-    ``truncated_importance_cap``: weight each token by min(pi_old / mu, cap), mu being the distribution that it was
+    ``tis_cap``: weight each token by min(pi_old / mu, cap), mu being the distribution that it was
     drawn from (2.0 is usual); empty turns it off.
-    ``truncated_importance_level``: that weight of each token, or one for the whole sequence.
+    ``tis_level``: that weight of each token, or one for the whole sequence.
     ``importance_level``: the ratio pi / pi_old of each token, or GSPO's length-normalised one of the sequence.
     ``old_logprobs``: pi_old as the rollout reported it, or computed by the trainer before the first update.
     ``minibatches``: optimizer updates that one batch is split into. ``epochs``: passes over the batch.
@@ -38,15 +38,15 @@ class AlgorithmConfig:
     group_size: int = 8
     advantage: Advantage = "grpo"
     advantage_epsilon: float = 1e-6
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
     dual_clip: float | None = None
-    aggregation: Aggregation = "token-mean"
+    loss_agg_mode: Aggregation = "token-mean"
     length_constant: int = 0
-    kl_coefficient: float = 0.0
+    kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
-    truncated_importance_cap: float | None = None
-    truncated_importance_level: Level = "token"
+    tis_cap: float | None = None
+    tis_level: Level = "token"
     importance_level: Level = "token"
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     minibatches: int = 1
@@ -63,22 +63,22 @@ class AlgorithmConfig:
             raise UserError(
                 f"'algorithm.advantage_epsilon' is {self.advantage_epsilon}; it must be 0 or more, and finite"
             )
-        if not 0 < self.clip_low <= 1:
-            raise UserError(f"'algorithm.clip_low' is {self.clip_low}; it must be above 0 and at most 1")
-        if not self.clip_high > 0:
-            raise UserError(f"'algorithm.clip_high' is {self.clip_high}; it must be above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+        if not 0 < self.clip_ratio_low <= 1:
+            raise UserError(f"'algorithm.clip_ratio_low' is {self.clip_ratio_low}; it must be above 0 and at most 1")
+        if not self.clip_ratio_high > 0:
+            raise UserError(f"'algorithm.clip_ratio_high' is {self.clip_ratio_high}; it must be above 0")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_ratio_high:
             raise UserError(
                 f"'algorithm.dual_clip' is {self.dual_clip}; "
-                f"it must be above 1 + clip_high ({1 + self.clip_high:g}), or empty"
+                f"it must be above 1 + clip_ratio_high ({1 + self.clip_ratio_high:g}), or empty"
             )
-        if not 0 <= self.kl_coefficient < float("inf"):
+        if not 0 <= self.kl_coef < float("inf"):
             raise UserError(
-                f"'algorithm.kl_coefficient' is {self.kl_coefficient}; it must be 0 (no KL) or more, and finite"
+                f"'algorithm.kl_coef' is {self.kl_coef}; it must be 0 (no KL) or more, and finite"
             )
-        if self.truncated_importance_cap is not None and not self.truncated_importance_cap >= 1:
+        if self.tis_cap is not None and not self.tis_cap >= 1:
             raise UserError(
-                f"'algorithm.truncated_importance_cap' is {self.truncated_importance_cap}; "
+                f"'algorithm.tis_cap' is {self.tis_cap}; "
                 "it must be at least 1, or empty"
             )
         for name in ("minibatches", "epochs"):

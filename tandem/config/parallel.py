@@ -24,7 +24,7 @@ class ParallelConfig:
     reinforcement learning, whose rollout must find the same bits, and not in training on data.
 
     ``zero``: what the data-parallel ranks cut between them: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the
-    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``least_stall_s``: a rank
+    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``heartbeat_timeout_s``: a rank
     that gets on with nothing is a hang after 20 times the longest pause that this run has seen, but not before so many seconds.
     ``ranks_per_node``: ranks on one machine, 0 for all. ``across_nodes``: whether ranks along ``tensor`` and ``context``, which exchange
     something in every layer, may stand on several machines.
@@ -42,7 +42,7 @@ class ParallelConfig:
     deterministic: bool | None = None
     zero: Literal[0, 1, 2, 3] = 0
     collective_timeout_s: float = 300.0
-    least_stall_s: float = 30.0
+    heartbeat_timeout_s: float = 30.0
     ranks_per_node: int = 0
     across_nodes: bool = False
 
@@ -68,7 +68,7 @@ class ParallelConfig:
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()
-        for name in ("collective_timeout_s", "least_stall_s"):
+        for name in ("collective_timeout_s", "heartbeat_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be above 0, and finite")
         if self.ranks_per_node < 0:

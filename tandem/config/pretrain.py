@@ -29,14 +29,14 @@ class DataConfig:
 
     ``sequence_length``: tokens that are trained on together; documents are laid end to end and cut, and never see each other. In
     supervised fine-tuning: the most that an example may have, which is never cut. ``too_long``: what becomes of longer ones.
-    ``sequences_per_step``: of one optimizer step; examples in supervised fine-tuning. ``cache``: the folder that shards of a URL are
+    ``global_batch_size``: of one optimizer step; examples in supervised fine-tuning. ``cache``: the folder that shards of a URL are
     brought to. ``read_ahead``: batches that wait ready.
     """
 
     train: tuple[DatasetConfig, ...] = ()
     held_out: str = ""
     sequence_length: int = 512
-    sequences_per_step: int = 8
+    global_batch_size: int = 8
     too_long: Literal["refuse", "leave_out"] = "refuse"
     cache: str = ""
     read_ahead: int = 4
@@ -45,7 +45,7 @@ class DataConfig:
         for dataset in self.train:
             if not 0 < dataset.weight < float("inf"):
                 raise UserError(f"the weight of '{dataset.path}' in 'data.train' is {dataset.weight}; it must be above 0, and finite")
-        for name, least in (("sequence_length", 2), ("sequences_per_step", 1), ("read_ahead", 1)):
+        for name, least in (("sequence_length", 2), ("global_batch_size", 1), ("read_ahead", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"'data.{name}' is {getattr(self, name)}; it must be at least {least}")
         remote = [path for path in (*(dataset.path for dataset in self.train), self.held_out) if "://" in path and not path.startswith("file:")]
@@ -98,7 +98,7 @@ class PretrainRecipe:
     @property
     def most_tokens(self) -> int:
         """Tokens in one forward and backward of one data-parallel rank at most: a sequence is not cut for a micro-batch."""
-        share = self.data.sequence_length * -(-self.data.sequences_per_step // self.parallel.data)
+        share = self.data.sequence_length * -(-self.data.global_batch_size // self.parallel.data)
         return min(max(self.trainer.micro_batch_tokens, self.data.sequence_length), share)
 
     def check(self) -> None:
@@ -121,9 +121,9 @@ class PretrainRecipe:
                 f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
                 f"{'model.max_length' if self.model.max_length else 'model.create.max_position_embeddings'}"
             )
-        if self.parallel.data > self.data.sequences_per_step:
+        if self.parallel.data > self.data.global_batch_size:
             raise UserError(
-                f"'parallel.data' is {self.parallel.data} and a step has {self.data.sequences_per_step} sequences; raise "
-                "data.sequences_per_step, so that every rank has one"
+                f"'parallel.data' is {self.parallel.data} and a step has {self.data.global_batch_size} sequences; raise "
+                "data.global_batch_size, so that every rank has one"
             )
         check_mesh(self.parallel, self.trainer)

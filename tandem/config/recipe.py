@@ -55,10 +55,10 @@ class Recipe:
                 f"model.create.max_position_embeddings ({create.max_position_embeddings})"
             )
         filtered = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
-        if filtered and self.algorithm.truncated_importance_cap is None:
+        if filtered and self.algorithm.tis_cap is None:
             raise UserError(
                 "rollout.top_p, top_k and min_p draw from another distribution than the trainer's; set "
-                "algorithm.truncated_importance_cap (2.0 is usual) or turn them off"
+                "algorithm.tis_cap (2.0 is usual) or turn them off"
             )
         if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout":
             # At another temperature the rollout reports pi_old by what it drew from, which a filter has renormalised.
@@ -66,11 +66,11 @@ class Recipe:
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
                 "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
-        is_corrected = self.algorithm.truncated_importance_cap is not None and self.algorithm.old_logprobs == "recompute"
+        is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
         if self.rollout.quantization != "none" and not is_corrected:
             raise UserError(
                 f"'rollout.quantization' is '{self.rollout.quantization}', which draws from another distribution than the trainer's; set "
-                "algorithm.truncated_importance_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or quantization to none"
+                "algorithm.tis_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or quantization to none"
             )
         if self.algorithm.group_size > self.rollout.max_sequences:
             raise UserError(
@@ -86,7 +86,7 @@ class Recipe:
         if self.trainer.precision != "fp32" and not is_corrected:
             raise UserError(
                 f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in fp32, which is another distribution; set "
-                "algorithm.truncated_importance_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or precision to fp32"
+                "algorithm.tis_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or precision to fp32"
             )
         check_mesh(self.parallel, self.trainer)
 

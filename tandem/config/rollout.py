@@ -11,7 +11,7 @@ from tandem.types.kv_cache import KVCacheDtype
 class RolloutConfig:
     """``prompts_per_step`` prompts, each sampled ``algorithm.group_size`` times with up to ``max_tokens`` new tokens.
 
-    ``between_steps``: ``keep`` leaves the engine in memory, ``terminate`` ends its process after every rollout and starts
+    ``sleep_mode``: ``keep`` leaves the engine in memory, ``terminate`` ends its process after every rollout and starts
     it again with dummy weights, ``auto`` keeps it where the memory plan says that trainer and engine fit together.
     ``kv_cache_tokens``: size of the KV cache; 0 takes what one step can use at most. ``kv_cache_dtype``: what keys and values are kept in,
     and what the trainer rounds them to. ``max_batched_tokens``: the token budget of one engine step. ``stop``: texts that end a
@@ -26,7 +26,7 @@ class RolloutConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    between_steps: Literal["auto", "keep", "terminate"] = "auto"
+    sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
     kv_cache_tokens: int = 0
     kv_cache_dtype: KVCacheDtype = "auto"
     max_sequences: int = 256

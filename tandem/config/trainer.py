@@ -21,7 +21,7 @@ class TrainerConfig:
     ``schedule``: what it does after the warm-up: stays, falls in a straight line, falls along half a cosine, or stays and falls in
     a straight line in the last ``decay_steps`` (``wsd``: Hu et al., 2024).
     ``total_steps``: the step at which all but ``constant`` reach their end; ``constant`` does not read it.
-    ``final_share``: the share of ``learning_rate`` that is left at ``total_steps`` and after.
+    ``min_lr_ratio``: the share of ``learning_rate`` that is left at ``total_steps`` and after.
     ``beta1``, ``beta2``, ``epsilon``, ``weight_decay``: AdamW's own; norms and biases are never decayed.
     ``muon_momentum``, ``muon_iterations``: of Muon, which shares ``learning_rate`` and ``weight_decay``.
     ``max_grad_norm``: global norm to which gradients are clipped; 0 turns clipping off.
@@ -50,7 +50,7 @@ class TrainerConfig:
     schedule: Schedule = "constant"
     total_steps: int = 0
     decay_steps: int = 0
-    final_share: float = 0.0
+    min_lr_ratio: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -103,8 +103,8 @@ class TrainerConfig:
             )
         if not 1 <= self.muon_iterations <= 20:
             raise UserError(f"'trainer.muon_iterations' is {self.muon_iterations}; it must be between 1 and 20 (5 is usual)")
-        if not 0 <= self.final_share <= 1:
-            raise UserError(f"'trainer.final_share' is {self.final_share}; it must be between 0 and 1")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UserError(f"'trainer.min_lr_ratio' is {self.min_lr_ratio}; it must be between 0 and 1")
         if self.micro_batch_tokens < 1:
             raise UserError(f"'trainer.micro_batch_tokens' is {self.micro_batch_tokens}; it must be at least 1")
         if self.precision != "fp32" and self.dtype != "float32":

@@ -88,7 +88,7 @@ class RunCheckpoints:
         self._collect()
         self._metrics = {name: value for name, value in metrics.items() if name in REGISTERED}
         self._boundary = self._records.journal.last_transition() if self._records.journal is not None else 0
-        stall = self.replica.save(step, {"steps": step, "sequences": step * self._recipe.data.sequences_per_step}, span, self._beat)
+        stall = self.replica.save(step, {"steps": step, "sequences": step * self._recipe.data.global_batch_size}, span, self._beat)
         self._trigger.saved()
         return stall
 
@@ -131,9 +131,9 @@ class RunCheckpoints:
             self._registered.enter(step, digest, self._metrics)
 
     def _check_cursor(self, found: Found) -> None:
-        per_step, cursor = self._recipe.data.sequences_per_step, found.manifest.state["cursor"]
+        per_step, cursor = self._recipe.data.global_batch_size, found.manifest.state["cursor"]
         if cursor["sequences"] != found.step * per_step:
             raise UserError(
-                f"'data.sequences_per_step' is {per_step}; this run has seen {cursor['sequences']} sequences in {found.step} steps, and would "
+                f"'data.global_batch_size' is {per_step}; this run has seen {cursor['sequences']} sequences in {found.step} steps, and would "
                 "repeat or leave out some: set it back"
             )

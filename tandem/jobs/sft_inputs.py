@@ -41,7 +41,7 @@ def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFi
         if too_long:
             lines.append(f"left out of '{path}': {len(too_long):,} of {files.dataset.documents:,} examples, which have more than {longest} tokens")
         examples += kept if number < len(recipe.data.train) else 0
-    asked = recipe.run.max_steps * recipe.data.sequences_per_step
+    asked = recipe.run.max_steps * recipe.data.global_batch_size
     learned = sum(files.dataset.learned for _, files in datasets[: len(recipe.data.train)])
     tokens = sum(files.dataset.tokens for _, files in datasets[: len(recipe.data.train)])
     return [
@@ -56,7 +56,7 @@ def check_demonstrations(recipe: PretrainRecipe, task: TaskConfig, folder: Path)
     with closing(task_prompts(task, folder, seed=recipe.run.seed, context_tokens=recipe.data.sequence_length)) as prompts:
         count = prompts.task.size
         check_shown(prompts, recipe.demonstrations, folder)
-    asked = recipe.run.max_steps * recipe.data.sequences_per_step
+    asked = recipe.run.max_steps * recipe.data.global_batch_size
     epochs = f", {asked / count:.2f} epochs" if count else ""
     return [f"data: {count or 'endless'} demonstrations of task '{task.name}'", f"asked for: {asked:,} demonstrations{epochs}"]
 

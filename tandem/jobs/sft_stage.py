@@ -32,7 +32,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     return PretrainRecipe(
         algorithm=PretrainConfig("sft"),
         model=ModelConfig(path=str(model), max_length=recipe.model.max_length),
-        data=DataConfig(sequence_length=context_tokens, sequences_per_step=sft.batch_size),
+        data=DataConfig(sequence_length=context_tokens, global_batch_size=sft.batch_size),
         task=recipe.task,
         demonstrations=sft.demonstrations,
         run=replace(recipe.run, name=FOLDER, directory=str(directory), max_steps=sft.steps, trace_steps=()),

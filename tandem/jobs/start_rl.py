@@ -84,14 +84,14 @@ def execute_rl(
         trainer = TrainerSidecar(trainer_channel)
         start = _start_model(recipe, directory, trainer, journal, listener, inline, faults)
         shapes, context = read_shapes(start), context_tokens(recipe, start)
-        memory, between_steps = plan(recipe, shapes, context)
+        memory, sleep_mode = plan(recipe, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
         registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, listener)))
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, between_steps,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, sleep_mode,
             recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
         )
         step = _bring_up(pod, journal)

@@ -70,7 +70,7 @@ def run_on_ranks(
     threads = max(1, (recipe.machine.threads or available_cores()) // shape.world)
     settings = GroupSettings(
         "the run", "tandem.jobs.pretrain_rank", directory, folder, threads, chosen_device(recipe.machine, shape.world), str(faults or ""),
-        parallel.collective_timeout_s, parallel.least_stall_s,
+        parallel.collective_timeout_s, parallel.heartbeat_timeout_s,
     )  # fmt: skip
     is_told = False
 

@@ -9,7 +9,7 @@ import gc
 import logging
 
 from tandem.config.recipe import Recipe
-from tandem.estimate.memory import PodMemory, between_steps, predict
+from tandem.estimate.memory import PodMemory, predict, sleep_mode
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.available_memory import available_bytes
 from tandem.types import RunError
@@ -38,7 +38,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         kv_cache_tokens=kv_cache_tokens(recipe, max_length),
         kv_cache_dtype=recipe.rollout.kv_cache_dtype,
         optimizer=recipe.trainer.optimizer,
-        reference=recipe.algorithm.kl_coefficient > 0,
+        reference=recipe.algorithm.kl_coef > 0,
     )
     available = available_bytes(recipe.machine.memory_gib)
     if memory.largest_phase > available:
@@ -46,8 +46,8 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
             f"this run needs {memory.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
             "lower rollout.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
         )
-    chosen = recipe.rollout.between_steps
-    return memory, between_steps(memory, available) if chosen == "auto" else chosen
+    chosen = recipe.rollout.sleep_mode
+    return memory, sleep_mode(memory, available) if chosen == "auto" else chosen
 
 
 def release() -> None:

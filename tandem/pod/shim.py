@@ -81,7 +81,7 @@ class Shim:
             threads=max(1, options.threads // shape.world),
             faults=options.faults,
             hang_timeout_s=parallel.collective_timeout_s,
-            heartbeat_timeout_s=parallel.least_stall_s,
+            heartbeat_timeout_s=parallel.heartbeat_timeout_s,
             log=lambda rank: f"{self.role}_worker" + (f"-{rank}" if rank else ""),
             roles=lambda rank: (*([f"{self.role}_worker"] if rank == 0 else []), *([f"rank{rank}"] if is_trainer else [])),
         )

@@ -123,7 +123,7 @@ class TrainerWorker:
             self.directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, self.rank.saving,
             asynchronous=recipe.checkpoint.asynchronous, fault_point=self.rank.fault_point,
         )  # fmt: skip
-        reference = FrozenReplica(ranks, *load_frozen(settings, ranks, self.kernels)) if recipe.algorithm.kl_coefficient > 0 else None
+        reference = FrozenReplica(ranks, *load_frozen(settings, ranks, self.kernels)) if recipe.algorithm.kl_coef > 0 else None
         tracer = Tracer(
             self.directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]}
         )

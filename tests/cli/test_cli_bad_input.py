@@ -58,7 +58,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--task.name=srt", "did you mean 'sort'?"),
         ("--task.name=größer", "größer"),
         ("--rollout.max_tokens=256", "leaves no room"),
-        ("--rollout.top_p=0.9", "truncated_importance_cap"),
+        ("--rollout.top_p=0.9", "tis_cap"),
         ("--rollout.quantization=int8", "old_logprobs to recompute"),
         ("--rollout.quantization=int4", "must be one of"),
         ("--rollout.max_sequences=1", "a group runs at once"),

@@ -16,14 +16,14 @@ def recipe(rollout: dict[str, Any], algorithm: dict[str, Any]) -> Recipe:
 
 @pytest.mark.parametrize("filtered", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_a_filter_at_another_temperature_needs_old_logprobs_of_the_trainer(filtered: dict[str, Any]) -> None:
-    capped = {"truncated_importance_cap": 2.0}
+    capped = {"tis_cap": 2.0}
     with pytest.raises(UserError, match=r"temperature 0.7 and .* set algorithm.old_logprobs to recompute") as caught:
         recipe({"temperature": 0.7, **filtered}, capped)
     assert "\n" not in str(caught.value)
     recipe({"temperature": 0.7, **filtered}, {**capped, "old_logprobs": "recompute"})
     recipe(filtered, capped)
     recipe({"temperature": 0.7}, {})
-    with pytest.raises(UserError, match="truncated_importance_cap"):
+    with pytest.raises(UserError, match="tis_cap"):
         recipe(filtered, {"old_logprobs": "recompute"})
 
 

@@ -42,12 +42,12 @@ def write_recipe(folder: Path, data: Path) -> None:
                 "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
             }
         },
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "sequences_per_step": 7},
+        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 7},
         "trainer": {"learning_rate": 3.0e-3, "warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100},
         "evaluation": {"every_steps": STEPS, "sequences": 5},
         "checkpoint": {"every_steps": 5, "keep": 2},
         "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
-        "parallel": {"least_stall_s": 2.0},
+        "parallel": {"heartbeat_timeout_s": 2.0},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 

@@ -41,7 +41,7 @@ class Policy:
     of the weights in matrices at the start."""
 
     case: Case
-    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(kl_coefficient=0.1, truncated_importance_cap=2.0, clip_high=0.28))
+    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, clip_ratio_high=0.28))
     counts: tuple[int, ...] = (4, 4, 3)
     faults: tuple[int, ...] = (1, 8, 9)
     micro_batch_tokens: int = 40
@@ -121,7 +121,7 @@ def reinforced(here: Here | None, policy: Policy, folder: Path | None = None) ->
         sequences = [train_sequence(sample) for sample in samples]
         if step == 0:
             found["logprobs"] = infer_sequences(replica, sequences, policy.micro_batch_tokens, TEMPERATURE)
-        known = sequence_logprobs(reference, sequences, policy.micro_batch_tokens) if algorithm.kl_coefficient else None
+        known = sequence_logprobs(reference, sequences, policy.micro_batch_tokens) if algorithm.kl_coef else None
         result = update_policy(
             replica, make_batch(step, samples, scores, algorithm, 14, known), algorithm, policy.trainer, temperature=TEMPERATURE, guard=guard
         )

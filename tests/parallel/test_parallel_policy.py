@@ -101,10 +101,10 @@ def test_gradients_in_fp32_are_within_a_millionth_of_their_norm(ranks: Ranks, me
 
 
 VARIANTS = {
-    "recomputed": AlgorithmConfig(old_logprobs="recompute", minibatches=2, epochs=2, kl_coefficient=0.1),
-    "gspo": AlgorithmConfig(importance_level="sequence", aggregation="seq-mean-token-mean", dual_clip=3.0),
-    "dr_grpo": AlgorithmConfig(advantage="dr_grpo", aggregation="seq-mean-token-sum-norm", kl_coefficient=0.1, kl_estimator="k3+"),
-    "rloo": AlgorithmConfig(advantage="rloo", aggregation="seq-mean-token-sum", truncated_importance_cap=2.0, truncated_importance_level="sequence"),
+    "recomputed": AlgorithmConfig(old_logprobs="recompute", minibatches=2, epochs=2, kl_coef=0.1),
+    "gspo": AlgorithmConfig(importance_level="sequence", loss_agg_mode="seq-mean-token-mean", dual_clip=3.0),
+    "dr_grpo": AlgorithmConfig(advantage="dr_grpo", loss_agg_mode="seq-mean-token-sum-norm", kl_coef=0.1, kl_estimator="k3+"),
+    "rloo": AlgorithmConfig(advantage="rloo", loss_agg_mode="seq-mean-token-sum", tis_cap=2.0, tis_level="sequence"),
 }
 
 
@@ -124,7 +124,7 @@ def test_every_schedule_of_a_pipeline_takes_the_updates_of_one_process(ranks: Ra
 
 def test_ranks_without_a_sequence_and_batches_without_one_take_part(ranks: Ranks) -> None:
     """Four ranks share the two sequences that count, and no rank has one in which every sample is masked."""
-    algorithm = AlgorithmConfig(kl_coefficient=0.1)
+    algorithm = AlgorithmConfig(kl_coef=0.1)
     for faults in ((2,), (0, 1)):
         policy = Policy(replace(DENSE, zero=3, steps=2), algorithm, counts=(3,), faults=faults)
         found = ranks.run(MeshShape(data=4), reinforced, policy)
@@ -138,7 +138,7 @@ def test_ranks_without_a_sequence_and_batches_without_one_take_part(ranks: Ranks
 
 
 EACH_ONE = Policy(
-    Case(LLAMA, "float32", "cpu", steps=3), AlgorithmConfig(minibatches=2, kl_coefficient=0.1), counts=(4,), faults=(), micro_batch_tokens=1,
+    Case(LLAMA, "float32", "cpu", steps=3), AlgorithmConfig(minibatches=2, kl_coef=0.1), counts=(4,), faults=(), micro_batch_tokens=1,
     max_grad_norm=0.0,
 )
 """Two sequences to a minibatch and each in a micro-batch of its own: two ranks then add what one process adds, in its order."""

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 make_model = conftest.make_model.__wrapped__()
 make_batch = conftest.make_batch.__wrapped__()
 trainer = TrainerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, micro_batch_tokens=40, optimizer=sys.argv[3])
-algorithm, folder = AlgorithmConfig(kl_coefficient=0.1), Path(sys.argv[2])
+algorithm, folder = AlgorithmConfig(kl_coef=0.1), Path(sys.argv[2])
 ranks = alone()
 replica, guard = make_replica(make_model(torch.float32), trainer, ranks), GradScaler(trainer)
 

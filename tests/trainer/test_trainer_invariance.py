@@ -23,12 +23,12 @@ from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.step import predict
 from tandem.types import Batch, RunError
 
-CONFIG = AlgorithmConfig(kl_coefficient=0.1, truncated_importance_cap=2.0, dual_clip=3.0, clip_high=0.28)
+CONFIG = AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, dual_clip=3.0, clip_ratio_high=0.28)
 VARIANTS = [
     CONFIG,
-    replace(CONFIG, aggregation="seq-mean-token-sum", kl_estimator="k2"),
-    replace(CONFIG, aggregation="seq-mean-token-mean", importance_level="sequence", kl_estimator="k3+"),
-    replace(CONFIG, aggregation="seq-mean-token-sum-norm", truncated_importance_level="sequence", kl_estimator="k1"),
+    replace(CONFIG, loss_agg_mode="seq-mean-token-sum", kl_estimator="k2"),
+    replace(CONFIG, loss_agg_mode="seq-mean-token-mean", importance_level="sequence", kl_estimator="k3+"),
+    replace(CONFIG, loss_agg_mode="seq-mean-token-sum-norm", tis_level="sequence", kl_estimator="k1"),
 ]
 
 

@@ -41,7 +41,7 @@ def grpo_advantages(rewards: Tensor, valid: Tensor, epsilon: float) -> Tensor:
 
 
 def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: float, mismatch_tokens: int = 0) -> Loss:
-    """Returns the loss ``aggregate(policy loss) + kl_coefficient * aggregate(KL to the reference)`` as shares of micro-batches.
+    """Returns the loss ``aggregate(policy loss) + kl_coef * aggregate(KL to the reference)`` as shares of micro-batches.
 
     ``counts`` are those of the global batch of the optimizer step, so the shares of micro-batches and of ranks add up to its loss. The
     ratio is between distributions at ``temperature``, at which the tokens were drawn; the KL is between raw ones, and is a term of the
@@ -51,23 +51,23 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         new, old, sequences = logprobs.scaled, old_logprobs(rows, temperature), rows.sequence_count
         log_ratio = log_ratios(new, old, rows.mask, rows.sequence_of_row, sequences, config.importance_level)
-        policy = policy_loss(log_ratio, rows.advantages, config.clip_low, config.clip_high, config.dual_clip)
+        policy = policy_loss(log_ratio, rows.advantages, config.clip_ratio_low, config.clip_ratio_high, config.dual_clip)
         values = policy.values
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         by_token = row_weights("token-mean", rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
-        if config.truncated_importance_cap is not None:
-            level, cap = config.truncated_importance_level, config.truncated_importance_cap
+        if config.tis_cap is not None:
+            level, cap = config.tis_level, config.tis_cap
             weight = truncated_importance(old, rows.sampling_logprobs, rows.mask, rows.sequence_of_row, sequences, level, cap)
             values = values * weight
             sums["actor/importance_weight"] = weighted_sum(weight, by_token)
-        weights = row_weights(config.aggregation, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
+        weights = row_weights(config.loss_agg_mode, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
         total = weighted_sum(values, weights)
         sums["actor/pg_loss"] = total.detach()
-        if config.kl_coefficient > 0:
-            assert rows.reference_logprobs is not None, "kl_coefficient > 0 needs reference log-probabilities"
+        if config.kl_coef > 0:
+            assert rows.reference_logprobs is not None, "kl_coef > 0 needs reference log-probabilities"
             kl = kl_estimate(logprobs.raw, rows.reference_logprobs, config.kl_estimator)
-            total = total + config.kl_coefficient * weighted_sum(kl, weights)
+            total = total + config.kl_coef * weighted_sum(kl, weights)
             sums["kl"] = weighted_sum(kl.detach(), by_token)
         sums["actor/entropy"] = weighted_sum(logprobs.entropy.detach(), by_token)
         sums["actor/ppo_kl"] = weighted_sum(policy.kl, by_token)
