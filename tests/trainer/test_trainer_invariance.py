@@ -66,7 +66,7 @@ def cuts(batch):
     }
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: c.aggregation)
+@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: c.loss_agg_mode)
 def test_loss_and_gradients_do_not_depend_on_the_cut_in_float64(make_model, make_batch, config):
     model, batch = make_model(), make_batch()
     total, gradients, sums = loss_and_gradients(model, batch, config, temperature=0.7)
