@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from machine import HERE, best_and_median, machine, write_ratios, write_report
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.engine import Engine
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
@@ -74,7 +74,7 @@ def engine_of(kind: str, strength: float) -> Engine:
     model, draft = pair(strength)
     given = KINDS[kind]
     settings = EngineSettings(SHAPES.max_positions, 1024, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False)
-    speculative = None if given is None else SpeculativeSettings(**given)
+    speculative = None if given is None else SpeculativeConfig(**given)
     return Engine(model, settings, speculative=speculative, draft=draft if kind == "draft" else None)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.engine import AttentionBackend
 from tandem.types.errors import UserError
 
 MOST_THREADS = 1024
@@ -24,6 +25,7 @@ class MachineConfig:
     memory_gib: float = 0.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "cpu", "reference"] = "auto"
+    attention: AttentionBackend = "auto"
     call_deadline_s: float = 1800.0
     max_recoveries: int = 20
 
@@ -34,6 +36,8 @@ class MachineConfig:
             raise UserError(f"'machine.memory_gib' is {self.memory_gib}; it must be 0 (automatic) or more")
         if self.device == "cuda" and self.kernels == "cpu":
             raise UserError("'machine.kernels' is 'cpu' and machine.device is 'cuda'; set machine.kernels to auto or reference")
+        if self.device == "cpu" and self.attention != "auto":
+            raise UserError(f"'machine.attention' is '{self.attention}', which needs a GPU, and machine.device is 'cpu'; set one of them to auto")
         if self.call_deadline_s <= 0:
             raise UserError(f"'machine.call_deadline_s' is {self.call_deadline_s}; it must be above 0")
         if self.max_recoveries < 0:

@@ -1,7 +1,8 @@
 """A recipe for training on data, without a rollout: a model, tokenized data and how long."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import PretrainCheckpointConfig
 from tandem.config.machine import MachineConfig
@@ -88,6 +89,11 @@ class PretrainRecipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "machine.call_deadline_s": "ranks call each other by collectives, whose deadline is parallel.collective_timeout_s",
+        "machine.max_recoveries": "ranks are started again run.restart_budget times",
+    }
+
     @property
     def learns_from_examples(self) -> bool:
         return self.algorithm.name == "sft"
@@ -118,6 +124,11 @@ class PretrainRecipe:
             )
         if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
             raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")
+        if self.machine.attention != "auto" and self.trainer.precision == "fp32":
+            raise UserError(
+                f"'machine.attention' is '{self.machine.attention}', which computes in 16 bits, and trainer.precision is 'fp32'; set trainer.precision to "
+                "bf16 or fp16, or machine.attention to auto"
+            )
         self._check_offload()
 
     def _check_offload(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.checkpoint import CheckpointConfig
@@ -36,6 +37,13 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "run.trace_steps": "a pod's steps are not traced, only those of pretraining and fine-tuning",
+        "trainer.max_skipped_steps": "a pod skips no step: the first loss or gradient that is not finite ends the run",
+        "trainer.loss_scale": "a pod trains in fp32, which needs no loss scale",
+        "trainer.loss_scale_growth_steps": "a pod trains in fp32, which needs no loss scale",
+    }
+
     def check(self) -> None:
         """Refuse combinations of sections that cannot work; each section has refused its own mistakes already."""
         create = self.model.create
@@ -61,22 +69,14 @@ class Recipe:
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
                 "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
-        is_corrected = self.algorithm.truncated_importance_cap is not None and self.algorithm.old_logprobs == "recompute"
-        if self.rollout.quantization != "none" and not is_corrected:
-            raise UserError(
-                f"'rollout.quantization' is '{self.rollout.quantization}', which draws from another distribution than the trainer's; set "
-                "algorithm.truncated_importance_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or quantization to none"
-            )
-        if self.algorithm.group_size > self.rollout.max_sequences:
-            raise UserError(
-                f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "
-                f"({self.rollout.max_sequences}); a group runs at once"
-            )
+        self._check_engine(longest)
         if create and self.warm_up is None:
             raise UserError("a model made from the recipe knows nothing yet; add a section 'warm_up' (an empty one takes the defaults)")
         for name in ("router_balance_loss", "router_bias_rate"):
             if getattr(self.trainer, name):
                 raise UserError(f"'trainer.{name}' is {getattr(self.trainer, name)}; experts are balanced in pretraining only: leave it at 0")
+        if self.machine.attention != "auto":
+            raise UserError(f"'machine.attention' is '{self.machine.attention}', which needs a GPU; a pod computes on the CPU: set it to auto")
         if self.machine.device == "cuda":
             raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
         if self.trainer.dtype != "float32":
@@ -88,6 +88,23 @@ class Recipe:
             raise UserError(f"'trainer.offload' is '{self.trainer.offload}', which is of pretraining; a pod keeps its moments in memory")
         if self.trainer.offload_activations != "none":
             raise UserError("'trainer.offload_activations' is 'nvme', which is of pretraining; a pod keeps activations in memory: set it to none")
+
+    def _check_engine(self, max_model_len: int) -> None:
+        """``max_model_len``: the context in tokens, 0 where only the model's folder says it."""
+        different = self.rollout.differs_from_trainer()
+        is_corrected = self.algorithm.truncated_importance_cap is not None and self.algorithm.old_logprobs == "recompute"
+        if different and not is_corrected:
+            raise UserError(
+                f"{different}, so samples come from another distribution than the trainer's; set algorithm.truncated_importance_cap (2.0 is usual) and "
+                "algorithm.old_logprobs to recompute, or remove the option"
+            )
+        if self.algorithm.group_size > self.rollout.engine.max_num_seqs:
+            raise UserError(
+                f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.engine.max_num_seqs "
+                f"({self.rollout.engine.max_num_seqs}); a group runs at once"
+            )
+        if max_model_len:
+            self.rollout.engine.check_length(max_model_len)
 
 
 IN_A_POD = ("grpo", "ppo", "dpo")

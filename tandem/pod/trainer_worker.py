@@ -53,7 +53,7 @@ class TrainerWorker:
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.recipe, self.directory = recipe, directory
-        self.kernels = select(recipe.machine.kernels)
+        self.kernels = select(recipe.machine.kernels, attention=recipe.machine.attention)
         self.store = EmbeddedStore(directory / "pod" / "store.sqlite")
         self.writer: WeightWriter | None = None
         self.start: Path | None = None
@@ -113,12 +113,12 @@ class TrainerWorker:
         """Stand at checkpoint ``step`` or before (``None``: the newest), or at the start model where there is none, or ``damaged`` ones alone."""
         start = self.start = Path(meta["start"])
         self.model = load_model(start, self.kernels)
-        self.model.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
+        self.model.kv_cache_dtype = self.recipe.rollout.engine.kv_cache_dtype
         self.model.recompute = self.recipe.trainer.recompute
         self.optimizer = make_optimizer(self.model, self.recipe.trainer)
         if self.recipe.algorithm.kl_coefficient > 0:
             self.reference = load_model(start, self.kernels).requires_grad_(False)
-            self.reference.kv_cache_dtype = self.recipe.rollout.kv_cache_dtype
+            self.reference.kv_cache_dtype = self.recipe.rollout.engine.kv_cache_dtype
         checkpoints = self.directory / "checkpoints"
         found = newest_committed(checkpoints, meta["step"])
         self.steps = 0

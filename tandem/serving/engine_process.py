@@ -1,6 +1,6 @@
 """The process of one engine: ``python -m tandem.serving.engine_process --channel FD ARGUMENTS``.
 
-``ARGUMENTS`` is a JSON object, the fields of ``EngineArguments``. The process ends when the server closes the channel.
+``ARGUMENTS`` is a JSON object, the fields of ``EngineArgs``. The process ends when the server closes the channel.
 """
 
 import argparse
@@ -16,13 +16,14 @@ import threading
 
 import torch
 
+from tandem.config.engine import EngineArgs
+from tandem.config.load import build
 from tandem.engine.llm import LLM
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import parameter_count
 from tandem.runtime.calls import error_meta, read_frame
 from tandem.serving.engine_loop import EngineLoop
 from tandem.serving.messages import EngineInfo
-from tandem.serving.settings import EngineArguments
 from tandem.types.wire import PREFIX, encode
 
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("arguments", type=lambda text: EngineArguments(**json.loads(text)))
+    parser.add_argument("arguments", type=lambda text: build(EngineArgs, json.loads(text), "engine"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
     # A terminal's Ctrl-C reaches the whole group: the server decides when its engines end.
@@ -42,10 +43,10 @@ def main() -> None:
         serve(server, options.arguments)
 
 
-def serve(server: socket.socket, arguments: EngineArguments) -> None:
+def serve(server: socket.socket, args: EngineArgs) -> None:
     """Load the model, say what it is, and serve until the channel is closed."""
     try:
-        llm = LLM(**dataclasses.asdict(arguments), digest_weights=True)
+        llm = LLM.from_engine_args(args, digest_weights=True)
     except Exception as error:
         with contextlib.suppress(OSError):
             server.sendall(encode(error_meta(error), kind="failed"))

@@ -65,16 +65,16 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture
 def make_llm(make_folder: Callable[..., Path]) -> Callable[..., LLM]:
-    """``make_llm(architecture, seed, **engine settings)``. A ``speculative`` model may be named by its seed; batches of any size
-    guess."""
+    """``make_llm(architecture, seed, **engine settings)``. The model of a ``speculative_config`` may be named by its seed; batches of any size
+    guess. A token's keys and values take 512 bytes in fp32, so a ``swap_space`` of 2**-12 GiB holds 512 tokens."""
 
     def make(architecture: str = "qwen3", weights: int = 0, **settings: Any) -> LLM:
         settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
-        speculative = settings.get("speculative")
+        speculative = settings.get("speculative_config")
         if speculative is not None:
             model = speculative.get("model")
             found = {"model": make_folder(architecture, model)} if isinstance(model, int) else {}
-            settings["speculative"] = {"disable_by_batch_size": 64, **speculative, **found}
+            settings["speculative_config"] = {"disable_by_batch_size": 64, **speculative, **found}
         return LLM(make_folder(architecture, weights), **settings)
 
     return make

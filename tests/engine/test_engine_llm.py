@@ -83,7 +83,7 @@ def test_a_model_in_object_storage_is_held_while_it_is_open(make_folder: Callabl
     other: dict[str, Any] = {"directory": tmp_path / "cache", "max_bytes": limit}
     copy = tmp_path / "other"
     shutil.copytree(folder, copy)
-    with LLM(url, weight_cache_bytes=limit, **settings) as llm:
+    with LLM(url, weight_cache_gib=limit / 2**30, **settings) as llm:
         assert llm.generate("abc", PARAMS)[0].outputs == expected
         with pytest.raises(UserError, match="models in use"):
             WeightStore(**other).hold(f"file://{copy}")

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.costs import preemption_costs
 from tandem.engine.core.state import SchedulerState, limits_of
 from tandem.engine.executor.input_batch import RowTable
@@ -17,7 +18,6 @@ from tandem.engine.kv_cache.prefix_cache import PrefixCache
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels.api import KVLayer
 from tandem.model.decoder import Decoder
 from tandem.types import WeightVersion
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 
 
 def make_parts(
-    decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeSettings | None,
+    decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeConfig | None,
     draft: Decoder | None,
 ) -> Parts:
     """The parts of an engine whose ``decoder``, packed, has the weights ``version``; the other ``ranks`` get their caches too. Raises

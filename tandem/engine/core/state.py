@@ -51,10 +51,10 @@ def limits_of(settings: EngineSettings, shapes: ModelShapes, guessing_seqs: int)
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        joins=settings.joins,
-        preemption=settings.preemption if settings.swap_blocks else "recompute",
+        joins=settings.admission,
+        preemption=settings.preemption_mode if settings.swap_blocks else "recompute",
         watermark=int(settings.watermark * settings.num_blocks),
-        reservation=blocks_for(settings.max_model_len) if settings.kv == "static" else 0,
+        reservation=blocks_for(settings.max_model_len) if settings.cache_implementation == "static" else 0,
         window=0 if None in windows else max(window or 0 for window in windows),
         guessing_seqs=guessing_seqs,
     )

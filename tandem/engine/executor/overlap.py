@@ -146,16 +146,16 @@ class Overlap:
 def overlaps_steps(settings: EngineSettings, device: torch.device, has_ranks: bool, has_speculation: bool) -> bool:
     """Whether an engine launches steps ahead. Raises ``UserError`` where that is asked for and cannot be."""
     why = "speculation needs each token before the next step" if has_speculation else "other ranks follow each step" if has_ranks else ""
-    if settings.overlap == "on" and why:
-        raise UserError(f"engine overlap is 'on' and {why}; set it to 'auto' or 'off'")
-    return settings.overlap == "on" or (settings.overlap == "auto" and device.type == "cuda" and not why)
+    if settings.async_scheduling and why:
+        raise UserError(f"engine async_scheduling is on and {why}; leave it out")
+    return device.type == "cuda" and not why if settings.async_scheduling is None else settings.async_scheduling
 
 
 def make_overlap(runner: Runner, settings: EngineSettings) -> Overlap:
     """For an engine whose caches have a block more than ``settings.num_blocks``."""
     rows = DeviceRows(runner.table, runner.device, scratch=settings.num_blocks)
     overlap = Overlap(runner, rows)
-    if runner.device.type == "cuda" and settings.cuda_graphs == "auto":
+    if runner.device.type == "cuda" and not settings.enforce_eager:
         overlap.graphs = decode_graphs(overlap, settings)
     return overlap
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence as Series
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
 from tandem.engine.sample.logits_processors import LogitRules, rules_of
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.sample.stop_checker import TextWatch
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_length import DraftLength
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.engine.structured_output.grammars import Grammars
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
@@ -18,7 +18,7 @@ class InputProcessor:
     """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how the engine guesses, ``None`` where it does not."""
 
     def __init__(
-        self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeSettings | None
+        self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeConfig | None
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
