@@ -5,7 +5,7 @@ from typing import Literal
 
 from tandem.types.errors import UserError
 
-Advantage = Literal["grpo", "dr_grpo", "rloo"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 Level = Literal["token", "sequence"]
@@ -15,10 +15,9 @@ Level = Literal["token", "sequence"]
 class AlgorithmConfig:
     """GRPO and its relatives.
 
-    ``name``: the algorithm.
+    ``name``: the algorithm, by its advantage estimator: ``grpo`` (reward - group mean) / (group std + ``advantage_epsilon``), ``dr_grpo``
+    without the std, ``rloo`` against the mean of the other samples.
     ``group_size``: completions of each prompt.
-    ``advantage``: ``grpo`` (reward - group mean) / (group std + ``advantage_epsilon``), ``dr_grpo`` without the std,
-    ``rloo`` against the mean of the other samples.
     ``clip_low``, ``clip_high``: the ratio pi / pi_old is clipped to [1 - clip_low, 1 + clip_high].
     ``dual_clip``: bound on the ratio where the advantage is negative (3.0 is usual); empty turns it off.
     ``aggregation``: from losses of tokens to the loss of the global batch; ``seq-mean-token-sum-norm`` divides by
@@ -34,9 +33,8 @@ class AlgorithmConfig:
     ``mask_truncated``: completions cut at the token limit count in their group's statistics but not in the loss.
     """
 
-    name: Literal["grpo", "ppo", "dpo"] = "grpo"
+    name: AlgorithmName = "grpo"
     group_size: int = 8
-    advantage: Advantage = "grpo"
     advantage_epsilon: float = 1e-6
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -55,8 +53,6 @@ class AlgorithmConfig:
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
-        if self.name != "grpo":
-            raise UserError(f"'algorithm.name' is '{self.name}', which this version does not train yet; use grpo")
         if self.group_size < 2:
             raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
         if not 0 <= self.advantage_epsilon < float("inf"):

@@ -1,11 +1,12 @@
 """A recipe: every section of a run in one frozen value, and the combinations that cannot work."""
 
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
@@ -107,7 +108,7 @@ class Recipe:
             self.rollout.engine.check_length(max_model_len)
 
 
-IN_A_POD = ("grpo", "ppo", "dpo")
+IN_A_POD = typing.get_args(AlgorithmName)
 """Algorithms that train on rollouts."""
 ON_DATA = ("pretrain", "sft")
 """Algorithms that train on data and not on rollouts."""

@@ -52,7 +52,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--model.create.hiden_size=4", "did you mean 'model.create.hidden_size'?"),
         ("--algorithm.group_size=four", "'algorithm.group_size' is"),
         ("--algorithm.group_size=1", "at least 2"),
-        ("--algorithm.advantage=gprо", "must be one of"),
+        ("--algorithm.name=gprо", "must be one of"),
         ("--trainer.learning_rate=nan", "must be a number"),
         ("--trainer.learning_rate=-1", "above 0"),
         ("--task.name=srt", "did you mean 'sort'?"),
@@ -86,7 +86,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.threads=-1", "machine.threads"),
         ("--machine.threads=100000", "at most 1024"),
         ("--trainer.dtype=float64", "float32"),
-        ("--algorithm.name=ppo", "use grpo"),
+        ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
     ],
 )
 def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, recipe, override, says) -> None:
