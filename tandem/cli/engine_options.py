@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from tandem.config.document import field_descriptions
+from tandem.config.describe import field_descriptions
 from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.config.load import build
 from tandem.types import UserError

@@ -12,22 +12,24 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """``threads``: of each worker, 0 takes all cores that this process may use (the workers take turns);
-    the ranks of a run in several processes divide them.
-    ``memory_gib``: what both sidecars may take together, 0 takes 80 % of what is free at the start.
-    ``device``: what a run on data computes on: ``auto`` takes a GPU (``cuda``) where there is one, each rank its own, else the CPU. A pod
-    computes on the CPU.
-    ``kernels``: ``auto`` takes the C++ kernels where a compiler is found, and Triton's on a GPU. ``call_deadline_s``: the longest that one phase
-    of a step may take before the run says who is stuck. ``max_recoveries``: dead workers and shims replaced in one run
-    before it gives up."""
+    """What a run may use of the machine it is on."""
 
     threads: int = 0
+    """Threads of each worker. 0: all cores that this process may use (the workers take turns). The ranks of a run in several processes
+    divide them."""
     memory_gib: float = 0.0
+    """Memory that the run may take on this machine, in GiB. 0: 80 % of what is free at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`cuda` gives each rank a GPU, `auto` takes GPUs where there are any; a pod computes on the CPU. See `training.md`, On GPUs."""
     kernels: Literal["auto", "cpu", "reference"] = "auto"
+    """`cpu` are the C++ kernels, `reference` plain torch; `auto` takes the C++ ones where a compiler is found, and Triton's on a GPU."""
     attention: AttentionBackend = "auto"
+    """Attention over packed sequences: `auto` is the kernels' own, or torch's in 16 bits on a GPU; `torch`, `flash3`, `flash4` and
+    `xformers` are those packages', on a GPU with a `trainer.precision` of 16 bits."""
     call_deadline_s: float = 1800.0
+    """Seconds that one phase of a pod's step may take before the run names the worker that is stuck and ends."""
     max_recoveries: int = 20
+    """Dead workers and sidecars that a pod replaces in one run before it gives up."""
 
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:

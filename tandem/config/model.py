@@ -10,31 +10,41 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewModelConfig:
-    """A model with random weights, made from the recipe: nothing is downloaded.
-
-    ``tokenizer``: a folder whose tokenizer it takes; empty makes one with a token a character. ``characters``: the
-    vocabulary of that besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the line break.
-    ``initial_deviation``: standard deviation of the random weights; narrow models learn faster from about
-    0.7 / sqrt(hidden_size). ``num_experts``, ``experts_per_token`` and ``expert_intermediate_size`` (0: as
-    ``intermediate_size``): the mixture of experts in every layer of qwen3_moe and mixtral.
-    """
+    """A model with random weights and a tokenizer of one token a character. Nothing is downloaded. It is untrained, so a recipe with
+    rollouts needs a section `warm_up`."""
 
     architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = "qwen3"
+    """`llama`, `qwen2`, `qwen3`, `qwen3_moe` or `mixtral`."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     num_layers: int = 5
+    """Layers, 1000 at most."""
     num_heads: int = 4
+    """Query heads; a multiple of `num_kv_heads`."""
     num_kv_heads: int = 2
+    """Heads of keys and values."""
     head_dim: int = 32
+    """Width of a head; even."""
     intermediate_size: int = 512
+    """Width of the feed-forward part."""
     max_positions: int = 256
+    """The context, in tokens (here: characters)."""
     tie_embeddings: bool = True
+    """Whether the output layer is the embedding."""
     rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
     tokenizer: str = ""
+    """A folder whose tokenizer the model takes; empty makes one with a token a character."""
     characters: str = "ascii"
+    """The vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
     initial_deviation: float = 0.02
+    """Standard deviation of the random weights; narrow models learn faster from about 0.7 / sqrt(`hidden_size`)."""
     num_experts: int = 8
+    """Experts of a layer (`qwen3_moe` and `mixtral` only, as the next two)."""
     experts_per_token: int = 2
+    """Experts that each token goes to."""
     expert_intermediate_size: int = 0
+    """Width of an expert; 0 takes `intermediate_size`."""
 
     def check(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
@@ -65,12 +75,14 @@ class NewModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Exactly one of ``path`` (a local Hugging Face folder) and ``create``. ``max_length``: prompt and completion
-    together, in tokens; 0 takes the model's own context."""
+    """A local Hugging Face folder, or the shape of a small model that the run makes itself. Exactly one of `path` and `create`."""
 
     path: str | None = None
+    """A local Hugging Face folder: Llama, Qwen2 or Qwen3, weights in safetensors, the tokenizer as `tokenizer.json`."""
     create: NewModelConfig | None = None
+    """A section of its own, below."""
     max_length: int = 0
+    """Prompt and completion together, in tokens. 0: the model's own context."""
 
     def check(self) -> None:
         if (self.path is None) == (self.create is None):

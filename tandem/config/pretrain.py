@@ -16,29 +16,33 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DatasetConfig:
-    """``path``: what ``tandem tokenize`` wrote, a folder or URL. ``weight``: its share of the mixture, beside the others'."""
+    """One dataset of the mixture."""
 
     path: str
+    """What `tandem tokenize` wrote, a folder or URL."""
     weight: float = 1.0
+    """Its share of the mixture, beside the others'."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """``train``: the datasets of the mixture. ``held_out``: a dataset that is only measured on; empty measures nothing.
-
-    ``sequence_length``: tokens that are trained on together; documents are laid end to end and cut, and never see each other. In
-    supervised fine-tuning: the most that an example may have, which is never cut. ``too_long``: what becomes of longer ones.
-    ``sequences_per_step``: of one optimizer step; examples in supervised fine-tuning. ``cache``: the folder that shards of a URL are
-    brought to. ``read_ahead``: batches that wait ready.
-    """
+    """What is trained on. Documents are laid end to end and cut into sequences; attention does not cross a document's end. Examples of
+    supervised fine-tuning are never cut."""
 
     train: tuple[DatasetConfig, ...]
+    """The datasets of the mixture, a list of sections `data.train`."""
     held_out: str = ""
+    """A dataset that is only measured on. Empty: none."""
     sequence_length: int = 512
+    """Tokens of a sequence; in supervised fine-tuning the most that an example may have."""
     sequences_per_step: int = 8
+    """Sequences, or examples, of one optimizer step."""
     too_long: Literal["refuse", "leave_out"] = "refuse"
+    """Of `sft`: `refuse` a dataset with longer examples, or `leave_out` those."""
     cache: str = ""
+    """The folder that shards of a URL are downloaded to and verified in."""
     read_ahead: int = 4
+    """Batches that are prepared ahead."""
 
     def check(self) -> None:
         if not self.train:
@@ -56,10 +60,12 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutConfig:
-    """The loss on ``sequences`` sequences of the held-out data after every ``every_steps`` optimizer steps and at the end."""
+    """How often the loss on the held-out data is measured, and on how much."""
 
     every_steps: int = 50
+    """Optimizer steps between two measurements; one more follows at the end."""
     sequences: int = 32
+    """Sequences, or examples, of the held-out data that are measured on."""
 
     def check(self) -> None:
         for name in ("every_steps", "sequences"):
@@ -69,9 +75,10 @@ class HeldOutConfig:
 
 @dataclass(frozen=True, slots=True)
 class PretrainConfig:
-    """``name`` says what is learned: every next token of documents, or with ``sft`` those that a dataset of examples marks."""
+    """Which tokens of the data are learned."""
 
     name: Literal["pretrain", "sft"]
+    """`pretrain`: every next token of documents. `sft`: the tokens that a dataset of examples marks (supervised fine-tuning)."""
 
 
 @dataclass(frozen=True, slots=True)

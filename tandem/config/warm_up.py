@@ -8,24 +8,26 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class WarmUpConfig:
-    """The rest of the optimizer's settings stand in section ``trainer``.
-
-    ``steps``: optimizer steps. ``batch_size``: demonstrations in each.
-    ``learning_rate``, ``warmup_steps``, ``schedule``: as in ``trainer``; a schedule that falls ends at ``steps``.
-    ``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn.
-    ``seed``: of the demonstrations and their order, besides the run's own.
-    ``max_accuracy``: held-out sampled accuracy above which the warm start is refused: a run that begins near its target
-    shows nothing.
-    """
+    """Supervised fine-tuning on demonstrations before reinforcement learning begins. Without the section there is none; the optimizer's
+    other settings are those of `trainer`."""
 
     steps: int = 225
+    """Optimizer steps."""
     batch_size: int = 48
+    """Demonstrations in each."""
     learning_rate: float = 2e-3
+    """The learning rate after this section's own warm-up steps."""
     warmup_steps: int = 10
+    """Steps in which the learning rate rises."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """`constant`, `linear` or `cosine`; a schedule that falls ends at `steps`."""
     corrupted_share: float = 0.5
+    """How many demonstrations have a wrong answer, so that something is left to learn. `sort` and `addition` can make wrong answers; for
+    `jsonl` and `reasoning_gym` it must be 0."""
     seed: int = 0
+    """Of the demonstrations and their order, besides the run's own."""
     max_accuracy: float = 0.55
+    """Held-out sampled accuracy above which the warm start is refused: a run that begins near its target shows nothing."""
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
