@@ -126,7 +126,7 @@ def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
 
 
 def test_an_unknown_kv_cache_dtype_is_refused(make_llm: Callable[..., LLM]) -> None:
-    with pytest.raises(UserError, match="kv_cache_dtype is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3"):
+    with pytest.raises(UserError, match="kv_cache_dtype' is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3"):
         make_llm(kv_cache_dtype="int3")
 
 
@@ -152,7 +152,7 @@ def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., P
     for _ in range(15):
         llm.engine.step()
     new = dict(read_tensors(make_folder("qwen3", 1)))
-    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative") or {}).get("method") == "draft" else None)
+    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative_config") or {}).get("method") == "draft" else None)
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
         llm.engine.check_integrity()

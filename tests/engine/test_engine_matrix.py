@@ -45,8 +45,8 @@ def folders(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 def start(folders: dict[str, Path], numbers: str, **settings: Any) -> LLM:
-    if settings.get("speculative", {}).get("method") == "draft":
-        settings["speculative"] = {**settings["speculative"], "model": folders["draft"]}
+    if settings.get("speculative_config", {}).get("method") == "draft":
+        settings["speculative_config"] = {**settings["speculative_config"], "model": folders["draft"]}
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **NUMBERS[numbers], **settings}
     return LLM(folders["awq" if numbers == "awq" else "plain"], **settings)
 
