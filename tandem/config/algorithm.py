@@ -38,7 +38,7 @@ class AlgorithmConfig:
     """Weight of the KL divergence from the start model in the loss. 0: no reference model is held."""
     kl_estimator: KLEstimator = "k3"
     """`k1`, `k2`, `k3` (Schulman, 2020), or `k3+`: the value of k3 with the gradient of k2."""
-    truncated_importance_cap: float | None = None
+    tis_cap: float | None = None
     """Weight each token by min(pi_old / mu, cap), mu being the distribution it was drawn from (2.0 is usual). Empty: off."""
     truncated_importance_level: Level = "token"
     """One such weight for each `token`, or one for the whole `sequence`."""
@@ -75,9 +75,9 @@ class AlgorithmConfig:
             raise UserError(
                 f"'algorithm.kl_coefficient' is {self.kl_coefficient}; it must be 0 (no KL) or more, and finite"
             )
-        if self.truncated_importance_cap is not None and not self.truncated_importance_cap >= 1:
+        if self.tis_cap is not None and not self.tis_cap >= 1:
             raise UserError(
-                f"'algorithm.truncated_importance_cap' is {self.truncated_importance_cap}; "
+                f"'algorithm.tis_cap' is {self.tis_cap}; "
                 "it must be at least 1, or empty"
             )
         for name in ("minibatches", "epochs"):

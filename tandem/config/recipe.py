@@ -59,10 +59,10 @@ class Recipe:
                 f"'model.max_length' is {self.model.max_length}, more than model.create.max_positions ({create.max_positions})"
             )
         filtered = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
-        if filtered and self.algorithm.truncated_importance_cap is None:
+        if filtered and self.algorithm.tis_cap is None:
             raise UserError(
                 "rollout.top_p, top_k and min_p draw from another distribution than the trainer's; set "
-                "algorithm.truncated_importance_cap (2.0 is usual) or turn them off"
+                "algorithm.tis_cap (2.0 is usual) or turn them off"
             )
         if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout":
             # At another temperature the rollout reports pi_old by what it drew from, which a filter has renormalised.
@@ -93,10 +93,10 @@ class Recipe:
     def _check_engine(self, max_model_len: int) -> None:
         """``max_model_len``: the context in tokens, 0 where only the model's folder says it."""
         different = self.rollout.differs_from_trainer()
-        is_corrected = self.algorithm.truncated_importance_cap is not None and self.algorithm.old_logprobs == "recompute"
+        is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
         if different and not is_corrected:
             raise UserError(
-                f"{different}, so samples come from another distribution than the trainer's; set algorithm.truncated_importance_cap (2.0 is usual) and "
+                f"{different}, so samples come from another distribution than the trainer's; set algorithm.tis_cap (2.0 is usual) and "
                 "algorithm.old_logprobs to recompute, or remove the option"
             )
         if self.algorithm.group_size > self.rollout.engine.max_num_seqs:

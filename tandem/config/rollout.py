@@ -21,7 +21,7 @@ class RolloutConfig:
     top_k: int = 0
     """Sample from the k most likely tokens. 0: off."""
     top_p: float = 1.0
-    """Nucleus sampling. 1: off. With `top_k`, `top_p` or `min_p`, set `algorithm.truncated_importance_cap`."""
+    """Nucleus sampling. 1: off. With `top_k`, `top_p` or `min_p`, set `algorithm.tis_cap`."""
     min_p: float = 0.0
     """Drop tokens below this share of the most likely one's probability. 0: off."""
     stop: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ def test_the_defaults_can_train(section):
         (AlgorithmConfig(clip_high=-1), "'algorithm.clip_high' is -1"),
         (AlgorithmConfig(dual_clip=1.1), "'algorithm.dual_clip' is 1.1"),
         (AlgorithmConfig(kl_coefficient=-0.1), "'algorithm.kl_coefficient' is -0.1"),
-        (AlgorithmConfig(truncated_importance_cap=0.5), "'algorithm.truncated_importance_cap' is 0.5"),
+        (AlgorithmConfig(tis_cap=0.5), "'algorithm.tis_cap' is 0.5"),
         (AlgorithmConfig(minibatches=0), "'algorithm.minibatches' is 0"),
         (TrainerConfig(learning_rate=0), "'trainer.learning_rate' is 0"),
         (TrainerConfig(beta2=1.0), "'trainer.beta2' is 1.0"),

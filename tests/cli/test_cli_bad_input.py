@@ -58,7 +58,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--task.name=srt", "did you mean 'sort'?"),
         ("--task.name=größer", "größer"),
         ("--rollout.max_tokens=256", "leaves no room"),
-        ("--rollout.top_p=0.9", "truncated_importance_cap"),
+        ("--rollout.top_p=0.9", "tis_cap"),
         ("--rollout.engine.quantization=int8", "old_logprobs to recompute"),
         ("--rollout.engine.quantization=int3", "must be one of"),
         ("--rollout.engine.max_num_seqs=1", "a group runs at once"),

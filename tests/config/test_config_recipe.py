@@ -20,14 +20,14 @@ def recipe(rollout: dict[str, Any], algorithm: dict[str, Any]) -> Recipe:
 
 @pytest.mark.parametrize("filtered", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_a_filter_at_another_temperature_needs_old_logprobs_of_the_trainer(filtered: dict[str, Any]) -> None:
-    capped = {"truncated_importance_cap": 2.0}
+    capped = {"tis_cap": 2.0}
     with pytest.raises(UserError, match=r"temperature 0.7 and .* set algorithm.old_logprobs to recompute") as caught:
         recipe({"temperature": 0.7, **filtered}, capped)
     assert "\n" not in str(caught.value)
     recipe({"temperature": 0.7, **filtered}, {**capped, "old_logprobs": "recompute"})
     recipe(filtered, capped)
     recipe({"temperature": 0.7}, {})
-    with pytest.raises(UserError, match="truncated_importance_cap"):
+    with pytest.raises(UserError, match="tis_cap"):
         recipe(filtered, {"old_logprobs": "recompute"})
 
 
@@ -46,7 +46,7 @@ def test_every_option_of_the_engine_is_reached_from_the_recipe() -> None:
         "async_scheduling": False, "enforce_eager": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "quantization": "int8+head", "deterministic": False, "device": "cuda:0",
     }
-    engine = recipe({"engine": given}, {"truncated_importance_cap": 2.0, "old_logprobs": "recompute"}).rollout.engine
+    engine = recipe({"engine": given}, {"tis_cap": 2.0, "old_logprobs": "recompute"}).rollout.engine
     assert {name: value for name, value in to_mapping(engine).items() if name in given} == {
         **given, "speculative_config": to_mapping(SpeculativeConfig("ngram", num_speculative_tokens=3)),
     }  # fmt: skip
@@ -67,10 +67,10 @@ def test_what_the_rollout_decides_itself_is_refused_by_name_with_the_reason(key:
     "different", [{"quantization": "int8"}, {"quantization": "bf16"}, {"device": "cuda"}, {"deterministic": False, "tensor_parallel_size": 2}]
 )
 def test_an_engine_with_other_log_probabilities_needs_importance_sampling(different: dict[str, Any]) -> None:
-    for algorithm in ({}, {"truncated_importance_cap": 2.0}, {"old_logprobs": "recompute"}):
+    for algorithm in ({}, {"tis_cap": 2.0}, {"old_logprobs": "recompute"}):
         with pytest.raises(UserError, match=r"'rollout.engine.\w+' is .*old_logprobs to recompute"):
             recipe({"engine": different}, algorithm)
-    recipe({"engine": different}, {"truncated_importance_cap": 2.0, "old_logprobs": "recompute"})
+    recipe({"engine": different}, {"tis_cap": 2.0, "old_logprobs": "recompute"})
 
 
 def test_batching_without_chunks_needs_a_budget_of_a_whole_prompt() -> None:

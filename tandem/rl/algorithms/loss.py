@@ -26,7 +26,7 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
         values = policy.values
         sums: dict[str, Tensor] = {}
         by_token = row_weights("token-mean", rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
-        if config.truncated_importance_cap is not None:
+        if config.tis_cap is not None:
             weight = truncated_importance(
                 old,
                 rows.sampling_logprobs,
@@ -34,7 +34,7 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
                 rows.sequence_of_row,
                 sequences,
                 config.truncated_importance_level,
-                config.truncated_importance_cap,
+                config.tis_cap,
             )
             values = values * weight
             sums["actor/importance_weight"] = weighted_sum(weight, by_token)
