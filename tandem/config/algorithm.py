@@ -40,7 +40,7 @@ class AlgorithmConfig:
     """`k1`, `k2`, `k3` (Schulman, 2020), or `k3+`: the value of k3 with the gradient of k2."""
     tis_cap: float | None = None
     """Weight each token by min(pi_old / mu, cap), mu being the distribution it was drawn from (2.0 is usual). Empty: off."""
-    truncated_importance_level: Level = "token"
+    tis_level: Level = "token"
     """One such weight for each `token`, or one for the whole `sequence`."""
     importance_level: Level = "token"
     """The ratio pi / pi_old of each `token`, or GSPO's length-normalised one of the `sequence`."""

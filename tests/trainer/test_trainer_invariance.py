@@ -22,7 +22,7 @@ VARIANTS = [
     CONFIG,
     replace(CONFIG, aggregation="seq-mean-token-sum", kl_estimator="k2"),
     replace(CONFIG, aggregation="seq-mean-token-mean", importance_level="sequence", kl_estimator="k3+"),
-    replace(CONFIG, aggregation="seq-mean-token-sum-norm", truncated_importance_level="sequence", kl_estimator="k1"),
+    replace(CONFIG, aggregation="seq-mean-token-sum-norm", tis_level="sequence", kl_estimator="k1"),
 ]
 
 

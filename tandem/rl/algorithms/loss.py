@@ -33,7 +33,7 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
                 rows.mask,
                 rows.sequence_of_row,
                 sequences,
-                config.truncated_importance_level,
+                config.tis_level,
                 config.tis_cap,
             )
             values = values * weight
