@@ -27,7 +27,7 @@ class TrainerConfig:
     """The step at which `linear`, `cosine` and `wsd` end; `constant` does not read it."""
     decay_steps: int = 0
     """Steps in which `wsd` falls."""
-    final_share: float = 0.0
+    min_lr_ratio: float = 0.0
     """The share of `learning_rate` that is left at `total_steps` and after."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
@@ -107,8 +107,8 @@ class TrainerConfig:
             )
         if not 1 <= self.muon_iterations <= 20:
             raise UserError(f"'trainer.muon_iterations' is {self.muon_iterations}; it must be between 1 and 20 (5 is usual)")
-        if not 0 <= self.final_share <= 1:
-            raise UserError(f"'trainer.final_share' is {self.final_share}; it must be between 0 and 1")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UserError(f"'trainer.min_lr_ratio' is {self.min_lr_ratio}; it must be between 0 and 1")
         if self.micro_batch_tokens < 1:
             raise UserError(f"'trainer.micro_batch_tokens' is {self.micro_batch_tokens}; it must be at least 1")
         if self.precision != "fp32" and self.dtype != "float32":

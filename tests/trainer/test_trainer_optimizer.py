@@ -166,7 +166,7 @@ def test_without_warm_up_the_first_step_has_the_full_rate():
 
 
 def test_the_linear_schedule_falls_in_a_straight_line_and_stays_at_its_end():
-    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, schedule="linear", total_steps=6, final_share=0.2)
+    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, schedule="linear", total_steps=6, min_lr_ratio=0.2)
     # From 1 at step 2 to 0.2 at step 6: 0.2 less each step.
     assert [learning_rate(config, step) for step in range(2, 9)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
@@ -179,7 +179,7 @@ def test_the_cosine_schedule_follows_half_a_cosine():
 
 
 def test_the_wsd_schedule_stays_and_then_falls_in_its_last_steps():
-    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, schedule="wsd", total_steps=10, decay_steps=4, final_share=0.2)
+    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, schedule="wsd", total_steps=10, decay_steps=4, min_lr_ratio=0.2)
     # Stable from step 2 to 6, then from 1 to 0.2 in 4 steps: 0.2 less each step.
     assert [learning_rate(config, step) for step in range(12)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
