@@ -6,7 +6,7 @@ Any key of the recipe can be set on the command line: --section.key=value.
 examples:
   tandem train recipes/sort.yaml
   tandem train recipes/sort.yaml --run.seed=1 --run.name=second
-  tandem train recipes/sort.yaml --rollout.between_steps=terminate
+  tandem train recipes/sort.yaml --rollout.sleep_mode=terminate
   tandem train recipes/sort.yaml --dry-run        check the recipe and print the memory plan
   tandem train recipes/pretrain.yaml --parallel.data=2 --parallel.zero=1      two processes, the optimizer's state cut between them
   tandem train recipes/sort.yaml --inline         one process, for a debugger

@@ -26,7 +26,7 @@ class RolloutConfig:
     """Drop tokens below this share of the most likely one's probability. 0: off."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion."""
-    between_steps: Literal["auto", "keep", "terminate"] = "auto"
+    sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
     """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and starts it again, `auto` keeps it where the memory plan
     says that trainer and engine fit together."""
     engine: EngineArgs = field(default_factory=EngineArgs)

@@ -58,6 +58,6 @@ def predict(
     )
 
 
-def between_steps(plan: PodMemory, available_bytes: int) -> str:
+def sleep_mode(plan: PodMemory, available_bytes: int) -> str:
     """``keep`` where trainer and engine fit together in ``available_bytes``, else ``terminate``."""
     return "keep" if plan.together <= available_bytes else "terminate"

@@ -29,14 +29,14 @@ class RunPlan:
     most that its checkpoints and models take on the disk."""
 
     memory: PodMemory
-    between_steps: str
+    sleep_mode: str
     disk_bytes: int
 
     def lines(self) -> list[str]:
         """For a person, one line a figure."""
         mebibytes = {name: getattr(self.memory, name) / 2**20 for name in ("trainer", "rollout", "segments")}
         return [
-            f"between steps: {self.between_steps} the engine",
+            f"between steps: {self.sleep_mode} the engine",
             *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
         ]
@@ -52,7 +52,7 @@ def check_inputs(recipe: Recipe) -> RunPlan:
             folder = Path(recipe.model.path or "")
             _check_folder(folder)
         shapes, context = read_shapes(folder), context_tokens(recipe, folder)
-        memory, between_steps = plan(recipe, shapes, context)
+        memory, sleep_mode = plan(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.warm_up is not None:
             _check_demonstrations(recipe.warm_up, source, folder)
@@ -60,7 +60,7 @@ def check_inputs(recipe: Recipe) -> RunPlan:
         logger.debug("every reward function loads")
     kept, models = recipe.checkpoint.keep + 1, 3
     weights = weight_bytes(shapes, recipe.trainer.dtype)
-    found = RunPlan(memory, between_steps, kept * (weights + optimizer_bytes(shapes)) + models * weights)
+    found = RunPlan(memory, sleep_mode, kept * (weights + optimizer_bytes(shapes)) + models * weights)
     check_disk(Path(recipe.run.directory), found.disk_bytes)
     return found
 

@@ -79,13 +79,13 @@ def execute_rl(
         trainer = TrainerSidecar(trainer_channel)
         start = _start_model(recipe, directory, trainer, journal, listener)
         shapes, context = read_shapes(start), context_tokens(recipe, start)
-        memory, between_steps = plan(recipe, shapes, context)
+        memory, sleep_mode = plan(recipe, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, between_steps,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, sleep_mode,
             recipe.machine.max_recoveries,
         )
         step = _bring_up(pod, journal)

@@ -40,7 +40,7 @@ class Pod:
     segment_bytes: int
     journal: Journal
     listener: Listener
-    between_steps: str
+    sleep_mode: str
     max_recoveries: int
     incarnation: int = 0
     kernels: str = ""
@@ -94,7 +94,7 @@ class Pod:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
         with self._trainer_does(TrainerState.OFFLOAD, step):
-            self.trainer.offload(step, release=self.between_steps == "terminate")
+            self.trainer.offload(step, release=self.sleep_mode == "terminate")
             self.online = False
         with self._trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
@@ -123,7 +123,7 @@ class Pod:
         """The trainer's turn: keep or terminate the engine, then bring the trainer back."""
         if self.online:
             return
-        if self.between_steps == "terminate":
+        if self.sleep_mode == "terminate":
             with self._rollout_does(RolloutState.TERMINATE_ENGINE, step):
                 self.rollout.terminate_engine()
                 self.engine_step = None

@@ -9,7 +9,7 @@ import gc
 import logging
 
 from tandem.config.recipe import Recipe
-from tandem.estimate.memory import PodMemory, between_steps, predict
+from tandem.estimate.memory import PodMemory, sleep_mode, predict
 from tandem.layout.shapes import ModelShapes
 from tandem.types import RunError
 
@@ -67,8 +67,8 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
             f"this run needs {memory.in_turn / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
             "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
         )
-    chosen = recipe.rollout.between_steps
-    return memory, between_steps(memory, available) if chosen == "auto" else chosen
+    chosen = recipe.rollout.sleep_mode
+    return memory, sleep_mode(memory, available) if chosen == "auto" else chosen
 
 
 def release() -> None:
