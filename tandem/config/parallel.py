@@ -38,7 +38,7 @@ class ParallelConfig:
     """What data-parallel ranks divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
     collective_timeout_s: float = 300.0
     """Seconds after which a collective that does not end is a hang."""
-    least_stall_s: float = 30.0
+    heartbeat_timeout_s: float = 30.0
     """A rank without progress is a hang after 20 times the longest pause of this run, but not before this many seconds."""
     ranks_per_node: int = 0
     """Ranks on one machine. 0: all."""
@@ -67,7 +67,7 @@ class ParallelConfig:
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()
-        for name in ("collective_timeout_s", "least_stall_s"):
+        for name in ("collective_timeout_s", "heartbeat_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be above 0, and finite")
         if self.ranks_per_node < 0:

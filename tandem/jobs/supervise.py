@@ -99,7 +99,7 @@ class RankProcesses:
         self._directory, self._folder, self._start = directory, folder, start
         self._board = RankBoard(folder / "board", shape.world)
         self._board.clear()
-        self._watch = StallWatch(recipe.parallel.collective_timeout_s, recipe.parallel.least_stall_s)
+        self._watch = StallWatch(recipe.parallel.collective_timeout_s, recipe.parallel.heartbeat_timeout_s)
         threads = max(1, (recipe.machine.threads or available_cores()) // shape.world)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[EventReader] = []

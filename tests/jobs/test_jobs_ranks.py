@@ -46,7 +46,7 @@ def write_recipe(folder: Path, data: Path) -> None:
         "evaluation": {"every_steps": STEPS, "sequences": 5},
         "checkpoint": {"every_steps": 5, "keep": 2},
         "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
-        "parallel": {"least_stall_s": 2.0},
+        "parallel": {"heartbeat_timeout_s": 2.0},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
