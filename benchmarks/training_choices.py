@@ -79,7 +79,7 @@ def recipe(folder: Path, name: str, chosen: dict[str, str], steps: int, threads:
                 "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 512, "max_positions": 128, "initial_deviation": 0.04,
             }
         },
-        "data": {"train": [{"path": str(folder / "train")}], "held_out": str(folder / "held_out"), "sequence_length": 128, "sequences_per_step": 16},
+        "data": {"train": [{"path": str(folder / "train")}], "held_out": str(folder / "held_out"), "sequence_length": 128, "global_batch_size": 16},
         "trainer": {
             "learning_rate": 2e-3, "warmup_steps": 10, "schedule": "wsd", "total_steps": steps, "decay_steps": steps // 4, "weight_decay": 0.1,
             "beta2": 0.95, **chosen,
@@ -98,7 +98,7 @@ def offload_rows(folder: Path, steps: int, threads: int) -> list[str]:
     for name, chosen in OFFLOADS.items():
         sections = to_mapping(recipe(folder, "large", {**chosen, "schedule": "constant"}, steps, threads))
         sections["model"]["create"] |= LARGE
-        sections["data"] |= {"sequence_length": 512, "sequences_per_step": 4, "held_out": ""}
+        sections["data"] |= {"sequence_length": 512, "global_batch_size": 4, "held_out": ""}
         file, directory = folder / "large.yaml", folder / "large"
         file.write_text(yaml.safe_dump(sections), encoding="utf-8")
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

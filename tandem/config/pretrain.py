@@ -35,7 +35,7 @@ class DataConfig:
     """A dataset that is only measured on. Empty: none."""
     sequence_length: int = 512
     """Tokens of a sequence; in supervised fine-tuning the most that an example may have."""
-    sequences_per_step: int = 8
+    global_batch_size: int = 8
     """Sequences, or examples, of one optimizer step."""
     too_long: Literal["refuse", "leave_out"] = "refuse"
     """Of `sft`: `refuse` a dataset with longer examples, or `leave_out` those."""
@@ -50,7 +50,7 @@ class DataConfig:
         for dataset in self.train:
             if not 0 < dataset.weight < float("inf"):
                 raise UserError(f"the weight of '{dataset.path}' in 'data.train' is {dataset.weight}; it must be above 0, and finite")
-        for name, least in (("sequence_length", 2), ("sequences_per_step", 1), ("read_ahead", 1)):
+        for name, least in (("sequence_length", 2), ("global_batch_size", 1), ("read_ahead", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"'data.{name}' is {getattr(self, name)}; it must be at least {least}")
         remote = [path for path in (*(dataset.path for dataset in self.train), self.held_out) if "://" in path and not path.startswith("file:")]
@@ -108,7 +108,7 @@ class PretrainRecipe:
     @property
     def most_tokens(self) -> int:
         """Tokens in one forward and backward of one data-parallel rank at most: a sequence is not cut for a micro-batch."""
-        share = self.data.sequence_length * -(-self.data.sequences_per_step // self.parallel.data)
+        share = self.data.sequence_length * -(-self.data.global_batch_size // self.parallel.data)
         return min(max(self.trainer.micro_batch_tokens, self.data.sequence_length), share)
 
     def check(self) -> None:
@@ -124,10 +124,10 @@ class PretrainRecipe:
                 f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
                 f"{'model.max_length' if self.model.max_length else 'model.create.max_positions'}"
             )
-        if self.parallel.data > self.data.sequences_per_step:
+        if self.parallel.data > self.data.global_batch_size:
             raise UserError(
-                f"'parallel.data' is {self.parallel.data} and a step has {self.data.sequences_per_step} sequences; raise "
-                "data.sequences_per_step, so that every rank has one"
+                f"'parallel.data' is {self.parallel.data} and a step has {self.data.global_batch_size} sequences; raise "
+                "data.global_batch_size, so that every rank has one"
             )
         if self.parallel.zero and self.parallel.data * self.parallel.context == 1:
             raise UserError(f"'parallel.zero' is {self.parallel.zero}, and there is one rank to cut between; raise parallel.data or set it to 0")

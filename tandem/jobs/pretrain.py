@@ -92,7 +92,7 @@ class PretrainRun:
         """This rank's share of the batches from ``first_step`` on, read ahead."""
         data, ranks = self.recipe.data, self.ranks.data
         return Loader(
-            self.data.sequence, data.sequences_per_step, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
+            self.data.sequence, data.global_batch_size, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
         )
 
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
@@ -214,10 +214,10 @@ class PretrainRun:
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
         """The row of ``step`` in ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""
         data = self.recipe.data
-        tokens, so_far = data.sequences_per_step * data.sequence_length, "train/tokens"
+        tokens, so_far = data.global_batch_size * data.sequence_length, "train/tokens"
         done = (step + 1) * tokens
         if self.recipe.learns_from_examples:
-            tokens, so_far, done = self.step_tokens, "train/examples", (step + 1) * data.sequences_per_step
+            tokens, so_far, done = self.step_tokens, "train/examples", (step + 1) * data.global_batch_size
         waited, self.waited_s = waited_s - self.waited_s, waited_s
         row: dict[str, float | int] = {"step": step, **trained, so_far: done}
         if self.recipe.learns_from_examples:

@@ -124,7 +124,7 @@ class RunCheckpoints:
         state: dict[str, Any] = {
             "updates": self._replica.optimizer.updates, "guard": self._guard.state(),
             "router_bias": {layer: bias for held in every for layer, bias in held.items()},
-            "cursor": {"steps": step, "sequences": step * self._recipe.data.sequences_per_step},
+            "cursor": {"steps": step, "sequences": step * self._recipe.data.global_batch_size},
         }  # fmt: skip
         companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
         self._metrics = {name: value for name, value in metrics.items() if name in REGISTERED}
@@ -201,9 +201,9 @@ class RunCheckpoints:
             self._records.listener.message(f"the checkpoint of step {step} is not entered in the registry: {error}")
 
     def _check_cursor(self, found: Found, cursor: Mapping[str, int]) -> None:
-        per_step = self._recipe.data.sequences_per_step
+        per_step = self._recipe.data.global_batch_size
         if cursor["sequences"] != found.step * per_step:
             raise UserError(
-                f"'data.sequences_per_step' is {per_step}; this run has seen {cursor['sequences']} sequences in {found.step} steps, and would "
+                f"'data.global_batch_size' is {per_step}; this run has seen {cursor['sequences']} sequences in {found.step} steps, and would "
                 "repeat or leave out some: set it back"
             )

@@ -63,7 +63,7 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
             needed = parallel.ranks_of_a_node * training_bytes(shapes, recipe.trainer, tokens, parallel) + batches
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
-            largest = "data.sequences_per_step" if 2 * batches > needed else "trainer.micro_batch_tokens"
+            largest = "data.global_batch_size" if 2 * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
                 "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
@@ -108,7 +108,7 @@ def _describe_gpus(ranks: int, needed: int) -> list[str]:
 def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
     train = datasets[: len(recipe.data.train)]
     total = sum(files.dataset.tokens for _, files in train)
-    asked = recipe.run.max_steps * recipe.data.sequences_per_step * recipe.data.sequence_length
+    asked = recipe.run.max_steps * recipe.data.global_batch_size * recipe.data.sequence_length
     marked = [f"'{path}' marks what is to be learned, and pretraining learns all of it" for path, files in train if files.dataset.has_masks]
     return [f"data: {total:,} tokens in {len(train)} datasets", f"asked for: {asked:,} tokens, {asked / total:.2f} epochs", *marked]
 
@@ -117,7 +117,7 @@ def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[st
     parallel = recipe.parallel
     if parallel.pipeline == 1:
         return []
-    tokens = recipe.data.sequences_per_step * recipe.data.sequence_length // parallel.data
+    tokens = recipe.data.global_batch_size * recipe.data.sequence_length // parallel.data
     shape = PipelineShape(parallel.pipeline, -(-tokens // recipe.trainer.micro_batch_tokens), parallel.virtual_stages)
     layers = ", ".join(str(span.stop - span.start) for span in spans)
     return [

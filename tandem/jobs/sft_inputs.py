@@ -34,7 +34,7 @@ def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFi
         if too_long:
             lines.append(f"left out of '{path}': {len(too_long):,} of {files.dataset.documents:,} examples, which have more than {longest} tokens")
         examples += kept if number < len(recipe.data.train) else 0
-    asked = recipe.run.max_steps * recipe.data.sequences_per_step
+    asked = recipe.run.max_steps * recipe.data.global_batch_size
     learned = sum(files.dataset.learned for _, files in datasets[: len(recipe.data.train)])
     tokens = sum(files.dataset.tokens for _, files in datasets[: len(recipe.data.train)])
     return [

@@ -30,7 +30,7 @@ SEQUENCE_BYTES, TOKEN_BYTES = 550, 100
 
 def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
     """Resident bytes of one rank's batches: those that are read ahead, the one that is being read and the one at work."""
-    sequences = -(-data.sequences_per_step // parallel.data)
+    sequences = -(-data.global_batch_size // parallel.data)
     return sequences * ((data.read_ahead + 2) * SEQUENCE_BYTES + data.sequence_length * TOKEN_BYTES)
 
 

@@ -61,7 +61,7 @@ def run(folder: Path, data: Path, *overrides: str, device: str = "cuda") -> list
                 "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_positions": 128, "initial_deviation": 0.05,
             }
         },
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 128, "sequences_per_step": 8},
+        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 128, "global_batch_size": 8},
         "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "micro_batch_tokens": 512},
         "evaluation": {"every_steps": STEPS, "sequences": 4},
         "checkpoint": {"every_steps": STEPS // 2, "keep": 2},

@@ -93,7 +93,7 @@ def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replaye
                 "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64,
             }
         },
-        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "sequences_per_step": 4},
+        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "global_batch_size": 4},
         "checkpoint": {"every_steps": 2, "keep": 3},
         "run": {"max_steps": 4, "name": "run", "directory": str(tmp_path)},
         "machine": {"threads": 1},

@@ -45,7 +45,7 @@ def begin(data: Path, directory: Path, *overrides: str, listener: Listener | Non
                 "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_positions": 64, "initial_deviation": 0.1,
             }
         },
-        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "sequences_per_step": 4},
+        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "global_batch_size": 4},
         "trainer": {"learning_rate": 3.0e-3, "micro_batch_tokens": 100},
         "checkpoint": {"every_steps": 3, "keep": 3},
         "run": {"max_steps": 7, "seed": 3, "directory": str(directory), "name": "run"},

@@ -32,7 +32,7 @@ def write_recipe(folder: Path, data: Path, optimizer: str, **create: Any) -> Pat
     recipe = {
         "algorithm": {"name": "pretrain"},
         "model": {"create": model},
-        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "sequences_per_step": 6},
+        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "global_batch_size": 6},
         "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "optimizer": optimizer},
         "checkpoint": {"every_steps": 3, "keep": 9, "asynchronous": False},
         "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},

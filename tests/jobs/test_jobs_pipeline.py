@@ -33,7 +33,7 @@ def run(folder: Path, data: Path, *arguments: str) -> tuple[int, str, str]:
                 "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
             }
         },
-        "data": {"train": [{"path": str(data / "train")}], "held_out": str(data / "held-out"), "sequence_length": 48, "sequences_per_step": 8},
+        "data": {"train": [{"path": str(data / "train")}], "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 8},
         "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "micro_batch_tokens": 100},
         "evaluation": {"every_steps": STEPS, "sequences": 4},
         "checkpoint": {"every_steps": 2, "keep": 9},

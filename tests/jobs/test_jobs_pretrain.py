@@ -67,7 +67,7 @@ def recipe(data: Path, /, **changed: Any) -> dict[str, Any]:
         },
         "data": {
             "train": [{"path": str(data / "json"), "weight": 0.25}, {"path": str(data / "email"), "weight": 0.75}],
-            "held_out": str(data / "held-out"), "sequence_length": 48, "sequences_per_step": 6,
+            "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 6,
         },
         "trainer": {
             "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "total_steps": 100, "weight_decay": 0.1,
@@ -277,7 +277,7 @@ def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Pat
         ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
         ({"model": {"create": {"tokenizer": "nix"}}}, "has no tokenizer.json"),
         ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),
-        ({"data": {"sequences_per_step": 10**10}}, "lower data.sequences_per_step"),
+        ({"data": {"global_batch_size": 10**10}}, "lower data.global_batch_size"),
     ],
 )
 def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def write_recipe(folder: Path, data: Path) -> None:
                 "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
             }
         },
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "sequences_per_step": 7},
+        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 7},
         "trainer": {"learning_rate": 3.0e-3, "warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100},
         "evaluation": {"every_steps": STEPS, "sequences": 5},
         "checkpoint": {"every_steps": 5, "keep": 2},

@@ -35,7 +35,7 @@ def begin(data: Path, directory: Path, *overrides: str) -> Path:
                 "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
             }
         },
-        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "sequences_per_step": 4},
+        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "global_batch_size": 4},
         "trainer": {"learning_rate": 3.0e-3, "micro_batch_tokens": 100},
         "checkpoint": {"every_steps": 2, "keep": 2, "asynchronous": False},
         "run": {"max_steps": STEPS, "seed": 3, "directory": str(directory), "name": "run"},

@@ -85,7 +85,7 @@ def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
         "model": {"path": str(data / "model")},
         "data": {
             "train": [{"path": str(data / "pairs"), "weight": 0.7}, {"path": str(data / "chats"), "weight": 0.3}],
-            "held_out": str(data / "held-out"), "sequence_length": 48, "sequences_per_step": PER_STEP,
+            "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": PER_STEP,
         },
         "trainer": {"learning_rate": 1.0e-2, "warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 40},
         "evaluation": {"every_steps": 20, "sequences": 32},

@@ -28,7 +28,7 @@ def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: An
     recipe = {
         "algorithm": {"name": "pretrain"},
         "model": {"create": model},
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "sequences_per_step": 6},
+        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 6},
         "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "micro_batch_tokens": 100},
         "evaluation": {"every_steps": STEPS, "sequences": 5},
         "checkpoint": {"every_steps": 3, "keep": 9},
