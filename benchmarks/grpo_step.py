@@ -22,7 +22,7 @@ KL = {"on": 0.01, "off": 0.0}
 
 def measure(model: Path, work: Path, peer: str, kl: float, threads: int, steps: int) -> dict[str, list[dict[str, Any]]]:
     """The counted steps of each side, taken in turn."""
-    recipe = recipe_with([f"algorithm.kl_coefficient={kl}", f"machine.threads={threads}"])
+    recipe = recipe_with([f"algorithm.kl_coef={kl}", f"machine.threads={threads}"])
     with tempfile.TemporaryDirectory(dir=work) as folder:
         run = write_run(recipe, Path(folder) / "ours")
         prompts = write_prompts(recipe, model, steps + 1, Path(folder) / "prompts.jsonl")

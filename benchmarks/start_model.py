@@ -62,7 +62,7 @@ def write_peer_settings(recipe: Recipe, directory: Path, threads: int) -> Path:
     settings = {
         "threads": threads, "seed": recipe.run.seed, "output": str(directory / "output"),
         "group_size": algorithm.group_size, "prompts_per_step": rollout.prompts_per_step, "max_tokens": rollout.max_tokens,
-        "temperature": rollout.temperature, "kl_coefficient": algorithm.kl_coefficient,
+        "temperature": rollout.temperature, "kl_coef": algorithm.kl_coef,
         "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps, "beta1": trainer.beta1, "beta2": trainer.beta2,
         "weight_decay": trainer.weight_decay, "max_grad_norm": trainer.max_grad_norm,
     }

@@ -32,7 +32,7 @@ from tandem.rl.rollout.groups import samples_of, sampling_params
 from tandem.types import Prompt, Sample
 
 TARGET, EVERY, PROMPTS, MOST = 0.90, 5, 256, 0.5
-TRL_BEST = ["trainer.learning_rate=5e-4", "trainer.warmup_steps=10", "trainer.beta2=0.99", "algorithm.kl_coefficient=0.02"]
+TRL_BEST = ["trainer.learning_rate=5e-4", "trainer.warmup_steps=10", "trainer.beta2=0.99", "algorithm.kl_coef=0.02"]
 PEER_SETTINGS = {"best": TRL_BEST, "recipe": []}
 """What TRL is told beyond the sort recipe."""
 

@@ -54,7 +54,7 @@ class Side:
         _, drawn = self.rollout.rollout({"step": step, "settings": settings}, {"prompts": encode_prompts(prompts)}, _quiet)
         samples = decode_samples(drawn["samples"])
         judging = self.rewards.submit(samples, prompts)
-        if recipe.algorithm.kl_coefficient > 0:
+        if recipe.algorithm.kl_coef > 0:
             self.trainer.inference({"step": step}, drawn, _quiet)
         scores = judging.result()
         self.trainer.train({"step": step}, {**drawn, "scores": encode_scores(scores)}, _quiet)

@@ -87,7 +87,7 @@ def main() -> None:
         adam_beta2=SETTINGS["beta2"],
         weight_decay=SETTINGS["weight_decay"],
         max_grad_norm=SETTINGS["max_grad_norm"],
-        beta=SETTINGS["kl_coefficient"],
+        beta=SETTINGS["kl_coef"],
         loss_type="bnpo",  # TRL's name for a token mean over the batch
         scale_rewards="group",
         gradient_checkpointing=False,

@@ -34,7 +34,7 @@ class AlgorithmConfig:
     `seq-mean-token-sum-norm`, which divides by `length_constant`."""
     length_constant: int = 0
     """The divisor of `seq-mean-token-sum-norm`. 0: `rollout.max_tokens`."""
-    kl_coefficient: float = 0.0
+    kl_coef: float = 0.0
     """Weight of the KL divergence from the start model in the loss. 0: no reference model is held."""
     kl_estimator: KLEstimator = "k3"
     """`k1`, `k2`, `k3` (Schulman, 2020), or `k3+`: the value of k3 with the gradient of k2."""
@@ -71,9 +71,9 @@ class AlgorithmConfig:
                 f"'algorithm.dual_clip' is {self.dual_clip}; "
                 f"it must be above 1 + clip_high ({1 + self.clip_high:g}), or empty"
             )
-        if not 0 <= self.kl_coefficient < float("inf"):
+        if not 0 <= self.kl_coef < float("inf"):
             raise UserError(
-                f"'algorithm.kl_coefficient' is {self.kl_coefficient}; it must be 0 (no KL) or more, and finite"
+                f"'algorithm.kl_coef' is {self.kl_coef}; it must be 0 (no KL) or more, and finite"
             )
         if self.tis_cap is not None and not self.tis_cap >= 1:
             raise UserError(

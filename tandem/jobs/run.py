@@ -55,7 +55,7 @@ class Run:
             return found
         began = perf_counter()
         judging = self.rewards.submit(samples, self.prompts.for_step(step))
-        if self.recipe.algorithm.kl_coefficient > 0:
+        if self.recipe.algorithm.kl_coef > 0:
             pod.infer(step, samples)
         judged = judging.result()
         pod.timings["reward"] = pod.timings.get("reward", 0.0) + perf_counter() - began

@@ -59,7 +59,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         swap_bytes=int(engine.swap_space * 2**30),
         engine_ranks=engine.tensor_parallel_size,
         optimizer=recipe.trainer.optimizer,
-        reference=recipe.algorithm.kl_coefficient > 0,
+        reference=recipe.algorithm.kl_coef > 0,
     )
     available = available_bytes(recipe.machine.memory_gib)
     if memory.in_turn > available:

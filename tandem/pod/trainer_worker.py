@@ -116,7 +116,7 @@ class TrainerWorker:
         self.model.kv_cache_dtype = self.recipe.rollout.engine.kv_cache_dtype
         self.model.recompute = self.recipe.trainer.recompute
         self.optimizer = make_optimizer(self.model, self.recipe.trainer)
-        if self.recipe.algorithm.kl_coefficient > 0:
+        if self.recipe.algorithm.kl_coef > 0:
             self.reference = load_model(start, self.kernels).requires_grad_(False)
             self.reference.kv_cache_dtype = self.recipe.rollout.engine.kv_cache_dtype
         checkpoints = self.directory / "checkpoints"
@@ -186,7 +186,7 @@ class TrainerWorker:
         self._expect(step)
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
-        if inferred is None and self.recipe.algorithm.kl_coefficient > 0:
+        if inferred is None and self.recipe.algorithm.kl_coef > 0:
             inferred = self._infer(step, samples)
         reference = inferred.reference_logprobs if inferred is not None else None
         scores, rollout = decode_scores(blobs["scores"]), self.recipe.rollout

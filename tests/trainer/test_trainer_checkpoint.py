@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 make_model = conftest.make_model.__wrapped__()
 make_batch = conftest.make_batch.__wrapped__()
 trainer = TrainerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, micro_batch_tokens=40)
-algorithm = AlgorithmConfig(kl_coefficient=0.1)
+algorithm = AlgorithmConfig(kl_coef=0.1)
 
 
 def train(checkpoints, start, stop):

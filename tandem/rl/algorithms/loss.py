@@ -13,7 +13,7 @@ from tandem.trainer.step import Loss, LossShare
 
 
 def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: float) -> Loss:
-    """The loss ``aggregate(policy loss) + kl_coefficient * aggregate(KL to the reference)`` as shares of micro-batches.
+    """The loss ``aggregate(policy loss) + kl_coef * aggregate(KL to the reference)`` as shares of micro-batches.
 
     ``counts`` are those of the whole batch that the optimizer step is taken on. The ratio is between distributions at
     ``temperature``, which is what the tokens were drawn at; KL is between raw ones, in the loss and not in the reward.
@@ -41,10 +41,10 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
         weights = row_weights(config.aggregation, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
         total = weighted_sum(values, weights)
         sums["actor/pg_loss"] = total.detach()
-        if config.kl_coefficient > 0:
-            assert rows.reference_logprobs is not None, "kl_coefficient > 0 needs reference log-probabilities"
+        if config.kl_coef > 0:
+            assert rows.reference_logprobs is not None, "kl_coef > 0 needs reference log-probabilities"
             kl = kl_estimate(logprobs.raw, rows.reference_logprobs, config.kl_estimator)
-            total = total + config.kl_coefficient * weighted_sum(kl, weights)
+            total = total + config.kl_coef * weighted_sum(kl, weights)
             sums["kl"] = weighted_sum(kl.detach(), by_token)
         sums["actor/entropy"] = weighted_sum(logprobs.entropy.detach(), by_token)
         sums["actor/ppo_kl"] = weighted_sum(policy.kl, by_token)
