@@ -23,9 +23,9 @@ class AlgorithmConfig:
     """Completions of each prompt, 2 at least."""
     advantage_epsilon: float = 1e-6
     """Of `grpo`: added to the standard deviation."""
-    clip_low: float = 0.2
-    """The ratio pi / pi_old is clipped to [1 - `clip_low`, 1 + `clip_high`]."""
-    clip_high: float = 0.2
+    clip_ratio_low: float = 0.2
+    """The ratio pi / pi_old is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]."""
+    clip_ratio_high: float = 0.2
     """The upper end of that interval."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual). Empty: off."""
@@ -62,14 +62,14 @@ class AlgorithmConfig:
             raise UserError(
                 f"'algorithm.advantage_epsilon' is {self.advantage_epsilon}; it must be 0 or more, and finite"
             )
-        if not 0 < self.clip_low <= 1:
-            raise UserError(f"'algorithm.clip_low' is {self.clip_low}; it must be above 0 and at most 1")
-        if not self.clip_high > 0:
-            raise UserError(f"'algorithm.clip_high' is {self.clip_high}; it must be above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+        if not 0 < self.clip_ratio_low <= 1:
+            raise UserError(f"'algorithm.clip_ratio_low' is {self.clip_ratio_low}; it must be above 0 and at most 1")
+        if not self.clip_ratio_high > 0:
+            raise UserError(f"'algorithm.clip_ratio_high' is {self.clip_ratio_high}; it must be above 0")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_ratio_high:
             raise UserError(
                 f"'algorithm.dual_clip' is {self.dual_clip}; "
-                f"it must be above 1 + clip_high ({1 + self.clip_high:g}), or empty"
+                f"it must be above 1 + clip_ratio_high ({1 + self.clip_ratio_high:g}), or empty"
             )
         if not 0 <= self.kl_coef < float("inf"):
             raise UserError(

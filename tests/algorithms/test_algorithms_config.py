@@ -17,8 +17,8 @@ def test_the_defaults_can_train(section):
     ("section", "named"),
     [
         (AlgorithmConfig(group_size=1), "'algorithm.group_size' is 1"),
-        (AlgorithmConfig(clip_low=0), "'algorithm.clip_low' is 0"),
-        (AlgorithmConfig(clip_high=-1), "'algorithm.clip_high' is -1"),
+        (AlgorithmConfig(clip_ratio_low=0), "'algorithm.clip_ratio_low' is 0"),
+        (AlgorithmConfig(clip_ratio_high=-1), "'algorithm.clip_ratio_high' is -1"),
         (AlgorithmConfig(dual_clip=1.1), "'algorithm.dual_clip' is 1.1"),
         (AlgorithmConfig(kl_coef=-0.1), "'algorithm.kl_coef' is -0.1"),
         (AlgorithmConfig(tis_cap=0.5), "'algorithm.tis_cap' is 0.5"),

@@ -17,7 +17,7 @@ from tandem.trainer.optimizer import AdamW
 from tandem.trainer.step import predict
 from tandem.types import Batch, RunError
 
-CONFIG = AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, dual_clip=3.0, clip_high=0.28)
+CONFIG = AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, dual_clip=3.0, clip_ratio_high=0.28)
 VARIANTS = [
     CONFIG,
     replace(CONFIG, aggregation="seq-mean-token-sum", kl_estimator="k2"),

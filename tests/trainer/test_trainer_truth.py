@@ -67,7 +67,7 @@ def gradients_by_name(model):
 
 def test_the_gradient_of_a_grpo_step_is_that_of_transformers_model_and_plain_torch(truth, make_model, make_batch):
     model, batch = make_model(), make_batch()
-    algorithm = AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, dual_clip=3.0, clip_high=0.28)
+    algorithm = AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, dual_clip=3.0, clip_ratio_high=0.28)
     trainer = TrainerConfig(dtype="float64", max_grad_norm=0.0, micro_batch_tokens=40)
     metrics = update_policy(
         model, AdamW(model.named_parameters(), trainer), batch, algorithm, trainer, TEMPERATURE

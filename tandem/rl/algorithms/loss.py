@@ -22,7 +22,7 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         new, old, sequences = logprobs.scaled, old_logprobs(rows, temperature), rows.sequence_count
         log_ratio = log_ratios(new, old, rows.mask, rows.sequence_of_row, sequences, config.importance_level)
-        policy = policy_loss(log_ratio, rows.advantages, config.clip_low, config.clip_high, config.dual_clip)
+        policy = policy_loss(log_ratio, rows.advantages, config.clip_ratio_low, config.clip_ratio_high, config.dual_clip)
         values = policy.values
         sums: dict[str, Tensor] = {}
         by_token = row_weights("token-mean", rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)

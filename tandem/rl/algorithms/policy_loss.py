@@ -38,13 +38,13 @@ def log_ratios(
 
 
 def policy_loss(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+    log_ratio: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None
 ) -> PolicyLoss:
-    """``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`` with rho = exp(log_ratio); where A < 0 at most
+    """``-min(rho A, clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high) A)`` with rho = exp(log_ratio); where A < 0 at most
     ``-dual_clip A``. ``log_ratio[R]`` carries gradient, ``advantages[R]`` none."""
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    bounded = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     values = torch.maximum(unclipped, bounded)
     if dual_clip is not None:
         values = torch.where(advantages < 0, torch.minimum(values, -advantages * dual_clip), values)
