@@ -6,7 +6,7 @@ from typing import Literal
 from tandem.types.errors import UserError
 
 AlgorithmName = Literal["grpo", "dr_grpo", "rloo"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 Level = Literal["token", "sequence"]
 
@@ -29,7 +29,7 @@ class AlgorithmConfig:
     """The upper end of that interval."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual). Empty: off."""
-    aggregation: Aggregation = "token-mean"
+    loss_agg_mode: LossAggMode = "token-mean"
     """From losses of tokens to the loss of the batch: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, or
     `seq-mean-token-sum-norm`, which divides by `length_constant`."""
     length_constant: int = 0

@@ -131,7 +131,7 @@ def test_sequence_importance_is_the_product_over_the_sequence():
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "wanted"),
+    ("loss_agg_mode", "wanted"),
     [
         # Sequence 0 has tokens 1, 2, 3, sequence 1 has 10; two sequences, four tokens, constant 5.
         ("token-mean", 16 / 4),
@@ -140,19 +140,19 @@ def test_sequence_importance_is_the_product_over_the_sequence():
         ("seq-mean-token-sum-norm", (6 + 10) / 2 / 5),
     ],
 )
-def test_aggregations_equal_the_case_worked_by_hand(aggregation, wanted):
+def test_aggregations_equal_the_case_worked_by_hand(loss_agg_mode, wanted):
     counts = GlobalCounts(tokens=4, sequences=2, length_constant=5)
-    weights = row_weights(aggregation, real(1, 1, 1, 1), rows(0, 0, 0, 1), real(3, 1), counts)
+    weights = row_weights(loss_agg_mode, real(1, 1, 1, 1), rows(0, 0, 0, 1), real(3, 1), counts)
     assert weighted_sum(real(1, 2, 3, 10), weights).item() == pytest.approx(wanted, rel=1e-15)
 
 
 @pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    "loss_agg_mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-def test_shares_of_micro_batches_add_up_to_the_loss_of_the_whole(aggregation):
+def test_shares_of_micro_batches_add_up_to_the_loss_of_the_whole(loss_agg_mode):
     counts = GlobalCounts(tokens=4, sequences=2, length_constant=5)
     values = real(1, 2, 3, 10)
-    whole = weighted_sum(values, row_weights(aggregation, real(1, 1, 1, 1), rows(0, 0, 0, 1), real(3, 1), counts))
-    first = weighted_sum(values[:3], row_weights(aggregation, real(1, 1, 1), rows(0, 0, 0), real(3), counts))
-    second = weighted_sum(values[3:], row_weights(aggregation, real(1), rows(0), real(1), counts))
+    whole = weighted_sum(values, row_weights(loss_agg_mode, real(1, 1, 1, 1), rows(0, 0, 0, 1), real(3, 1), counts))
+    first = weighted_sum(values[:3], row_weights(loss_agg_mode, real(1, 1, 1), rows(0, 0, 0), real(3), counts))
+    second = weighted_sum(values[3:], row_weights(loss_agg_mode, real(1), rows(0), real(1), counts))
     assert (first + second).item() == pytest.approx(whole.item(), rel=1e-15)

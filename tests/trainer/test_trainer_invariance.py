@@ -20,9 +20,9 @@ from tandem.types import Batch, RunError
 CONFIG = AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, dual_clip=3.0, clip_ratio_high=0.28)
 VARIANTS = [
     CONFIG,
-    replace(CONFIG, aggregation="seq-mean-token-sum", kl_estimator="k2"),
-    replace(CONFIG, aggregation="seq-mean-token-mean", importance_level="sequence", kl_estimator="k3+"),
-    replace(CONFIG, aggregation="seq-mean-token-sum-norm", tis_level="sequence", kl_estimator="k1"),
+    replace(CONFIG, loss_agg_mode="seq-mean-token-sum", kl_estimator="k2"),
+    replace(CONFIG, loss_agg_mode="seq-mean-token-mean", importance_level="sequence", kl_estimator="k3+"),
+    replace(CONFIG, loss_agg_mode="seq-mean-token-sum-norm", tis_level="sequence", kl_estimator="k1"),
 ]
 
 
@@ -60,7 +60,7 @@ def cuts(batch):
     }
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: c.aggregation)
+@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: c.loss_agg_mode)
 def test_loss_and_gradients_do_not_depend_on_the_cut_in_float64(make_model, make_batch, config):
     model, batch = make_model(), make_batch()
     total, gradients, sums = loss_and_gradients(model, batch, config, temperature=0.7)

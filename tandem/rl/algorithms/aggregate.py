@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.config.algorithm import Aggregation
+from tandem.config.algorithm import LossAggMode
 from tandem.types import TrainSequence
 
 
@@ -24,7 +24,7 @@ class GlobalCounts:
 
 
 def row_weights(
-    aggregation: Aggregation, mask: Tensor, sequence_of_row: Tensor, sequence_mask_sums: Tensor, counts: GlobalCounts
+    loss_agg_mode: LossAggMode, mask: Tensor, sequence_of_row: Tensor, sequence_mask_sums: Tensor, counts: GlobalCounts
 ) -> Tensor:
     """The weight of each row [R] in the loss, float64.
 
@@ -33,11 +33,11 @@ def row_weights(
     ``seq-mean-token-mean`` mask / (N length) (Shao et al., 2024, equation 3); ``seq-mean-token-sum-norm`` mask / (N C)
     with the constant C (Liu et al., 2025, section 3.2)."""
     mask = mask.double()
-    if aggregation == "token-mean":
+    if loss_agg_mode == "token-mean":
         return mask / counts.tokens
-    if aggregation == "seq-mean-token-sum":
+    if loss_agg_mode == "seq-mean-token-sum":
         return mask / counts.sequences
-    if aggregation == "seq-mean-token-mean":
+    if loss_agg_mode == "seq-mean-token-mean":
         return mask / (counts.sequences * sequence_mask_sums.double()[sequence_of_row])
     return mask / (counts.sequences * counts.length_constant)
 

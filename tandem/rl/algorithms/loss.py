@@ -38,7 +38,7 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
             )
             values = values * weight
             sums["actor/importance_weight"] = weighted_sum(weight, by_token)
-        weights = row_weights(config.aggregation, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
+        weights = row_weights(config.loss_agg_mode, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
         total = weighted_sum(values, weights)
         sums["actor/pg_loss"] = total.detach()
         if config.kl_coef > 0:
