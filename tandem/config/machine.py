@@ -28,8 +28,6 @@ class MachineConfig:
     `xformers` are those packages', on a GPU with a `trainer.precision` of 16 bits."""
     call_deadline_s: float = 1800.0
     """Seconds that one phase of a pod's step may take before the run names the worker that is stuck and ends."""
-    max_recoveries: int = 20
-    """Dead workers and sidecars that a pod replaces in one run before it gives up."""
 
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:
@@ -42,5 +40,3 @@ class MachineConfig:
             raise UserError(f"'machine.attention' is '{self.attention}', which needs a GPU, and machine.device is 'cpu'; set one of them to auto")
         if self.call_deadline_s <= 0:
             raise UserError(f"'machine.call_deadline_s' is {self.call_deadline_s}; it must be above 0")
-        if self.max_recoveries < 0:
-            raise UserError(f"'machine.max_recoveries' is {self.max_recoveries}; it must be 0 or more")

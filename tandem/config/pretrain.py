@@ -98,7 +98,6 @@ class PretrainRecipe:
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "machine.call_deadline_s": "ranks call each other by collectives, whose deadline is parallel.collective_timeout_s",
-        "machine.max_recoveries": "ranks are started again run.restart_budget times",
     }
 
     @property

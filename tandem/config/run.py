@@ -18,7 +18,7 @@ class RunConfig:
     """Every random number of the run follows from it."""
     max_steps: int = 200
     """Optimizer steps after the warm-up, at most."""
-    restart_budget: int = 10
+    max_restarts: int = 20
     """How often the processes of a run are started again because one died or hung, before the run gives up (see `training.md`)."""
     trace_steps: tuple[int, ...] = ()
     """Steps of pretraining and fine-tuning of which every rank records what it does when, in `traces/`: see `training.md`."""
@@ -30,7 +30,7 @@ class RunConfig:
             raise UserError(f"'run.seed' is {self.seed}; it must be between 0 and 2^63 - 1")
         if self.max_steps < 1:
             raise UserError(f"'run.max_steps' is {self.max_steps}; it must be at least 1")
-        if self.restart_budget < 0:
-            raise UserError(f"'run.restart_budget' is {self.restart_budget}; it must be 0 (none) or more")
+        if self.max_restarts < 0:
+            raise UserError(f"'run.max_restarts' is {self.max_restarts}; it must be 0 (none) or more")
         if self.trace_steps and min(self.trace_steps) < 0:
             raise UserError(f"'run.trace_steps' has {min(self.trace_steps)}; steps are counted from 0")

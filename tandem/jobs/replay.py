@@ -129,7 +129,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, listener: Listen
         stack.callback(rollout.close)
         yield Pod(
             TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), "float32"), journal, listener,
-            sleep_mode="keep", max_recoveries=0,
+            sleep_mode="keep", max_restarts=0,
         )
 
 

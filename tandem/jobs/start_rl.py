@@ -86,7 +86,7 @@ def execute_rl(
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, sleep_mode,
-            recipe.machine.max_recoveries,
+            recipe.run.max_restarts,
         )
         step = _bring_up(pod, journal)
         _check_numerics(recipe, pod, journal)
@@ -104,7 +104,7 @@ def _start_model(recipe: Recipe, directory: Path, trainer: TrainerSidecar, journ
     """The folder of the model that reinforcement learning starts from: given, made, and warmed up as the recipe says."""
 
     def attempt(work: Callable[[], None]) -> None:
-        left = recipe.machine.max_recoveries
+        left = recipe.run.max_restarts
         while True:
             try:
                 trainer.channel.start()

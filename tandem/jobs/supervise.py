@@ -53,7 +53,7 @@ def supervise(
     """Run ``recipe`` in ``directory`` on its mesh, from the newest whole checkpoint where there is one.
 
     Where a rank dies or hangs, all are started again from the newest checkpoint: on the same mesh, or on one with fewer data-parallel
-    ranks where the same rank was lost twice and no step was completed in between. Raises ``RunError`` past ``run.restart_budget``."""
+    ranks where the same rank was lost twice and no step was completed in between. Raises ``RunError`` past ``run.max_restarts``."""
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         setup("controller", directory / "logs")
@@ -69,8 +69,8 @@ def supervise(
                 return PretrainResult.from_json(found)
             if requests.stop:
                 raise KeyboardInterrupt
-            if restarts == recipe.run.restart_budget:
-                raise RunError(f"{found.text}; run.restart_budget ({restarts}) is used up; see '{directory / 'logs'}', then resume")
+            if restarts == recipe.run.max_restarts:
+                raise RunError(f"{found.text}; run.max_restarts ({restarts}) is used up; see '{directory / 'logs'}', then resume")
             restarts += 1
             is_again = before is not None and before.step == found.step and bool(set(before.ranks) & set(found.ranks))
             shape, before = _recover(shape, found, is_again, directory, listener), found

@@ -41,7 +41,7 @@ class Pod:
     journal: Journal
     listener: Listener
     sleep_mode: str
-    max_recoveries: int
+    max_restarts: int
     incarnation: int = 0
     kernels: str = ""
     buffers: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ class Pod:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def recover(self, death: SidecarDied, step: int) -> None:
-        """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_recoveries``."""
+        """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_restarts``."""
         began = monotonic()
         while True:
             self._count(death)
@@ -182,8 +182,8 @@ class Pod:
 
     def _count(self, death: SidecarDied) -> None:
         self.recoveries += 1
-        if self.recoveries > self.max_recoveries:
-            raise RunError(f"{death}; that is more than machine.max_recoveries ({self.max_recoveries}): see the run's logs")
+        if self.recoveries > self.max_restarts:
+            raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
         logger.warning("%s; replacing it", death)
         self.listener.message(f"{death}; replacing it")
 

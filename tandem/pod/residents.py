@@ -9,7 +9,7 @@ import gc
 import logging
 
 from tandem.config.recipe import Recipe
-from tandem.estimate.memory import PodMemory, sleep_mode, predict
+from tandem.estimate.memory import PodMemory, predict, sleep_mode
 from tandem.layout.shapes import ModelShapes
 from tandem.types import RunError
 

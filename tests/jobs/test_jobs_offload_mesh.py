@@ -63,7 +63,7 @@ def test_offloaded_ranks_of_which_one_is_killed_have_the_bits_of_ranks_in_memory
 def test_any_mesh_goes_on_from_checkpoints_of_offloaded_ranks_with_and_without_offload(one: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
     first, second, away = tmp_path / "first", tmp_path / "second", tmp_path / "away"
     first.mkdir()
-    stop = ("--run.restart_budget=0", SYNCHRONOUS)
+    stop = ("--run.max_restarts=0", SYNCHRONOUS)
     run(first, data, "--parallel.data=2", "--parallel.zero=3", *offload(ALL, away), *stop, "--fault=rank0:before:train:5", status=1)
     assert "cannot change when a run is resumed" in command("resume", "run", "--trainer.learning_rate=1", status=2, folder=first)
     shutil.copytree(first, second)

@@ -90,7 +90,7 @@ def test_every_mesh_has_the_curve_of_one_process(optimizer: str, mesh: tuple[str
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_killed_rank_leaves_the_same_bits_and_one_process_goes_on_from_four(optimizer: str, data: Path, tmp_path: Path) -> None:
-    for name, fault in (("whole", ()), ("killed", ("--fault=rank2:before:train:4",)), ("cut", ("--fault=rank2:before:train:4", "--run.restart_budget=0"))):
+    for name, fault in (("whole", ()), ("killed", ("--fault=rank2:before:train:4",)), ("cut", ("--fault=rank2:before:train:4", "--run.max_restarts=0"))):
         recipe = write_recipe(tmp_path / name, data, optimizer)
         command("train", str(recipe), *FOUR, "--parallel.zero=2", *fault, status=int(name == "cut"))
     whole, killed, cut = (tmp_path / name for name in ("whole", "killed", "cut"))

@@ -116,8 +116,8 @@ def shapes_in(path: Path) -> list[list[int]]:
 
 
 def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample(one: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
-    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.restart_budget (0)" in said
+    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.max_restarts=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
+    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.max_restarts (0)" in said
     resume(tmp_path / "run", overrides=["--parallel.data=1", "--parallel.zero=0"])
     assert is_curve_of(tmp_path, one)
     with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
@@ -126,7 +126,7 @@ def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample
 
 
 def test_tensor_parallel_ranks_save_their_parts_and_the_run_goes_on_in_one_process(two_heads: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, TWO_HEADS, "--parallel.tensor=2", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:11", status=1)
+    said = run(tmp_path, data, TWO_HEADS, "--parallel.tensor=2", "--run.max_restarts=0", SYNCHRONOUS, "--fault=rank1:before:train:11", status=1)
     assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1]
     saved = tmp_path / "run" / "checkpoints" / "step-10"
     assert len(list(saved.glob("rank-*.safetensors"))) == 2
@@ -149,7 +149,7 @@ def test_every_mesh_trains_saves_and_exports_the_whole_model(mesh: str, two_head
 
 @pytest.mark.full
 def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: Path, tmp_path: Path) -> None:
-    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.restart_budget=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
+    run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.max_restarts=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
     again = ("--parallel.data=4", "--parallel.zero=2", "--fault=rank3:before:train:10")
     command("resume", "run", *again, status=1, folder=tmp_path)
     command("resume", "run", "--parallel.data=1", "--parallel.zero=0", folder=tmp_path)
@@ -183,7 +183,7 @@ def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int,
         moments = [f"{when}:checkpoint_{phase}" for phase in PHASES for when in ("before", "after")]
         places = [f"{moment}:{step}" for step, moment in enumerate(moments, start=1)]
     faults = ",".join(f"rank{rank}:{place}" for place in places)
-    run(tmp_path / "killed", data, *mesh, f"--fault={faults}", "--run.restart_budget=20")
+    run(tmp_path / "killed", data, *mesh, f"--fault={faults}", "--run.max_restarts=20")
     assert len(recoveries(tmp_path / "killed")) == len(places)
     assert is_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
