@@ -32,11 +32,11 @@ from tandem.layout.flops import peak_of, step_flops
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import config_json, to_huggingface
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers.adamw import Optimizer
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.step import train_step
 from tandem.types import TrainSequence
 

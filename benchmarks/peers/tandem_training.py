@@ -13,12 +13,12 @@ from lines import answer, command
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.model.huggingface import load_model
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.heap import freed_memory_kept
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.step import train_step
 from tandem.types import TrainSequence
 

@@ -29,7 +29,7 @@ class PodMemory:
         return max(self.trainer, self.trainer_idle) + self.rollout + self.segments
 
     @property
-    def in_turn(self) -> int:
+    def largest_phase(self) -> int:
         """Bytes at the worst moment when the engine's process ends before the trainer trains."""
         return max(self.trainer, self.trainer_idle + self.rollout) + self.segments
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tandem.model.decoder import Decoder
-from tandem.trainer.finite_watch import Findings, Place
+from tandem.trainer.nan_detector import Findings, Place
 
 MOST_LAYERS = 12
 MOST_PARAMETERS = 3

@@ -20,17 +20,17 @@ from tandem.jobs.pretrain_records import Records
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, save_model
-from tandem.rl.algorithms.aggregate import GlobalCounts, counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
 from tandem.runtime.processes import memory_of
 from tandem.runtime.tracing import NO_TRACE, Tracer
-from tandem.trainer.guard import StepGuard
-from tandem.trainer.kept_batch import write_batch
+from tandem.trainer.bad_batch import dump_batch
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, blank, collate, forward_tokens
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.schedule import learning_rate
 from tandem.trainer.step import ForwardBackward, StepResult, train_step
 from tandem.types import RunError, TrainSequence
 
@@ -67,7 +67,7 @@ class PretrainRun:
     replica: Replica
     data: TrainData
     records: Records
-    guard: StepGuard
+    guard: GradScaler
     checkpoints: RunCheckpoints
     first_step: int = 0
     trained: dict[str, float] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class PretrainRun:
         ranks, guard = self.ranks.data, self.guard
         kept = self.directory / "skipped" / (f"step-{step}.json" if ranks.size == 1 else f"step-{step}-share-{ranks.rank}-of-{ranks.size}.json")
         if all(self.ranks.groups[name].rank == 0 for name in ("tensor", "context", "pipeline")):
-            write_batch(kept, step, sequences, metrics)
+            dump_batch(kept, step, sequences, metrics)
         what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']} and the loss {metrics['train/loss']}"
         if guard.is_exhausted:
             raise RunError(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tandem.jobs.finite_report import describe, describe_weights
 from tandem.jobs.pretrain import PretrainRun
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.trainer.finite_watch import FiniteWatch
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.nan_detector import NanDetector
 from tandem.trainer.step import StepResult
 from tandem.types import RunError, TrainSequence
 
@@ -32,7 +32,7 @@ def take_kept(run: PretrainRun, step: int, shares: Sequence[Sequence[TrainSequen
     screen of text that says where it is not finite."""
     micro_batches = [one for share in shares for one in run.micro_batches(share)[2]]
     weights = describe_weights(run.model)
-    watch = FiniteWatch(run.model)
+    watch = NanDetector(run.model)
     sequences = [sequence for share in shares for sequence in share]
     result = run.update(step, counts_of(sequences), micro_batches, watch.forward_backward)
     tokens = sum(len(m.tokens) for m in micro_batches)

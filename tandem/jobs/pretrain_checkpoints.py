@@ -23,7 +23,6 @@ from tandem.runtime.requests import SignalRequests
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
-from tandem.trainer.checkpoint.due import Due, SaveTimes
 from tandem.trainer.checkpoint.find import Found, newest_whole
 from tandem.trainer.checkpoint.manifest import read_manifest
 from tandem.trainer.checkpoint.model_state import WEIGHTS
@@ -31,10 +30,11 @@ from tandem.trainer.checkpoint.random_states import random_states, restore_rando
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
 from tandem.trainer.checkpoint.uploader import Uploader
-from tandem.trainer.guard import StepGuard
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.offload.tensor_file import file_tensor
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.tensor_file import file_tensor
 from tandem.types import RunError, UserError
 
 RUN_FILES = ("config.yaml", "metrics.jsonl")
@@ -49,7 +49,7 @@ class RunCheckpoints:
     of the newest checkpoint, begun or loaded. Every rank calls every method, in the same step."""
 
     def __init__(
-        self, recipe: PretrainRecipe, directory: Path, start: Path, replica: Replica, guard: StepGuard, ranks: Communicator, records: Records
+        self, recipe: PretrainRecipe, directory: Path, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, records: Records
     ) -> None:
         self._recipe, self._directory, self._start = recipe, directory, start
         self._replica, self._guard, self._ranks, self._records = replica, guard, ranks, records
@@ -59,7 +59,7 @@ class RunCheckpoints:
         self.last: int | None = None
         self._state = ReplicaState(replica)
         # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
-        self._times = SaveTimes(recipe.checkpoint, replica.ranks.world, self.requests)
+        self._times = CheckpointTrigger(recipe.checkpoint, replica.ranks.world, self.requests)
         keeps_books = records.journal is not None
         self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
         self._registry = open_registry(recipe.registry, create=True) if recipe.registry.is_on and keeps_books else None

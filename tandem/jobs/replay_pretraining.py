@@ -181,7 +181,7 @@ def _kept_step(
 ) -> Replayed:
     """The step whose batch is in ``kept``, in one process; its numbers are those of the run bit for bit where that was one process too."""
     from tandem.jobs.pretrain_again import run_again, take_kept
-    from tandem.trainer.kept_batch import read_batch, read_metrics
+    from tandem.trainer.bad_batch import read_batch, read_metrics
 
     # Weights and gradients are looked at one by one: they are to be in memory, which changes no bit.
     recipe = replace(recipe, trainer=replace(recipe.trainer, offload_parameters="none"))

@@ -41,14 +41,14 @@ from tandem.runtime.processes import available_cores
 from tandem.runtime.rank_board import RankWriter
 from tandem.runtime.run_lock import RunLock
 from tandem.runtime.tracing import Tracer
-from tandem.trainer.balance import make_balance
 from tandem.trainer.checkpoint.replica_state import ReplicaState
-from tandem.trainer.guard import StepGuard
-from tandem.trainer.optimizers import offload_folder
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.offload.activations import ActivationOffload
+from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import Replica, make_replica
-from tandem.trainer.saved_pages import SavedPages
+from tandem.trainer.parallel.router_balance import make_balance
 
 
 def execute_pretraining(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> PretrainResult:
@@ -117,7 +117,7 @@ def opened_run(
         for note in data.notes if ranks.is_first else ():
             listener.message(note)
         replica, kernels = _load(recipe, directory, ranks, listener)
-        guard = StepGuard(recipe.trainer)
+        guard = GradScaler(recipe.trainer)
         checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, saving or ranks.world, records)
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
@@ -181,7 +181,7 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
     replica = make_replica(model, recipe.trainer, ranks, parallel.zero, pipeline, directory, is_filled=not is_paged)
     if recipe.trainer.offload_activations == "nvme":
         expected = saved_bytes(model.shapes, recipe.trainer, recipe.most_tokens, parallel)
-        SavedPages(model, offload_folder(recipe.trainer, directory), expected, passes=waiting_passes(parallel, stages.rank))
+        ActivationOffload(model, offload_folder(recipe.trainer, directory), expected, passes=waiting_passes(parallel, stages.rank))
     if is_paged:
         # Read straight into the file: the model need not fit in memory once.
         ReplicaState(replica).fill(read_tensors(start))

@@ -193,7 +193,7 @@ def _transfer(shape: PipelineShape, compute: Compute, lists: list[list[Operation
         lists[peer].append(Operation(receive, to, micro_batch, compute.rank))
 
 
-def peak_stash(operations: Sequence[Operation]) -> int:
+def max_in_flight_micro_batches(operations: Sequence[Operation]) -> int:
     """The most forwards whose backward is still to come, over all stages of a rank: what it holds activations of."""
     held = most = 0
     for operation in operations:

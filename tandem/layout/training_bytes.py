@@ -22,7 +22,7 @@ KEPT_LOGITS_BYTES = 4 << 25
 STAGING_BYTES = 16 << 20
 """Of a pager's two buffers for two moments (``trainer.pager``); those for weights and gradients beside them take as much again."""
 ACTIVATIONS_IN_FLIGHT_BYTES = 32 << 20
-"""Of offloaded activations so many are at most on their way to the file, and as many on their way back (``trainer.saved_pages``)."""
+"""Of offloaded activations so many are at most on their way to the file, and as many on their way back (``trainer.offload.activations``)."""
 
 SEQUENCE_BYTES, TOKEN_BYTES = 550, 100
 """Measured: a sequence that waits in a batch (views of its shard), and each token of the batch at work (``TrainSequence`` and ``MicroBatch``)."""

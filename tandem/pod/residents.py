@@ -62,9 +62,9 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         reference=recipe.algorithm.kl_coef > 0,
     )
     available = available_bytes(recipe.machine.memory_gib)
-    if memory.in_turn > available:
+    if memory.largest_phase > available:
         raise RunError(
-            f"this run needs {memory.in_turn / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
+            f"this run needs {memory.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
             "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
         )
     chosen = recipe.rollout.sleep_mode

@@ -26,8 +26,8 @@ from tandem.rl.algorithms.update import sequence_logprobs, update_policy
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
-from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers.adamw import Optimizer
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores

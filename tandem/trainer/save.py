@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.safetensors_file import read_file, write_file
-from tandem.trainer.commit import commit_folder, damage, discard, read_digest, sweep
-from tandem.trainer.optimizer import Optimizer, OptimizerState
+from tandem.trainer.checkpoint.commit import commit_folder, damage, discard, read_digest, sweep
+from tandem.trainer.optimizers.adamw import Optimizer, OptimizerState
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)

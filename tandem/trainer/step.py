@@ -12,10 +12,10 @@ from tandem.kernels.api import TokenLogprobs
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.tracing import NO_TRACE, Tracer
-from tandem.trainer.guard import StepGuard, Verdict
+from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.optimizers.adamw import Optimizer
+from tandem.trainer.parallel.gradient_reducer import GradientReducer
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.types import RunError
 
@@ -36,14 +36,14 @@ OnPhase = Callable[[Phase], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class ForwardBackwardOutput:
     """What the forward and backward passes of a step's micro-batches add up to: ``sums`` and ``maxima`` of their metrics, and ``loss``.
-    ``peak_stash``: the most micro-batches that activations were held of at a time, counted once for each pipeline stage here."""
+    ``max_in_flight_micro_batches``: the most micro-batches that activations were held of at a time, counted once for each pipeline stage here."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
     loss: float
-    peak_stash: int = 1
+    max_in_flight_micro_batches: int = 1
 
 
 class ForwardBackward(Protocol):
@@ -54,7 +54,7 @@ class ForwardBackward(Protocol):
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
         on_phase: OnPhase = lambda phase: None,
-    ) -> Passed: ...  # fmt: skip
+    ) -> ForwardBackwardOutput: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> Toke
     return model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
 
 
-def sum_shares(shares: Iterable[LossShare]) -> Passed:
+def sum_shares(shares: Iterable[LossShare]) -> ForwardBackwardOutput:
     """The shares of micro-batches together, in their order."""
     total, sums, maxima = 0.0, dict[str, float](), dict[str, float]()
     held = [share._replace(loss=share.loss.detach()) for share in shares]
@@ -88,17 +88,17 @@ def sum_shares(shares: Iterable[LossShare]) -> Passed:
             sums[name] = sums.get(name, 0.0) + next(values)
         for name in share.maxima:
             maxima[name] = max(maxima.get(name, 0.0), next(values))
-    return Passed(sums, maxima, total)
+    return ForwardBackwardOutput(sums, maxima, total)
 
 
-def in_turn(model: Decoder) -> ForwardBackward:
+def no_pipelining(model: Decoder) -> ForwardBackward:
     """One micro-batch after the other through the whole ``model``."""
 
     def forward_backward(
         micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
         on_phase: OnPhase = lambda phase: None,
-    ) -> Passed:  # fmt: skip
+    ) -> ForwardBackwardOutput:  # fmt: skip
         def shares() -> Iterator[LossShare]:
             for number, micro_batch in enumerate(micro_batches):
                 on_phase("forward")
@@ -126,8 +126,8 @@ def train_step(
     learning_rate: float,
     temperature: float = 1.0,
     on_progress: Progress | None = None,
-    guard: StepGuard | None = None,
-    sums: GradientSums | None = None,
+    guard: GradScaler | None = None,
+    sums: GradientReducer | None = None,
     on_phase: OnPhase = lambda phase: None,
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
@@ -138,7 +138,7 @@ def train_step(
     (``micro_batch.blank``); loss, metrics and gradient are those of all of them. ``on_phase`` hears what begins now.
 
     Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
-    one, ``RunError`` is raised. ``forward_backward``: how micro-batches go through the model (``None``: ``in_turn``).
+    one, ``RunError`` is raised. ``forward_backward``: how micro-batches go through the model (``None``: ``no_pipelining``).
     """
     scale = 1.0 if guard is None else guard.scale
     optimizer.zero_grad()
@@ -148,7 +148,7 @@ def train_step(
     if sums is not None:
         sums.expect(len(micro_batches))
     after_backward = None if sums is None else sums.end_backward
-    passed = (forward_backward or in_turn(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
+    passed = (forward_backward or no_pipelining(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
     total, metrics, maxima = passed.loss, passed.sums, passed.maxima
     on_phase("reduce")
     if sums is not None:

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from tandem.rl.algorithms.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.rl.algorithms.importance import truncated_importance
 from tandem.rl.algorithms.kl import kl_estimate, mismatch_k3
 from tandem.rl.algorithms.policy_loss import log_ratios, policy_loss
+from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
 
 LOG2 = math.log(2)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tandem.rl.pack import best_fit
+from tandem.trainer.packing import best_fit
 
 
 def lengths_of(seed, count=200, longest=100):

@@ -16,7 +16,7 @@ from package_data import make_datasets
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
 from tandem.runtime.listener import Listener
-from tandem.trainer.kept_batch import read_batch
+from tandem.trainer.bad_batch import read_batch
 from tandem.types import RunError, UserError
 
 

@@ -13,7 +13,7 @@ from tandem.cli.main import main
 from tandem.config.recipe import load_config
 from tandem.jobs.pretrain_inputs import check_pretraining
 from tandem.jobs.start import resume
-from tandem.trainer import saved_pages
+from tandem.trainer.offload import activations
 from tandem.types import RunError, UserError
 
 PAGED = ("trainer.offload=nvme", "trainer.offload_parameters=nvme")
@@ -35,7 +35,7 @@ def test_offloaded_run_has_every_bit_of_one_in_memory_and_resumes_to_it(
     choice: str, data: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
-    monkeypatch.setattr(saved_pages, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1024)
     away = tmp_path / "away"
     run = begin(
         data, tmp_path, "data.held_out=" + str(data / "train"), "evaluation.every_steps=3", *CHOICES[choice], f"trainer.offload_folder={away}"

@@ -11,7 +11,7 @@ from tandem.layout.schedules import (
     PipelineShape,
     bubble_share,
     computes_of,
-    peak_stash,
+    max_in_flight_micro_batches,
     published_bubble_share,
     schedule,
     simulate,
@@ -105,14 +105,14 @@ def test_sends_that_wait_for_their_receive_do_not_deadlock(name: str, shape: Pip
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.virtual_stages == 1])
 def test_the_stash_under_1f1b_is_the_smaller_of_stages_ahead_and_micro_batches_and_all_under_gpipe(shape: PipelineShape) -> None:
     p, m = shape.ranks, shape.micro_batches
-    assert [peak_stash(operations) for operations in schedule("1f1b", shape)] == [min(p - rank, m) for rank in range(p)]
-    assert [peak_stash(operations) for operations in schedule("gpipe", shape)] == [m] * p
+    assert [max_in_flight_micro_batches(operations) for operations in schedule("1f1b", shape)] == [min(p - rank, m) for rank in range(p)]
+    assert [max_in_flight_micro_batches(operations) for operations in schedule("gpipe", shape)] == [m] * p
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.virtual_stages > 1 and s.micro_batches % s.ranks == 0])
 def test_the_stash_under_interleaved_1f1b_is_its_warm_up_and_one(shape: PipelineShape) -> None:
     p, v, work = shape.ranks, shape.virtual_stages, shape.virtual_stages * shape.micro_batches
-    assert [peak_stash(o) for o in schedule("interleaved", shape)] == [min(2 * (p - r - 1) + (v - 1) * p + 1, work) for r in range(p)]
+    assert [max_in_flight_micro_batches(o) for o in schedule("interleaved", shape)] == [min(2 * (p - r - 1) + (v - 1) * p + 1, work) for r in range(p)]
 
 
 @pytest.mark.parametrize(("name", "shape"), [(n, s) for n, s in EVERY if s.micro_batches and (n != "interleaved" or s.micro_batches % s.ranks == 0)])

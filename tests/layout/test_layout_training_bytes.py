@@ -13,7 +13,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.layout.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.save import save_checkpoint
 
 MODELS = {

@@ -9,12 +9,12 @@ import torch
 from model_ranks import LEARNING_RATE, Case, Trained, build, by_sequence, ranks_of, sequences_of, whole
 from ranks import Here
 
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import blank, collate
-from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.offload.activations import ActivationOffload
+from tandem.trainer.parallel.gradient_reducer import GradientReducer
 from tandem.trainer.parallel.replica import make_replica
-from tandem.trainer.saved_pages import SavedPages
 from tandem.trainer.step import train_step
 
 
@@ -27,7 +27,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
     replica = make_replica(model, config, ranks_of(here, case), zero, directory=folder)
     assert (replica.paged is not None, replica.pages_weights) == ("offload" in offloaded, "offload_parameters" in offloaded)
     if folder is not None and "offload_activations" in offloaded:
-        SavedPages(model, folder, 0, in_flight_bytes=1 << 12)
+        ActivationOffload(model, folder, 0, in_flight_bytes=1 << 12)
     every, dtype = sequences_of(case), getattr(torch, case.dtype)
     own = list(range(len(every)))[here.groups["data"].rank :: here.groups["data"].size]
     micro_batches = [collate([every[i] for i in own[nth::passes]], dtype) if own[nth::passes] else blank(dtype) for nth in range(passes)]
@@ -51,7 +51,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
     return result
 
 
-def remember(sums: GradientSums) -> dict[str, torch.Tensor]:
+def remember(sums: GradientReducer) -> dict[str, torch.Tensor]:
     """Filled, before the first clipping, with the whole sums of every parameter."""
     found: dict[str, torch.Tensor] = {}
     norm = sums.norm

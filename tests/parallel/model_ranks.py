@@ -16,14 +16,14 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.sharding import Cut, cut_slices, is_held
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, to_huggingface
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
-from tandem.trainer.balance import make_balance
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.parallel.placement import placement
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.parallel.router_balance import make_balance
 from tandem.trainer.step import predict, train_step
 from tandem.types import TrainSequence
 

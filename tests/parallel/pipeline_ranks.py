@@ -17,15 +17,15 @@ from tandem.layout.sharding import Cut
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.parallel import ModelParallel
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.logprobs import infer
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.offload.activations import ActivationOffload
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.placement import is_tied_copy, placement
-from tandem.trainer.saved_pages import SavedPages
 from tandem.trainer.step import predict
 
 
@@ -102,7 +102,7 @@ def piped(
     model.recompute = case.recompute
     load_tensors(model, weights_of(case.shapes).items())
     pipeline = Pipeline(model, spans, ranks, order)
-    pages = None if folder is None else SavedPages(model, folder, 0, in_flight_bytes=1 << 12, passes=ranks.size - ranks.rank)
+    pages = None if folder is None else ActivationOffload(model, folder, 0, in_flight_bytes=1 << 12, passes=ranks.size - ranks.rank)
     micro_batches = micro_batches_of(case, bins, (groups["data"].rank, groups["data"].size))
     loss_of = make_cross_entropy_loss(counts_of(sequences_of(case)))
     optimizer = make_optimizer(model, case.trainer)
@@ -118,7 +118,7 @@ def piped(
     for step in range(case.steps):
         optimizer.zero_grad()
         passed = pipeline.forward_backward(micro_batches, loss_of)
-        found["stash"] = passed.peak_stash
+        found["stash"] = passed.max_in_flight_micro_batches
         if pipeline.has_tied_copy:
             assert model.embed_tokens.grad is not None
             model.embed_tokens.grad = pipeline.sum_tied_gradient(model.embed_tokens.grad)

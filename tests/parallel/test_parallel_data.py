@@ -13,10 +13,10 @@ from ranks import Here, Ranks
 
 from tandem.layout.bytes import cut_by_zero, optimizer_bytes
 from tandem.layout.mesh import MeshShape
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate
-from tandem.trainer.parallel.data import GradientSums
+from tandem.trainer.parallel.gradient_reducer import GradientReducer
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
 
@@ -80,7 +80,7 @@ def sums_before_clipping(here: Here | None, case: Case) -> dict[str, torch.Tenso
         for share in shares:
             loss(predict(model, share, 1.0), share).loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    sums = GradientSums(model, ranks_of(here, case))
+    sums = GradientReducer(model, ranks_of(here, case))
     sums.expect(1)
     loss(predict(model, shares[here.mesh.rank], 1.0), shares[here.mesh.rank]).loss.backward()
     sums.finish()
@@ -103,7 +103,7 @@ def begun_when(here: Here, case: Case) -> tuple[list[tuple[str, list[str]]], lis
     """Which sums had begun when each layer's gradients came to be, and in which order all began."""
     model, every = build(case, here), sequences_of(case)
     share = collate(every[here.mesh.rank :: 2], getattr(torch, case.dtype))
-    sums = GradientSums(model, ranks_of(here, case))
+    sums = GradientReducer(model, ranks_of(here, case))
     seen: list[tuple[str, list[str]]] = []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda gradient, name=name: seen.append((name, list(sums.started))))

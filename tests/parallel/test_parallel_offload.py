@@ -13,14 +13,14 @@ from ranks import Here, Ranks
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.mesh import MeshShape
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer import pager, saved_pages
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import MOMENTS
+from tandem.trainer.offload import activations, pager
+from tandem.trainer.optimizers.adamw import MOMENTS
 from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.parallel.zero import ShardedOptimizer
 from tandem.trainer.step import train_step
-from tandem.trainer.zero import ShardedOptimizer
 
 ALL = ("offload", "offload_parameters", "offload_activations")
 CASE = Case(QWEN3, "float32", "cpu")
@@ -29,12 +29,12 @@ FOUR = MeshShape(data=2, tensor=2)
 
 def pieces_of(here: Here, piece: int, smallest: int) -> None:
     """Small models in many pieces, on this rank."""
-    pager.PIECE, saved_pages.SMALLEST_BYTES = piece, smallest
+    pager.PIECE, activations.SMALLEST_BYTES = piece, smallest
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(ranks: Ranks, one_thread: None) -> Iterator[None]:
-    before = pager.PIECE, saved_pages.SMALLEST_BYTES
+    before = pager.PIECE, activations.SMALLEST_BYTES
     ranks.run(FOUR, pieces_of, 192, 64)
     yield
     ranks.run(FOUR, pieces_of, *before)

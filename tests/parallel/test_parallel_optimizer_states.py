@@ -11,16 +11,16 @@ from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, Trained, build, d
 from ranks import Here, Ranks
 
 from tandem.layout.mesh import MeshShape
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.blockwise import BLOCK, dynamic_values
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole
 from tandem.trainer.checkpoint.manifest import verify
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.parallel.data import ReplicatedOptimizer
+from tandem.trainer.optimizers.blockwise import BLOCK, dynamic_values
+from tandem.trainer.parallel.gradient_reducer import ReplicatedOptimizer
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.trainer.step import train_step
 from tandem.types import UserError

@@ -18,13 +18,13 @@ from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.balance import make_balance
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks as AllRanks
 from tandem.trainer.parallel.ranks import alone as alone_ranks
 from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.parallel.router_balance import make_balance
 from tandem.trainer.step import train_step
 
 TIED, UNTIED = replace(QWEN3, num_layers=5), replace(LLAMA, num_layers=5)

@@ -18,10 +18,10 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import Communicator
-from tandem.trainer.guard import StepGuard
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.replica import make_replica
@@ -55,7 +55,7 @@ def trained(
     config = TrainerConfig(
         learning_rate=LEARNING_RATE, weight_decay=0.01, precision=precision, loss_scale=scale, loss_scale_growth_steps=2, max_grad_norm=0.0
     )
-    replica, guard, every = make_replica(model, config, ranks, zero, pipeline), StepGuard(config), sequences_of(CASE)
+    replica, guard, every = make_replica(model, config, ranks, zero, pipeline), GradScaler(config), sequences_of(CASE)
     plain = make_cross_entropy_loss(counts_of(every))
     micro_batches = [collate([every[i] for i in one]) for one in BINS[ranks.data.rank :: ranks.data.size]]
     what, factor, step = *overflow, 0

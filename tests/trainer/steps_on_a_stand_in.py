@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import tandem.kernels.mixed as mixed
 import tandem.model.vocabulary_parallel as vocabulary_parallel
-import tandem.trainer.adamw_host as adamw_host
 import tandem.trainer.micro_batch as micro_batch
+import tandem.trainer.optimizers.adamw_host as adamw_host
 import tandem.trainer.parallel.pipeline as pipeline_room
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -34,16 +34,16 @@ from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.runtime.communicator import GROUPS, HOST_GROUPS, Communicator
-from tandem.trainer.balance import make_balance
-from tandem.trainer.guard import StepGuard
-from tandem.trainer.lanes import OneAfterTheOther
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
+from tandem.trainer.offload.streams import SerialStreams
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.parallel.router_balance import make_balance
 from tandem.trainer.step import train_step
 from tandem.types import TrainSequence
 
@@ -162,7 +162,7 @@ def stand_in() -> None:
     Tensor.pin_memory = FakeTensor.pin_memory = lambda x, *_: x  # type: ignore[method-assign,assignment]
     micro_batch._tensor = lambda values, dtype: torch.tensor(list(values), dtype=dtype)
     adamw_host.host_zeros = lambda numbers, dtype, pinned: torch.zeros(numbers, dtype=dtype)
-    adamw_host.lanes_of = lambda device: OneAfterTheOther()
+    adamw_host.streams_of = lambda device: SerialStreams()
     pipeline_room.broadcast_value = lambda ranks, value, source, name, device: value
     mixed.is_emulated = lambda precision, device: False
 
@@ -195,7 +195,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     model.router_balance, model.recompute = make_balance(model, trainer, ranks), trainer.recompute
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
     replica = make_replica(model, trainer, ranks, parallel.zero, pipeline)
-    batch, guard = sequences(), StepGuard(trainer)
+    batch, guard = sequences(), GradScaler(trainer)
     micro_batches = [collate(batch[:2], model.dtype, GPU), collate(batch[2:], model.dtype, GPU)]
     counted = 0
     for step in range(3):

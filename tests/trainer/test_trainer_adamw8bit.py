@@ -7,13 +7,13 @@ from torch import nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.bytes import optimizer_bytes
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.adamw_8bit import FEWEST_CODED, AdamW8bit
-from tandem.trainer.blockwise import BLOCK, Codebook, Coded, dynamic_values
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import AdamW
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.optimizers.adamw_8bit import FEWEST_CODED, AdamW8bit
+from tandem.trainer.optimizers.blockwise import BLOCK, Codebook, Coded, dynamic_values
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.step import train_step
 
 CONFIG = TrainerConfig(optimizer="adamw8bit", learning_rate=3e-3, beta2=0.95, weight_decay=0.1)
@@ -78,7 +78,7 @@ def losses(make_model, batch, config, steps, optimizer_of):
 
 
 def test_the_loss_follows_whole_moments_at_a_quarter_of_their_bytes(make_model, make_batch, monkeypatch):
-    monkeypatch.setattr("tandem.trainer.adamw_8bit.FEWEST_CODED", 1024)
+    monkeypatch.setattr("tandem.trainer.optimizers.adamw_8bit.FEWEST_CODED", 1024)
     batch = make_batch()
     whole, _, plain = losses(make_model, batch, CONFIG, 40, lambda model: AdamW(model.named_parameters(), CONFIG))
     coded, _, ours = losses(make_model, batch, CONFIG, 40, lambda model: AdamW8bit(model.named_parameters(), CONFIG))

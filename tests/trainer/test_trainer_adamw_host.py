@@ -13,17 +13,17 @@ from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.trainer.adamw_host import HostAdamW
-from tandem.trainer.lanes import Lane, Lanes
-from tandem.trainer.optimizer import AdamW, OptimizerState
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.offload.streams import Lane, Streams
+from tandem.trainer.optimizers.adamw import AdamW, OptimizerState
+from tandem.trainer.optimizers.adamw_host import HostAdamW
+from tandem.trainer.optimizers.make import make_optimizer
 
 CONFIG = TrainerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, offload="cpu")
 SHAPES = {"embedding": (70, 24), "matrix": (48, 64), "norm": (24,), "bias": (3,), "last": (24, 33)}
 
 
 class AnyOrder:
-    """Lanes that run late: of the first of each lane's works any that may begin is next. ``without_waits``: no lane heeds another."""
+    """Streams that run late: of the first of each lane's works any that may begin is next. ``without_waits``: no lane heeds another."""
 
     def __init__(self, seed: int, without_waits: bool = False) -> None:
         self._draw, self._heeds = random.Random(seed), not without_waits
@@ -77,7 +77,7 @@ def same(a: tuple[Any, dict[str, nn.Parameter]], b: tuple[Any, dict[str, nn.Para
     return moments and first.updates == second.updates and all(torch.equal(a[1][name], b[1][name]) for name in SHAPES)
 
 
-def host(lanes: Lanes | None = None, piece: int = 1024) -> Callable[[dict[str, nn.Parameter]], HostAdamW]:
+def host(lanes: Streams | None = None, piece: int = 1024) -> Callable[[dict[str, nn.Parameter]], HostAdamW]:
     return lambda held: HostAdamW(held.items(), CONFIG, lanes=lanes, piece=piece)
 
 

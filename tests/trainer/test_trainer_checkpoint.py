@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.save import committed_steps, load_checkpoint, newest_committed, prune, save_checkpoint
 from tandem.types import RunError, UserError
 
@@ -28,7 +28,7 @@ import conftest
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.update import update_policy
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.save import load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)

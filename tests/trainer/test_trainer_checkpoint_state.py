@@ -19,8 +19,8 @@ from tandem.trainer.checkpoint.find import newest_whole
 from tandem.trainer.checkpoint.model_state import load_state, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.optimizer import AdamW, Optimizer
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers.adamw import AdamW, Optimizer
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.types import UserError
 
 ALONE = Communicator("world", 0, 1, None, 60.0)

@@ -9,11 +9,11 @@ import torch
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.loss import make_grpo_loss
 from tandem.rl.algorithms.update import pack, sequence_logprobs, split, update_policy
+from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.micro_batch import collate, forward_tokens
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.step import predict
 from tandem.types import Batch, RunError
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.muon import Muon, newton_schulz
-from tandem.trainer.optimizer import AdamW, OptimizerState
-from tandem.trainer.optimizers import make_optimizer
+from tandem.trainer.optimizers.adamw import AdamW, OptimizerState
+from tandem.trainer.optimizers.make import make_optimizer
+from tandem.trainer.optimizers.muon import Muon, newton_schulz
 
 CONFIG = TrainerConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.0)
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer import pager
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.optimizer import AdamW
-from tandem.trainer.pager import Pager
+from tandem.trainer.offload import pager
+from tandem.trainer.offload.pager import Pager
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.types import RunError
 
 CONFIG = TrainerConfig(learning_rate=0.01, weight_decay=0.1, offload="nvme")
@@ -80,8 +80,8 @@ import sys, torch
 from pathlib import Path
 from torch import nn
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
+from tandem.trainer.optimizers.adamw import AdamW
 config = TrainerConfig()
 
 def resident():

@@ -17,10 +17,10 @@ from tandem.layout.training_bytes import saved_bytes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
-from tandem.trainer import pager, saved_pages
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.optimizer import AdamW
-from tandem.trainer.saved_pages import SavedPages
+from tandem.trainer.offload import activations, pager
+from tandem.trainer.offload.activations import ActivationOffload
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.types import RunError, UserError
 
 LLAMA = ModelShapes("llama", 61, 48, 4, 4, 2, 16, 80, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
@@ -107,10 +107,10 @@ def test_at_most_two_layers_are_in_memory_and_none_between_steps(tmp_path):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL], ids=lambda s: s.architecture)
 def test_activations_in_a_file_give_the_same_gradients(kernels, shapes, recompute, tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_pages, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     plain, paged = made(shapes, kernels), made(shapes, kernels)
     plain.recompute = paged.recompute = recompute
-    pages = SavedPages(paged, tmp_path, 1000, in_flight_bytes=1 << 14)
+    pages = ActivationOffload(paged, tmp_path, 1000, in_flight_bytes=1 << 14)
     for seed, lengths in enumerate(LENGTHS):
         assert backward(paged, lengths, seed) == backward(plain, lengths, seed)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(paged.parameters(), plain.parameters(), strict=True))
@@ -122,9 +122,9 @@ def test_activations_in_a_file_give_the_same_gradients(kernels, shapes, recomput
 
 
 def test_activations_survive_a_file_that_is_read_back_twice_and_refuse_a_late_backward(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_pages, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     plain, paged = made(QWEN3, select("reference")), made(QWEN3, select("reference"))
-    SavedPages(paged, tmp_path, 0, in_flight_bytes=1)
+    ActivationOffload(paged, tmp_path, 0, in_flight_bytes=1)
     found = []
     for model in (plain, paged):
         hidden = model(torch.arange(9), torch.arange(9), PackedContext(torch.tensor([0, 9], dtype=torch.int32), 9))
@@ -139,9 +139,9 @@ def test_activations_survive_a_file_that_is_read_back_twice_and_refuse_a_late_ba
 
 
 def test_a_disk_that_fills_up_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_pages, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     model = made(QWEN3, select("reference"))
-    SavedPages(model, tmp_path, 0)
+    ActivationOffload(model, tmp_path, 0)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -162,8 +162,8 @@ from tandem.layout.training_bytes import saved_bytes, training_bytes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.heap import freed_memory_kept
-from tandem.trainer.optimizers import make_optimizer
-from tandem.trainer.saved_pages import SavedPages
+from tandem.trainer.optimizers.make import make_optimizer
+from tandem.trainer.offload.activations import ActivationOffload
 
 torch.set_num_threads(1)
 (LAYERS, HIDDEN, TOKENS), OFFLOADED = map(int, sys.argv[2:5]), sys.argv[5:]
@@ -176,7 +176,7 @@ def train(layers, hidden, tokens, config):
     model = Decoder(shapes, select("auto"))
     optimizer = make_optimizer(model, config, Path(sys.argv[1]), is_filled=config.offload_parameters == "none")
     if config.offload_activations == "nvme":
-        SavedPages(model, Path(sys.argv[1]), saved_bytes(shapes, config, tokens))
+        ActivationOffload(model, Path(sys.argv[1]), saved_bytes(shapes, config, tokens))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if config.offload_parameters == "nvme":

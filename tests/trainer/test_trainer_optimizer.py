@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.optimizer import AdamW, OptimizerState
-from tandem.trainer.schedule import learning_rate
+from tandem.trainer.lr_schedule import learning_rate
+from tandem.trainer.optimizers.adamw import AdamW, OptimizerState
 from tandem.types import UserError
 
 CONFIG = TrainerConfig(learning_rate=0.01, beta1=0.9, beta2=0.99, epsilon=1e-6, weight_decay=0.1, max_grad_norm=1.0)

@@ -10,11 +10,11 @@ from transformers import Qwen3ForCausalLM
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels.mixed import in_precision
 from tandem.model.huggingface import save_model
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.guard import StepGuard
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.step import LossShare, train_step
 from tandem.types import RunError, TrainSequence
 
@@ -31,7 +31,7 @@ def sequences(count=8, length=24):
 def ours(make_model, precision, steps, kernels="auto"):
     model, batch = make_model(torch.float32, kernels=kernels), sequences()
     model.kernels = in_precision(model.kernels, precision, CPU)
-    optimizer, guard = AdamW(model.named_parameters(), CONFIG), StepGuard(replace(CONFIG, precision=precision))
+    optimizer, guard = AdamW(model.named_parameters(), CONFIG), GradScaler(replace(CONFIG, precision=precision))
     loss = make_cross_entropy_loss(counts_of(batch))
     return [train_step(model, optimizer, [collate(batch)], loss, 2e-3, guard=guard).metrics["sft/loss"] for _ in range(steps)]
 
@@ -89,7 +89,7 @@ def test_a_scaled_loss_brings_gradients_through_fp16_that_would_vanish(loss_scal
             return LossShare(plain(logprobs, rows).loss * 1e-6, {}, {})
 
         optimizer = AdamW(model.named_parameters(), settings)
-        train_step(model, optimizer, [collate(batch)], loss, 1e-3, guard=StepGuard(settings))
+        train_step(model, optimizer, [collate(batch)], loss, 1e-3, guard=GradScaler(settings))
         norms[precision] = {name: p.grad.double() for name, p in model.named_parameters()}
     apart = math.sqrt(sum((norms["fp16"][n] - g).square().sum().item() for n, g in norms["fp32"].items()))
     whole = math.sqrt(sum(g.square().sum().item() for g in norms["fp32"].values()))
@@ -97,7 +97,7 @@ def test_a_scaled_loss_brings_gradients_through_fp16_that_would_vanish(loss_scal
 
 
 def test_the_scale_halves_on_overflow_doubles_after_good_steps_and_ends_at_one():
-    guard = StepGuard(TrainerConfig(precision="fp16", loss_scale=4.0, loss_scale_growth_steps=2, max_skipped_steps=1))
+    guard = GradScaler(TrainerConfig(precision="fp16", loss_scale=4.0, loss_scale_growth_steps=2, max_skipped_steps=1))
     seen = []
     for norm in (math.inf, 1.0, 1.0, math.nan, 1.0, math.nan, math.nan, math.nan, 1.0):
         seen.append((guard.judge(norm, 1.0), guard.scale))
@@ -110,7 +110,7 @@ def test_the_scale_halves_on_overflow_doubles_after_good_steps_and_ends_at_one()
 
 def test_a_guard_is_exhausted_by_skips_in_a_row_and_goes_on_from_its_state():
     config = TrainerConfig(max_skipped_steps=2)
-    guard, second = StepGuard(config), StepGuard(config)
+    guard, second = GradScaler(config), GradScaler(config)
     for norm in (math.nan, math.nan, 1.0, math.inf, math.inf):
         guard.judge(norm, 1.0)
     second.load_state(guard.state())
@@ -120,7 +120,7 @@ def test_a_guard_is_exhausted_by_skips_in_a_row_and_goes_on_from_its_state():
 
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_counts(make_model):
     model, batch = make_model(torch.float32, kernels="auto"), sequences()
-    optimizer, guard = AdamW(model.named_parameters(), CONFIG), StepGuard(CONFIG)
+    optimizer, guard = AdamW(model.named_parameters(), CONFIG), GradScaler(CONFIG)
     plain = make_cross_entropy_loss(counts_of(batch))
     before = [p.detach().clone() for p in model.parameters()]
 

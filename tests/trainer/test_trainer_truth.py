@@ -12,7 +12,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model, to_huggingface
 from tandem.rl.algorithms.update import sequence_logprobs, update_policy
-from tandem.trainer.optimizer import AdamW
+from tandem.trainer.optimizers.adamw import AdamW
 
 TEMPERATURE = 0.8
 

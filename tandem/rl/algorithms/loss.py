@@ -4,10 +4,10 @@ from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels.api import TokenLogprobs
-from tandem.rl.algorithms.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.rl.algorithms.importance import truncated_importance
 from tandem.rl.algorithms.kl import kl_estimate, mismatch_k3
 from tandem.rl.algorithms.policy_loss import log_ratios, policy_loss
+from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
 

@@ -7,12 +7,12 @@ from itertools import islice
 from tandem.config.trainer import TrainerConfig
 from tandem.config.warm_up import WarmUpConfig
 from tandem.model.decoder import Decoder
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
 from tandem.rl.algorithms.update import pack
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.optimizers import make_optimizer
-from tandem.trainer.schedule import learning_rate
+from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.step import train_step
 from tandem.types import RunError, TrainSequence
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.rl.algorithms.aggregate import counts_of
 from tandem.rl.algorithms.loss import make_grpo_loss
-from tandem.rl.pack import Bin, best_fit
 from tandem.trainer.logprobs import infer, per_token
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import collate, forward_tokens
-from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.schedule import learning_rate
+from tandem.trainer.optimizers.adamw import Optimizer
+from tandem.trainer.packing import Bin, best_fit
 from tandem.trainer.step import Progress, StepResult, train_step
 from tandem.types import Batch, TrainSequence
 

@@ -18,9 +18,9 @@ from tandem.layout.boxes import Box, intersection, is_covered
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import WHOLE, Cut, cut_slices
 from tandem.model.decoder import Decoder
-from tandem.trainer.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.trainer.optimizers.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 from tandem.types import UserError
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from tandem.runtime.agreement import gather_values
 from tandem.runtime.communicator import Communicator
+from tandem.trainer.checkpoint.commit import discard, sweep
 from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_manifest, verify
-from tandem.trainer.commit import discard, sweep
 from tandem.trainer.save import committed_steps
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.trainer.checkpoint.commit import MARKER, file_digest
 from tandem.trainer.checkpoint.digests import bytes_digest
 from tandem.trainer.checkpoint.rank_file import RankIndex, damaged_chunk, read_index
-from tandem.trainer.commit import MARKER, file_digest
 from tandem.types import RunError
 
 MANIFEST = "MANIFEST.json"

@@ -14,12 +14,12 @@ from tandem.layout.shapes import parameters
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.blockwise import CODES, SCALES, is_coded
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
-from tandem.trainer.optimizer import MOMENTS, Optimizer, OptimizerState
+from tandem.trainer.optimizers.adamw import MOMENTS, Optimizer, OptimizerState
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
+from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
 from tandem.types import UserError
 
 WEIGHTS = "weights"

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.model.huggingface import checked_tensors
-from tandem.trainer.blockwise import CODES, SCALES, is_coded
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.zero import Part as Run
-from tandem.trainer.zero import ShardedOptimizer
+from tandem.trainer.parallel.zero import Part as Run
+from tandem.trainer.parallel.zero import ShardedOptimizer
 from tandem.types import UserError
 
 

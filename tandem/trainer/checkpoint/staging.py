@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.trainer.checkpoint.rank_file import Layout, lay_out
 from tandem.trainer.checkpoint.shard import Piece, Shard, piece_of
-from tandem.trainer.tensor_file import TensorFile
+from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 
 

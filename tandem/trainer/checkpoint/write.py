@@ -18,6 +18,7 @@ from typing import Any
 from tandem.runtime.agreement import vote
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.faults import FaultPoint
+from tandem.trainer.checkpoint.commit import FULL, MARKER, sync_directory
 from tandem.trainer.checkpoint.digests import CHUNK_BYTES, best_algorithm, bytes_digest
 from tandem.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -34,7 +35,6 @@ from tandem.trainer.checkpoint.manifest import (
 )
 from tandem.trainer.checkpoint.rank_file import RankIndex, damaged_chunk, write_chunks, write_small
 from tandem.trainer.checkpoint.staging import Staging
-from tandem.trainer.commit import FULL, MARKER, sync_directory
 from tandem.types import RunError
 
 PHASES = ("prepare", "write", "manifest", "verify", "commit")

@@ -17,7 +17,7 @@ from tandem.runtime.communicator import Communicator, Pending
 from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.logprobs import collect
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.step import Loss, LossShare, OnPhase, Passed, Progress, sum_shares
+from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, sum_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Pipeline:
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
         on_phase: OnPhase = lambda phase: None,
-    ) -> Passed:
+    ) -> ForwardBackwardOutput:
         """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
         micro-batches. Every rank is given the same ones: so each knows the size of what it is sent. ``after_backward`` is called
         behind each backward of a stage. Every rank has the metrics and the loss."""
@@ -62,7 +62,7 @@ class Pipeline:
         done.run(operations[self.ranks.rank])
         own = sum_shares(shares)
         found = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
-        return Passed(**found, peak_stash=done.peak_stash)
+        return ForwardBackwardOutput(**found, max_in_flight_micro_batches=done.max_in_flight_micro_batches)
 
     @torch.no_grad()
     def forward(
@@ -129,7 +129,7 @@ class _Pass:
         self.received: dict[tuple[int, int], Tensor] = {}
         self.returned: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
-        self.peak_stash = self.done = 0
+        self.max_in_flight_micro_batches = self.done = 0
 
     def run(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
@@ -160,7 +160,7 @@ class _Pass:
                 out = self.at_last(out, micro_batch)
             if self.keeps or not span.is_last:
                 self.returned[stage, number] = out
-        self.peak_stash = max(self.peak_stash, len(self.returned))
+        self.max_in_flight_micro_batches = max(self.max_in_flight_micro_batches, len(self.returned))
         if not self.keeps:
             self._count()
 

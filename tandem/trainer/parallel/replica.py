@@ -9,18 +9,18 @@ from typing import Literal
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.blockwise import BLOCK
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.optimizer import Optimizer
-from tandem.trainer.optimizers import make_optimizer, make_piece_optimizer
-from tandem.trainer.parallel.data import GradientSums, ReplicatedOptimizer
-from tandem.trainer.parallel.flat import ALIGNED
+from tandem.trainer.optimizers.adamw import Optimizer
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
+from tandem.trainer.optimizers.blockwise import BLOCK
+from tandem.trainer.optimizers.make import make_optimizer, make_piece_optimizer
+from tandem.trainer.parallel.flat_buffer import ALIGNED
+from tandem.trainer.parallel.gradient_reducer import GradientReducer, ReplicatedOptimizer
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.step import ForwardBackward, Progress, in_turn
-from tandem.trainer.zero import ShardedOptimizer
+from tandem.trainer.parallel.zero import ShardedOptimizer
+from tandem.trainer.step import ForwardBackward, Progress, no_pipelining
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Replica:
     ranks: Ranks
     model: Decoder
     optimizer: Optimizer
-    sums: GradientSums | None = None
+    sums: GradientReducer | None = None
     pipeline: Pipeline | None = None
 
     @property
@@ -52,7 +52,7 @@ class Replica:
     @property
     def forward_backward(self) -> ForwardBackward:
         """How micro-batches go through the model."""
-        return in_turn(self.model) if self.pipeline is None else self.pipeline.forward_backward
+        return no_pipelining(self.model) if self.pipeline is None else self.pipeline.forward_backward
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
@@ -95,7 +95,7 @@ def make_replica(
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
     # Blocks of codes are not cut.
     aligned = BLOCK if config.optimizer == "adamw8bit" else ALIGNED
-    sums = GradientSums(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied, aligned=aligned)
+    sums = GradientReducer(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied, aligned=aligned)
     if zero == 0:
         return Replica(ranks, model, ReplicatedOptimizer(make_optimizer(model, config, directory), sums, config.max_grad_norm), sums, pipeline)
     make_inner = partial(make_piece_optimizer, model, config, buckets=sums.buckets, directory=directory)

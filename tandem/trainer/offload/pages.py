@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from tandem.trainer.pager import Pager
-from tandem.trainer.parallel.flat import ALIGNED
+from tandem.trainer.offload.pager import Pager
+from tandem.trainer.parallel.flat_buffer import ALIGNED
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.blockwise import BLOCK, CODES, SCALES, Coded, codebook
-from tandem.trainer.optimizer import MOMENTS, HeldGradients, OptimizerState, check_state
+from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state
+from tandem.trainer.optimizers.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 
 FEWEST_CODED = 4096
 """Smaller matrices keep fp32 moments, as norms and biases do: they weigh nothing."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tandem.model.decoder import Decoder
 from tandem.runtime.communicator import Pending
-from tandem.trainer.optimizer import Optimizer, OptimizerState, norm_of, values_of
-from tandem.trainer.parallel.flat import ALIGNED, Flat, flats
+from tandem.trainer.optimizers.adamw import Optimizer, OptimizerState, norm_of, values_of
+from tandem.trainer.parallel.flat_buffer import ALIGNED, FlatBuffer, flat_buffers
 from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.parallel.ranks import Ranks
 
@@ -42,7 +42,7 @@ class KeptSum(Protocol):
         ...
 
 
-class GradientSums:
+class GradientReducer:
     """The gradients of a model's parameters, summed over their replicas. ``buckets`` in the order of the backward pass.
 
     ``each_backward``: sums are taken after every backward pass, and the whole gradients dropped; else once a step, when
@@ -56,7 +56,7 @@ class GradientSums:
     ) -> None:  # fmt: skip
         self.model, self.ranks, self.each_backward = model, ranks, each_backward
         where = {name: placement(model, name) for name, _ in model.named_parameters()}
-        self.buckets = flats(model.named_parameters(), lambda name: where[name].replicas, lambda group: ranks.groups[group], aligned)
+        self.buckets = flat_buffers(model.named_parameters(), lambda name: where[name].replicas, lambda group: ranks.groups[group], aligned)
         self.own: list[Tensor | None] = [None] * len(self.buckets)
         self.kept: dict[int, KeptSum] = {}
         self.factors: list[float] = []
@@ -68,7 +68,7 @@ class GradientSums:
         self._backwards, self._next = 1, 0
         self._seen: dict[str, int] = {}
         self._pending: list[tuple[int, Pending]] = []
-        self.after_sum: Callable[[Flat], None] | None = None
+        self.after_sum: Callable[[FlatBuffer], None] | None = None
         self.started: list[str] = []
         """Labels of the buckets whose sums have begun in this step."""
         for bucket in self.buckets:
@@ -173,7 +173,7 @@ class GradientSums:
         self.started.append(bucket.label)
         self._next = place + 1
 
-    def _sum_partial(self, bucket: Flat) -> None:
+    def _sum_partial(self, bucket: FlatBuffer) -> None:
         """Tensor-parallel ranks that each hold a whole parameter have a part of its gradient."""
         names = [name for name in bucket.parameters if name in self._partial]
         if not names:
@@ -196,7 +196,7 @@ class GradientSums:
 class ReplicatedOptimizer:
     """``inner`` on every rank, over whole parameters, with gradients summed over the replicas: ZeRO stage 0."""
 
-    def __init__(self, inner: Optimizer, sums: GradientSums, max_norm: float) -> None:
+    def __init__(self, inner: Optimizer, sums: GradientReducer, max_norm: float) -> None:
         self.inner, self.sums, self.max_norm = inner, sums, max_norm
         self.parameters = inner.parameters
 

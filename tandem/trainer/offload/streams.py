@@ -8,7 +8,7 @@ import torch
 Lane = Literal["fetch", "compute", "bring back"]
 
 
-class Lanes(Protocol):
+class Streams(Protocol):
     """What is run on one lane is done in that order; two lanes keep to each other's only where one waits for a mark of the other."""
 
     def run(self, lane: Lane, work: Callable[[], object]) -> None: ...
@@ -26,7 +26,7 @@ class Lanes(Protocol):
         ...
 
 
-class OneAfterTheOther:
+class SerialStreams:
     """A CPU: work is done when it is given."""
 
     def run(self, lane: Lane, work: Callable[[], object]) -> None:
@@ -42,7 +42,7 @@ class OneAfterTheOther:
         pass
 
 
-class Streams:
+class CudaStreams:
     """A GPU: two streams for copies beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,5 +71,5 @@ class Streams:
         return torch.cuda.current_stream(self._device) if lane == "compute" else self._copies[lane]
 
 
-def lanes_of(device: torch.device) -> Lanes:
-    return Streams(device) if device.type == "cuda" else OneAfterTheOther()
+def streams_of(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else SerialStreams()

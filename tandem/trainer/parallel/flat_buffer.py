@@ -26,7 +26,7 @@ class Segment:
     at: int
 
 
-class Flat:
+class FlatBuffer:
     """Parameters by name, in the order in which they lie in ``length`` numbers, ``part`` of them for each of ``ranks``."""
 
     def __init__(self, label: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: Communicator, aligned: int = ALIGNED) -> None:
@@ -69,11 +69,11 @@ class Flat:
         return flat.view(self.ranks.size, self.part)
 
 
-def flats(
+def flat_buffers(
     parameters: Iterable[tuple[str, nn.Parameter]], replicas: Callable[[str], GroupName], groups: Callable[[GroupName], Communicator],
     aligned: int = ALIGNED,
-) -> list[Flat]:  # fmt: skip
-    """One ``Flat`` for each layer and group of replicas, in the order in which a backward pass completes their gradients: what
+) -> list[FlatBuffer]:  # fmt: skip
+    """One ``FlatBuffer`` for each layer and group of replicas, in the order in which a backward pass completes their gradients: what
     stands behind the layers, the layers from the last, the embedding. Parameters without gradient are left out."""
     found: dict[tuple[float, str, GroupName], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
@@ -84,7 +84,7 @@ def flats(
             label = f"layer {layer}" if layer is not None else "the embedding" if is_embedding else "the head"
             group = replicas(name)
             found.setdefault((place, label, group), []).append((name, parameter))
-    return [Flat(label, held, groups(group), aligned) for (_, label, group), held in sorted(found.items(), key=lambda item: item[0])]
+    return [FlatBuffer(label, held, groups(group), aligned) for (_, label, group), held in sorted(found.items(), key=lambda item: item[0])]
 
 
 def layer_number(name: str) -> int | None:
@@ -93,7 +93,7 @@ def layer_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def layer_of(flat: Flat) -> int | None:
+def layer_of(flat: FlatBuffer) -> int | None:
     """The layer whose parameters these are; ``None``: of the embedding or the head."""
     found = re.fullmatch(r"layer (\d+)", flat.label)
     return int(found[1]) if found else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.types import TrainSequence
 
 
-def write_batch(path: Path, step: int, sequences: Sequence[TrainSequence], metrics: Mapping[str, float]) -> None:
+def dump_batch(path: Path, step: int, sequences: Sequence[TrainSequence], metrics: Mapping[str, float]) -> None:
     """``sequences`` of optimizer step ``step`` and what the step measured, as JSON (``NaN`` and ``Infinity`` as Python reads them)."""
     path.parent.mkdir(exist_ok=True)
     rows = [{"id": s.id, "token_ids": s.token_ids, "prompt_length": s.prompt_length, "loss_mask": s.loss_mask} for s in sequences]
@@ -15,7 +15,7 @@ def write_batch(path: Path, step: int, sequences: Sequence[TrainSequence], metri
 
 
 def read_batch(path: Path) -> list[TrainSequence]:
-    """The sequences that ``write_batch`` has kept, for ``rl.algorithms.update.pack`` and ``trainer.step.train_step``."""
+    """The sequences that ``dump_batch`` has kept, for ``rl.algorithms.update.pack`` and ``trainer.step.train_step``."""
     rows = json.loads(path.read_text(encoding="utf-8"))["sequences"]
     return [TrainSequence(r["id"], tuple(r["token_ids"]), r["prompt_length"], tuple(r["loss_mask"])) for r in rows]
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tandem.layout.training_bytes import ACTIVATIONS_IN_FLIGHT_BYTES
 from tandem.model.decoder import Decoder
-from tandem.trainer.tensor_file import TensorFile
+from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 
 SMALLEST_BYTES = 64 << 10
@@ -33,7 +33,7 @@ class _Page:
         self.wanted, self.given = 1, 0
 
 
-class SavedPages:
+class ActivationOffload:
     """Stands around those forward passes of ``model`` that a backward follows. At most ``passes`` of them wait for theirs at a time, the
     oldest first: the forward after that takes its place. Of tensors on their way to the file, and of those read ahead, ``in_flight_bytes``
     each are in memory at most, but always one. A pass has a file of ``folder`` without a name, which goes with its process;

@@ -8,13 +8,13 @@ from torch import nn
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.trainer.adamw_8bit import FEWEST_CODED, AdamW8bit
-from tandem.trainer.adamw_host import HostAdamW
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.matrices import ALONE, COLUMNS, ROWS, Matrices, Stack
-from tandem.trainer.muon import Muon
-from tandem.trainer.optimizer import AdamW, Optimizer, PieceOptimizer
-from tandem.trainer.parallel.flat import Flat
+from tandem.trainer.optimizers.adamw import AdamW, Optimizer, PieceOptimizer
+from tandem.trainer.optimizers.adamw_8bit import FEWEST_CODED, AdamW8bit
+from tandem.trainer.optimizers.adamw_host import HostAdamW
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
+from tandem.trainer.optimizers.matrices import ALONE, COLUMNS, ROWS, Matrices, Stack
+from tandem.trainer.optimizers.muon import Muon
+from tandem.trainer.parallel.flat_buffer import FlatBuffer
 
 
 def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None = None, is_filled: bool = True) -> Optimizer:
@@ -29,7 +29,7 @@ def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None
 
 def make_piece_optimizer(
     model: Decoder, config: TrainerConfig, pieces: Mapping[str, nn.Parameter], paged: Sequence[Sequence[str]] = (), *,
-    buckets: Sequence[Flat] = (), directory: Path | None = None,
+    buckets: Sequence[FlatBuffer] = (), directory: Path | None = None,
 ) -> PieceOptimizer:  # fmt: skip
     """The optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: those that ZeRO leaves to this rank of ``buckets``; or,
     without buckets, the parameters themselves. ``paged``: groups of those whose weights lie in the file of what is offloaded."""
@@ -51,7 +51,7 @@ def make_piece_optimizer(
     return (HostAdamW if is_beside_gpu else AdamW)(pieces.items(), config, matrices)
 
 
-def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[Flat] = ()) -> Matrices:
+def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuffer] = ()) -> Matrices:
     """How the parameters ``names`` of ``model`` are made of matrices and cut between ranks."""
     parameters, rows = dict(model.named_parameters()), stacked_parts(names, model.local)
     tensor = model.parallel.tensor if model.parallel is not None else None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.matrices import Matrices, Stack
-from tandem.trainer.optimizer import MOMENTS, AdamW, HeldGradients, OptimizerState, check_state
+from tandem.trainer.optimizers.adamw import MOMENTS, AdamW, HeldGradients, OptimizerState, check_state
+from tandem.trainer.optimizers.matrices import Matrices, Stack
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7

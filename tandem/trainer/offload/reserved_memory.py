@@ -5,7 +5,7 @@ import mmap
 import torch
 
 
-class LastingMemory:
+class ReservedMemory:
     """``tensor``: ``length`` numbers at addresses of their own for good: whatever was made of it, a view too, finds what lies there at that
     time. Its pages are the system's, and read as zeros, until they are written, and again after ``release``."""
 

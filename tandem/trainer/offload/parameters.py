@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import LayerFunction
-from tandem.trainer.before_backward import BeforeBackward
-from tandem.trainer.lasting_memory import LastingMemory
-from tandem.trainer.pager import Pager
-from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
+from tandem.trainer.offload.pager import Pager
+from tandem.trainer.offload.pages import GRADIENTS, WEIGHTS, Pages
+from tandem.trainer.offload.reserved_memory import ReservedMemory
+from tandem.trainer.parallel.before_backward import BeforeBackward
 
 
 class PagedLayer:
@@ -27,7 +27,7 @@ class PagedLayer:
     def __init__(self, pages: Pages, pager: Pager, is_filled: bool) -> None:
         self.pages, self._pager = pages, pager
         like = next(iter(pages.parameters.values()))
-        self._memory = LastingMemory(pages.length, like.dtype)
+        self._memory = ReservedMemory(pages.length, like.dtype)
         self._whole = self._memory.tensor
         self._reading: Future[None] | None = None
         self.is_here = True
@@ -60,7 +60,7 @@ class PagedLayer:
         self._reading, self.is_here = None, False
 
 
-class PagedLayers:
+class ParameterOffload:
     """Stands around the layers of ``model``. ``pages`` by the number of the layer."""
 
     def __init__(self, model: Decoder, pages: Mapping[int, Pages], pager: Pager, is_filled: bool) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.lanes import Lanes, lanes_of
-from tandem.trainer.optimizer import MOMENTS, HeldGradients, OptimizerState, check_state
-from tandem.trainer.pages import Pages
+from tandem.trainer.offload.pages import Pages
+from tandem.trainer.offload.streams import Streams, streams_of
+from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state
 from tandem.types import RunError
 
 PIECE = 1 << 22
@@ -27,7 +27,7 @@ class HostAdamW(HeldGradients):
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None,
-        lanes: Lanes | None = None, piece: int = PIECE,
+        lanes: Streams | None = None, piece: int = PIECE,
     ) -> None:  # fmt: skip
         super().__init__(parameters, config)
         self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
@@ -35,7 +35,7 @@ class HostAdamW(HeldGradients):
         # ZeRO may leave a rank nothing.
         like = next(iter(self.parameters.values()), torch.empty(0))
         self._device, self._piece = like.device, max(1, min(piece, self._pages.length))
-        self._lanes = lanes or lanes_of(like.device)
+        self._lanes = lanes or streams_of(like.device)
         self._held = {kind: host_zeros(self._pages.length, like.dtype, like.is_cuda) for kind in MOMENTS}
         self._sides = [[torch.empty(self._piece, dtype=like.dtype, device=like.device) for _ in MOMENTS] for _ in range(SIDES)]
 

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizer import MOMENTS, OptimizerState, check_state, global_norm, norms_of
-from tandem.trainer.paged_layers import PagedLayers
-from tandem.trainer.pager import Pager
-from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
-from tandem.trainer.parallel.flat import layer_number
+from tandem.trainer.offload.pager import Pager
+from tandem.trainer.offload.pages import GRADIENTS, WEIGHTS, Pages
+from tandem.trainer.offload.parameters import ParameterOffload
+from tandem.trainer.optimizers.adamw import MOMENTS, OptimizerState, check_state, global_norm, norms_of
+from tandem.trainer.parallel.flat_buffer import layer_number
 
 
 class PagedAdamW:
     """``AdamW`` with its bits, for dense parameters of one dtype. Elementwise: moments come from ``folder`` piece by piece, the next
     while the present one is updated, and go back behind it; where the parameters are on a GPU, each piece passes through that.
     With ``layers_of``, on a CPU, the weights and gradients of that decoder's layers do too, and stand in memory only while the layer
-    computes (``PagedLayers``); ``is_filled``: it has its weights.
+    computes (``ParameterOffload``); ``is_filled``: it has its weights.
 
     ``paged``: groups of names whose weights and gradients lie in the file too, and stand in memory when the caller reads them there; it has
     put a gradient of each there before a step, and says in ``factors`` what they are to be multiplied by on their way to the update.
@@ -58,7 +58,7 @@ class PagedAdamW:
         self.pager = Pager(folder, sizes, self._dtype, at_once=len(kinds if groups else MOMENTS), pinned=is_on_gpu)
         self.layers = None
         if layers_of is not None:
-            self.layers = PagedLayers(layers_of, dict(zip(by_layer, self.groups, strict=True)), self.pager, is_filled)
+            self.layers = ParameterOffload(layers_of, dict(zip(by_layer, self.groups, strict=True)), self.pager, is_filled)
         self.factors: list[float] = []
         self.updates = 0
 

@@ -11,7 +11,7 @@ _LEAST_SCALE = 1.0
 _MOST_SCALE = 2.0**24
 
 
-class StepGuard:
+class GradScaler:
     """Judges every step of a run by its loss and its gradient norm, which are those of the global batch, so all ranks judge alike.
 
     With fp16 the loss is multiplied by ``scale`` before the backward (Micikevicius et al., 2018): halved where the gradient

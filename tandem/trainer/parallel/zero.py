@@ -23,15 +23,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.trainer.adamw_paged import PagedAdamW
-from tandem.trainer.blockwise import numbers_each
-from tandem.trainer.optimizer import OptimizerState, PieceOptimizer
-from tandem.trainer.paged_part import PagedPart, WritesBehind
-from tandem.trainer.pages import WEIGHTS
-from tandem.trainer.parallel.data import GradientSums
-from tandem.trainer.parallel.flat import Flat, layer_of
-from tandem.trainer.zero_gathering import Gathering
-from tandem.trainer.zero_shard import Shard
+from tandem.trainer.offload.pages import WEIGHTS
+from tandem.trainer.offload.zero_part import PagedPart, WritesBehind
+from tandem.trainer.optimizers.adamw import OptimizerState, PieceOptimizer
+from tandem.trainer.optimizers.adamw_paged import PagedAdamW
+from tandem.trainer.optimizers.blockwise import numbers_each
+from tandem.trainer.parallel.flat_buffer import FlatBuffer, layer_of
+from tandem.trainer.parallel.gradient_reducer import GradientReducer
+from tandem.trainer.parallel.zero_shard import Shard
+from tandem.trainer.parallel.zero_unshard import ZeroUnshard
 
 Stage = Literal[1, 2, 3]
 MakeInner = Callable[[Mapping[str, nn.Parameter], Sequence[Sequence[str]]], PieceOptimizer]
@@ -55,7 +55,7 @@ class ShardedOptimizer:
     them."""
 
     def __init__(
-        self, sums: GradientSums, max_norm: float, stage: Stage, make_inner: MakeInner, pages_weights: bool = False, is_filled: bool = True
+        self, sums: GradientReducer, max_norm: float, stage: Stage, make_inner: MakeInner, pages_weights: bool = False, is_filled: bool = True
     ) -> None:
         self.sums, self.stage, self._max_norm = sums, stage, max_norm
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
@@ -74,7 +74,7 @@ class ShardedOptimizer:
                 sums.kept[sums.buckets.index(bucket)] = part
         self.shards = [held[id(bucket)] for bucket in sums.buckets]
         if stage == 3:
-            Gathering(self.shards, sums)
+            ZeroUnshard(self.shards, sums)
 
     @property
     def paged(self) -> PagedAdamW | None:
@@ -198,7 +198,7 @@ class ShardedOptimizer:
                 shard.free()
 
 
-def _pieces(bucket: Flat, shard: Shard | None) -> Iterator[tuple[str, nn.Parameter]]:
+def _pieces(bucket: FlatBuffer, shard: Shard | None) -> Iterator[tuple[str, nn.Parameter]]:
     """This rank's run of every parameter: views of what the shard holds; without a shard, of nothing."""
     for segment in bucket.segments():
         size = segment.last - segment.first

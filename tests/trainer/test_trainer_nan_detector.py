@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from tandem.rl.algorithms.aggregate import counts_of
-from tandem.rl.algorithms.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.finite_watch import BadGradient, FiniteWatch, Place
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.step import in_turn
+from tandem.trainer.nan_detector import BadGradient, NanDetector, Place
+from tandem.trainer.step import no_pipelining
 from tandem.types import TrainSequence
 
 RARE = 40
@@ -33,7 +33,7 @@ def micro_batches(dtype=torch.float64):
 
 
 def watched(model, loss=None):
-    watch = FiniteWatch(model)
+    watch = NanDetector(model)
     passed = watch.forward_backward(micro_batches(model.dtype), loss or make_cross_entropy_loss(counts_of(sequences())), scale=2.0)
     return watch.found, passed
 
@@ -44,7 +44,7 @@ def test_watched_pass_has_the_bits_of_one_that_is_not(recompute, kernels, make_m
     model, other = (make_model(torch.float32, kernels=kernels) for _ in range(2))
     model.recompute = other.recompute = recompute
     found, passed = watched(model)
-    wanted = in_turn(other)(micro_batches(torch.float32), make_cross_entropy_loss(counts_of(sequences())), scale=2.0)
+    wanted = no_pipelining(other)(micro_batches(torch.float32), make_cross_entropy_loss(counts_of(sequences())), scale=2.0)
     assert passed == wanted and not (found.forward or found.backward or found.gradients)
     assert math.isclose(sum(found.losses), wanted.loss) and model.around_layer is None
     for (name, parameter), twin in zip(model.named_parameters(), other.parameters(), strict=True):

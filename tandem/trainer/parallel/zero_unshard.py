@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from tandem.model.layer_pass import LayerFunction
-from tandem.trainer.before_backward import BeforeBackward
-from tandem.trainer.parallel.data import GradientSums
-from tandem.trainer.parallel.flat import Flat, layer_of
-from tandem.trainer.zero_shard import Shard
+from tandem.trainer.parallel.before_backward import BeforeBackward
+from tandem.trainer.parallel.flat_buffer import FlatBuffer, layer_of
+from tandem.trainer.parallel.gradient_reducer import GradientReducer
+from tandem.trainer.parallel.zero_shard import Shard
 
 
-class Gathering:
+class ZeroUnshard:
     """Stage 3: when which weights are whole. Stands around the layers of a decoder, and before all of it."""
 
-    def __init__(self, shards: Sequence[Shard], sums: GradientSums) -> None:
+    def __init__(self, shards: Sequence[Shard], sums: GradientReducer) -> None:
         self._layers: dict[int, list[Shard]] = {}
         self._ends: list[Shard] = []
         for shard in shards:
@@ -65,7 +65,7 @@ class Gathering:
         self._in_backward.add(index)
         self._gather(index, -1)
 
-    def _after_sum(self, bucket: Flat) -> None:
+    def _after_sum(self, bucket: FlatBuffer) -> None:
         """All gradients of ``bucket`` are there: nothing reads its weights any more in this backward pass."""
         shard = self._shard_of[id(bucket)]
         if id(shard) in self._waiting:

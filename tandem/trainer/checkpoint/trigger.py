@@ -13,7 +13,7 @@ from tandem.runtime.requests import SignalRequests
 Due = Literal["nothing", "save", "stop"]
 
 
-class SaveTimes:
+class CheckpointTrigger:
     """Clocks differ between ranks and a signal may reach one of them only, so every step all ranks agree: the minutes are rank 0's,
     a request is anybody's. ``ranks``: those that save together."""
 

@@ -13,7 +13,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import LayerFunction
 from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.step import Loss, LossShare, OnPhase, Passed, Progress, in_turn
+from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, no_pipelining
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Findings:
     gradients: dict[str, BadGradient] = field(default_factory=dict)
 
 
-class FiniteWatch:
+class NanDetector:
     """Passes micro-batches through ``model``, which is whole, one after the other, and looks at what every layer returns and at every gradient. It
     changes no bit."""
 
@@ -64,8 +64,8 @@ class FiniteWatch:
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
         on_phase: OnPhase = lambda phase: None,
-    ) -> Passed:  # fmt: skip
-        """``trainer.step.in_turn``, watched."""
+    ) -> ForwardBackwardOutput:  # fmt: skip
+        """``trainer.step.no_pipelining``, watched."""
         self._micro_batches, self._number, self._in_backward = micro_batches, 0, False
 
         def watched(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossShare:
@@ -84,7 +84,7 @@ class FiniteWatch:
         before = self.model.around_layer
         self.model.around_layer = self._around
         try:
-            return in_turn(self.model)(micro_batches, watched, temperature, on_progress, tracer, scale, passed, on_phase)
+            return no_pipelining(self.model)(micro_batches, watched, temperature, on_progress, tracer, scale, passed, on_phase)
         finally:
             self.model.around_layer = before
 

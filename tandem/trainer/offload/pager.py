@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.trainer.tensor_file import TensorFile
+from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 
 PIECE = 1 << 20
@@ -16,7 +16,7 @@ PIECE = 1 << 20
 
 
 class Pager:
-    """Flat tensors of ``sizes`` numbers and one ``dtype``, zeros at first, in one file of ``folder`` that no name leads to: it goes
+    """FlatBuffer tensors of ``sizes`` numbers and one ``dtype``, zeros at first, in one file of ``folder`` that no name leads to: it goes
     with its process. Two staging buffers hold a piece of each of ``at_once`` tensors; ``pinned``: for copies to and from a GPU.
 
     Raises ``RunError`` where the folder has no room; it is taken at once, so that no step finds it missing."""

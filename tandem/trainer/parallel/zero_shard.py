@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from tandem.runtime.communicator import Pending
-from tandem.trainer.lasting_memory import LastingMemory
-from tandem.trainer.paged_part import PagedPart
-from tandem.trainer.parallel.flat import Flat
+from tandem.trainer.offload.reserved_memory import ReservedMemory
+from tandem.trainer.offload.zero_part import PagedPart
+from tandem.trainer.parallel.flat_buffer import FlatBuffer
 
 
 class Shard:
@@ -14,9 +14,9 @@ class Shard:
     only between ``gather`` and ``free``, and ``own`` has its own. ``paged``: where this rank's part lies instead, if it does; ``whole`` keeps its
     addresses then. ``is_filled``: the parameters have values; else whoever fills them writes to this rank's part."""
 
-    def __init__(self, bucket: Flat, is_cut: bool, paged: PagedPart | None = None, is_filled: bool = True) -> None:
+    def __init__(self, bucket: FlatBuffer, is_cut: bool, paged: PagedPart | None = None, is_filled: bool = True) -> None:
         self.bucket, self.is_cut, self.paged, self.is_whole = bucket, is_cut, paged, True
-        self._lasting = LastingMemory(bucket.length, bucket.like.dtype) if paged is not None else None
+        self._lasting = ReservedMemory(bucket.length, bucket.like.dtype) if paged is not None else None
         self.whole = bucket.like.new_zeros(bucket.length) if self._lasting is None else self._lasting.tensor
         with torch.no_grad():
             for name, view in bucket.views(self.whole).items() if is_filled else ():

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from tandem.trainer.pager import Pager
-from tandem.trainer.pages import GRADIENTS, WEIGHTS, Pages
+from tandem.trainer.offload.pager import Pager
+from tandem.trainer.offload.pages import GRADIENTS, WEIGHTS, Pages
 
 WRITES = 2
 """Parts of gradients that may be on their way to the file at once."""

@@ -7,7 +7,7 @@ import torch
 from torch import Size, Tensor
 
 from tandem.runtime.communicator import Communicator
-from tandem.trainer.parallel.flat import Flat, Segment
+from tandem.trainer.parallel.flat_buffer import FlatBuffer, Segment
 
 Axis = Literal[-2, -1]
 ROWS: Axis = -2
@@ -29,7 +29,7 @@ class Matrices:
     that it holds. ``tensor``: the ranks that each hold a part of a matrix. Every rank of them, and of the buckets' groups, goes through
     ``held`` and ``whole`` in the same order."""
 
-    def __init__(self, stacks: Mapping[str, Stack], tensor: Communicator = ALONE, buckets: Sequence[Flat] = ()) -> None:
+    def __init__(self, stacks: Mapping[str, Stack], tensor: Communicator = ALONE, buckets: Sequence[FlatBuffer] = ()) -> None:
         self.stacks, self._tensor = stacks, tensor
         self._buckets = [bucket for bucket in buckets if not stacks.keys().isdisjoint(bucket.parameters)]
         self._segments = {segment.name: segment for bucket in self._buckets for segment in bucket.segments()}

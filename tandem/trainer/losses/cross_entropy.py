@@ -1,7 +1,7 @@
 """The loss of supervised fine-tuning."""
 
 from tandem.kernels.api import TokenLogprobs
-from tandem.rl.algorithms.aggregate import GlobalCounts, row_weights, weighted_sum
+from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
 
