@@ -28,12 +28,13 @@ from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(
-    architecture="qwen3", vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=768,
-    max_positions=512, tie_embeddings=True, qk_norm=True,
+    architecture="qwen3", vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+    intermediate_size=768,
+    max_position_embeddings=512, tie_word_embeddings=True, qk_norm=True,
 )
 ADMISSIONS = ("static", "dynamic", "continuous", "chunked")
 CACHES = ("static", "paged")
-CACHE_TOKENS = 16 * SHAPES.max_positions
+CACHE_TOKENS = 16 * SHAPES.max_position_embeddings
 Request = tuple[float, int, int]
 """Arrival in seconds, prompt tokens, new tokens."""
 
@@ -49,7 +50,7 @@ def measure(admission: str, cache: str, requests: list[Request]) -> dict[str, fl
     decoder = Decoder(SHAPES, select("auto"))
     initialise(decoder, 0)
     settings = EngineSettings(
-        SHAPES.max_positions, CACHE_TOKENS // 16, max_num_seqs=64, max_num_batched_tokens=1024, admission=admission,
+        SHAPES.max_position_embeddings, CACHE_TOKENS // 16, max_num_seqs=64, max_num_batched_tokens=1024, admission=admission,
         cache_implementation=cache, enable_prefix_caching=False,
     )
     engine = Engine(decoder, settings)
@@ -69,7 +70,7 @@ def measure(admission: str, cache: str, requests: list[Request]) -> dict[str, fl
             first.setdefault(output.request_id, time.process_time() - began + skipped)
         most = max(most, sum(sequences for state, sequences in engine.counts().items() if state in ("decoding", "prefilling")))
     taken = time.process_time() - began
-    figures = engine.figures()
+    figures = engine.cumulative_stats()
     delays = sorted(first[str(i)] - arrival for i, (arrival, _, _) in enumerate(requests))
     return {
         "tokens_per_s": figures.drawn_tokens / taken,

@@ -26,16 +26,16 @@ from tandem.engine.engine import Engine
 from tandem.engine.kv_cache.block_table import blocks_for
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select
-from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import config_json, to_huggingface
 
 MODELS = {
-    "tiny": ModelShapes("qwen3", 512, 64, 2, 4, 2, 16, 128, 1024, tie_embeddings=True, qk_norm=True),
-    "0.6B": ModelShapes("qwen3", 151936, 1024, 28, 16, 8, 128, 3072, 16384, tie_embeddings=True, rope_theta=1e6, qk_norm=True),
-    "8B": ModelShapes("qwen3", 151936, 4096, 36, 32, 8, 128, 12288, 16384, tie_embeddings=False, rope_theta=1e6, qk_norm=True),
+    "tiny": ModelShapes("qwen3", 512, 64, 2, 4, 2, 16, 128, 1024, tie_word_embeddings=True, qk_norm=True),
+    "0.6B": ModelShapes("qwen3", 151936, 1024, 28, 16, 8, 128, 3072, 16384, tie_word_embeddings=True, rope_theta=1e6, qk_norm=True),
+    "8B": ModelShapes("qwen3", 151936, 4096, 36, 32, 8, 128, 12288, 16384, tie_word_embeddings=False, rope_theta=1e6, qk_norm=True),
 }
 DECODE_TARGET, PREFILL_TARGET = 0.70, 0.60
 
@@ -182,13 +182,13 @@ def theirs_tokens_per_s(peer: Any, prompts: list[list[int]], new: int, device: t
 def matrix_parameters(shapes: ModelShapes) -> int:
     """Weights that a decoded token meets: the layers' matrices and the head."""
     layer = shapes.hidden_size * (shapes.qkv_size + shapes.query_size + 3 * shapes.intermediate_size)
-    return shapes.num_layers * layer + shapes.vocab_size * shapes.hidden_size
+    return shapes.num_hidden_layers * layer + shapes.vocab_size * shapes.hidden_size
 
 
 def prefill_flops(shapes: ModelShapes, tokens: int) -> float:
     """Matrix products of every layer and causal attention; the head sees one token."""
     head = shapes.vocab_size * shapes.hidden_size
-    attention = 2.0 * tokens**2 * shapes.query_size * shapes.num_layers
+    attention = 2.0 * tokens**2 * shapes.query_size * shapes.num_hidden_layers
     return 2.0 * tokens * (matrix_parameters(shapes) - head) + 2.0 * head + attention
 
 

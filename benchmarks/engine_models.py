@@ -13,10 +13,10 @@ from tandem.model.huggingface import save_model
 from tandem.model.initialise import initialise
 
 MODELS = {
-    "3.7M": ModelShapes("qwen3", 2048, 256, 4, 4, 2, 64, 768, 8192, tie_embeddings=True, qk_norm=True),
-    "84M": ModelShapes("qwen3", 11264, 768, 12, 12, 4, 64, 2048, 8192, tie_embeddings=True, qk_norm=True),
+    "3.7M": ModelShapes("qwen3", 2048, 256, 4, 4, 2, 64, 768, 8192, tie_word_embeddings=True, qk_norm=True),
+    "84M": ModelShapes("qwen3", 11264, 768, 12, 12, 4, 64, 2048, 8192, tie_word_embeddings=True, qk_norm=True),
     "0.5B": ModelShapes(
-        "qwen2", 151936, 896, 24, 14, 2, 64, 4864, 8192, tie_embeddings=True, rope_theta=1e6, attention_bias=True
+        "qwen2", 151936, 896, 24, 14, 2, 64, 4864, 8192, tie_word_embeddings=True, rope_theta=1e6, attention_bias=True
     ),
 }
 """By name; 0.5B has the shapes of Qwen2.5-0.5B."""

@@ -36,9 +36,9 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import cut_slices
 
-DENSE, TIED = replace(QWEN3, tie_embeddings=False), QWEN3
+DENSE, TIED = replace(QWEN3, tie_word_embeddings=False), QWEN3
 MUON = Case(DENSE, optimizer="muon")
-FOUR, EIGHT = replace(DENSE, num_layers=4), replace(DENSE, num_layers=8)
+FOUR, EIGHT = replace(DENSE, num_hidden_layers=4), replace(DENSE, num_hidden_layers=8)
 PIPELINE_BINS = ((0, 3), (1, 6), (4, 5, 2))
 """Micro-batches by sequence; two data-parallel ranks have a part of each."""
 Dtype = Literal["float64", "float32"]

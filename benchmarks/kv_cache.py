@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select
-from tandem.layout.bytes import kv_bytes_per_token
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model

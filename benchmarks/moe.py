@@ -40,7 +40,7 @@ def main() -> None:
         peers = []
         for implementation in ("eager", "grouped_mm"):
             config = transformers.Qwen3MoeConfig(
-                hidden_size=hidden, num_experts=shapes.num_experts, num_experts_per_tok=shapes.experts_per_token,
+                hidden_size=hidden, num_experts=shapes.num_experts, num_experts_per_tok=shapes.num_experts_per_tok,
                 moe_intermediate_size=shapes.intermediate_size, norm_topk_prob=True,
             )
             config._experts_implementation = implementation
@@ -62,7 +62,7 @@ def main() -> None:
                 mine, *theirs = interleaved(calls, seconds)
             best = min(peer.cpu for peer in theirs)
             lines.append(
-                f"| {hidden} | {shapes.num_experts} | {shapes.experts_per_token} | {rows} | {mine.cpu * 1e6:.0f} | "
+                f"| {hidden} | {shapes.num_experts} | {shapes.num_experts_per_tok} | {rows} | {mine.cpu * 1e6:.0f} | "
                 f"{best * 1e6:.0f} | {best / mine.cpu:.2f} |"
             )
             print(lines[-1], flush=True)

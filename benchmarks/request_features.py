@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.structured_output.grammars import GrammarCursor, Grammars
+from tandem.engine.structured_output.manager import GrammarCursor, StructuredOutputManager
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
@@ -71,7 +71,7 @@ class MaskProcessor(transformers.LogitsProcessor):
     """llguidance's masks for ``generate``."""
 
     def __init__(self, llm: LLM, rows: int) -> None:
-        start = Grammars(llm.get_tokenizer(), 2048).compile(FORM)
+        start = StructuredOutputManager(llm.get_tokenizer(), 2048).compile(FORM)
         self.cursors = [GrammarCursor(start) for _ in range(rows)]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

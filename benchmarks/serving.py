@@ -25,11 +25,14 @@ from machine import machine, write_report
 from tandem.config.model import NewModelConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.pod.create_model import create_model
+from tandem.model.create_model import create_model
 from tandem.runtime.processes import Threads
 
 REQUESTS, PROMPT, OUTPUT = 64, 32, 128
-MODEL = NewModelConfig(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=768, max_positions=512)
+MODEL = NewModelConfig(
+    hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=768,
+    max_position_embeddings=512
+)
 
 
 def main() -> None:

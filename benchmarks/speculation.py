@@ -30,8 +30,8 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(
-    architecture="qwen3", vocab_size=8192, hidden_size=512, num_layers=12, num_heads=8, num_kv_heads=4, head_dim=64,
-    intermediate_size=1536, max_positions=1024, tie_embeddings=True, qk_norm=True,
+    architecture="qwen3", vocab_size=8192, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+    intermediate_size=1536, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
 )
 DRAFT_LAYERS = 2
 KINDS: dict[str, dict[str, Any] | None] = {
@@ -64,7 +64,7 @@ def pair(strength: float) -> tuple[Decoder, Decoder]:
                 tensor.mul_(3)
             elif name == "model.norm.weight":
                 tensor.mul_(SHARPNESS)
-    draft = Decoder(replace(SHAPES, num_layers=DRAFT_LAYERS), select("auto"))
+    draft = Decoder(replace(SHAPES, num_hidden_layers=DRAFT_LAYERS), select("auto"))
     kept = {name for name, _ in to_huggingface(draft)}
     load_tensors(draft, [(name, tensor) for name, tensor in to_huggingface(model) if name in kept])
     return model, draft
@@ -73,7 +73,9 @@ def pair(strength: float) -> tuple[Decoder, Decoder]:
 def engine_of(kind: str, strength: float) -> Engine:
     model, draft = pair(strength)
     given = KINDS[kind]
-    settings = EngineSettings(SHAPES.max_positions, 1024, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False)
+    settings = EngineSettings(
+        SHAPES.max_position_embeddings, 1024, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False
+    )
     speculative = None if given is None else SpeculativeConfig(**given)
     return Engine(model, settings, speculative=speculative, draft=draft if kind == "draft" else None)
 
@@ -81,7 +83,7 @@ def engine_of(kind: str, strength: float) -> Engine:
 def run(engine: Engine, work: Work, tokens: int) -> tuple[float, float, float, list[list[int]]]:
     """CPU seconds of the decoding steps, acceptance, tokens a step, and what was drawn."""
     _, sequences, temperature, repeats = work
-    before = engine.figures().speculation
+    before = engine.cumulative_stats().speculation
     for i in range(sequences):
         prompt = [(i + 31 * (j % 12 if repeats else j) ** 2) % SHAPES.vocab_size for j in range(48)]
         engine.add_request(str(i), prompt, SamplingParams(max_tokens=tokens, temperature=temperature, seed=1), key=i)
@@ -91,7 +93,7 @@ def run(engine: Engine, work: Work, tokens: int) -> tuple[float, float, float, l
     while engine.has_unfinished_requests:
         found.update((output.request_id, output.outputs[0].token_ids) for output in engine.step())
     taken = time.process_time() - began
-    after = engine.figures().speculation
+    after = engine.cumulative_stats().speculation
     proposals, proposed, accepted = (getattr(after, n) - getattr(before, n) for n in ("proposals", "proposed", "accepted"))
     return taken, accepted / max(1, proposed), 1 + accepted / max(1, proposals), [found[str(i)] for i in range(sequences)]
 
@@ -129,7 +131,7 @@ def main() -> None:
                 what = f"speculation by {kind}, {work[0]}, {work[1]} sequence{'s' if work[1] > 1 else ''}, over none"
                 promises.append({"what": what, "ratio": ratios[0], "median": ratios[1], "target": 1.0})
     about = (
-        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is its first {DRAFT_LAYERS} of {SHAPES.num_layers} layers; the "
+        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is its first {DRAFT_LAYERS} of {SHAPES.num_hidden_layers} layers; the "
         f"outputs of the others are scaled by {options.strength}. {options.tokens} tokens a sequence, up to 4 guesses, {options.threads} "
         f"thread; best / median of {options.rounds} interleaved rounds, CPU time of the steps after the prefill. All kinds drew the same tokens."
     )

@@ -26,7 +26,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model
 from tandem.model.initialise import initialise
 
-SHAPES = ModelShapes("qwen3", 8192, 512, 8, 8, 4, 64, 1536, 1024, tie_embeddings=True, qk_norm=True)
+SHAPES = ModelShapes("qwen3", 8192, 512, 8, 8, 4, 64, 1536, 1024, tie_word_embeddings=True, qk_norm=True)
 LENGTH, SEQUENCES, VARIED = 512, 8, 16
 TARGETS = {("packed", "Trainer"): 1.25, ("packed", "plain loop"): 1.15, ("varied", "plain loop"): 1.8}
 
@@ -60,7 +60,7 @@ def write_batches(path: Path, steps: int) -> None:
 def operations(lengths: list[int]) -> float:
     """Floating-point operations of one step's matrix products and attention, forward and backward."""
     matrices = sum(shape[0] * shape[1] for _, shape in parameters(SHAPES) if len(shape) == 2)
-    attention = 6 * SHAPES.num_layers * SHAPES.query_size
+    attention = 6 * SHAPES.num_hidden_layers * SHAPES.query_size
     return float(sum(6 * matrices * length + attention * length * length for length in lengths))
 
 

@@ -53,7 +53,10 @@ OFFLOADS: dict[str, dict[str, str]] = {
     "offload_activations": {"offload_activations": "nvme"},
     "all three, recompute full": {**PAGED, "offload_activations": "nvme", "recompute": "full"},
 }
-LARGE = {"hidden_size": 512, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 1536, "max_positions": 512}
+LARGE = {
+    "hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 1536, "max_position_embeddings": 512
+}
 TRAIN = "import sys; from tandem.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -75,8 +78,10 @@ def recipe(folder: Path, name: str, chosen: dict[str, str], steps: int, threads:
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(folder / "tokenizer"), "hidden_size": 128, "num_layers": 4, "num_heads": 4,
-                "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 512, "max_positions": 128, "initial_deviation": 0.04,
+                "architecture": "qwen3", "tokenizer": str(folder / "tokenizer"), "hidden_size": 128, "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 512, "max_position_embeddings": 128,
+                "initializer_range": 0.04,
             }
         },
         "data": {"train": [{"path": str(folder / "train")}], "held_out": str(folder / "held_out"), "sequence_length": 128, "global_batch_size": 16},

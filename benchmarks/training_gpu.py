@@ -41,8 +41,8 @@ from tandem.trainer.step import train_step
 from tandem.types import TrainSequence
 
 MODELS = {
-    "tiny": (ModelShapes("llama", 512, 64, 2, 4, 2, 16, 128, 256, tie_embeddings=True), 64),
-    "1B": (ModelShapes("llama", 128256, 2048, 16, 32, 8, 64, 8192, 8192, tie_embeddings=True, rope_theta=5e5), 4096),
+    "tiny": (ModelShapes("llama", 512, 64, 2, 4, 2, 16, 128, 256, tie_word_embeddings=True), 64),
+    "1B": (ModelShapes("llama", 128256, 2048, 16, 32, 8, 64, 8192, 8192, tie_word_embeddings=True, rope_theta=5e5), 4096),
 }
 TARGET_MFU = 0.45
 RATE = 1e-4

@@ -37,7 +37,7 @@ from tandem.types import WeightVersion
 
 def shapes(vocabulary: int, hidden: int, layers: int, inner: int, heads: int) -> ModelShapes:
     sizes = (vocabulary, hidden, layers, heads, heads // 2, hidden // heads, inner, 4096)
-    return ModelShapes("qwen3", *sizes, tie_embeddings=True, qk_norm=True)
+    return ModelShapes("qwen3", *sizes, tie_word_embeddings=True, qk_norm=True)
 
 
 MODELS = {

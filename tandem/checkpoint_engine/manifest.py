@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import xxhash
 
-from tandem.layout.bytes import DTYPE_BYTES
+from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, WeightManifest

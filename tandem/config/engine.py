@@ -46,7 +46,7 @@ class SpeculativeConfig:
         if self.method == "ngram" and self.model is not None:
             raise UserError(f"speculative_config model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
 
-    def guessing_seqs(self, device: str) -> int:
+    def batch_limit(self, device: str) -> int:
         """Returns how many sequences decode at most in a step in which any of them guesses, on a device of type ``device``."""
         if self.disable_by_batch_size is not None:
             return self.disable_by_batch_size

@@ -17,19 +17,19 @@ class NewModelConfig:
     """`llama`, `qwen2`, `qwen3`, `qwen3_moe` or `mixtral`."""
     hidden_size: int = 128
     """Width of the residual stream."""
-    num_layers: int = 5
+    num_hidden_layers: int = 5
     """Layers, 1000 at most."""
-    num_heads: int = 4
-    """Query heads; a multiple of `num_kv_heads`."""
-    num_kv_heads: int = 2
+    num_attention_heads: int = 4
+    """Query heads; a multiple of `num_key_value_heads`."""
+    num_key_value_heads: int = 2
     """Heads of keys and values."""
     head_dim: int = 32
     """Width of a head; even."""
     intermediate_size: int = 512
     """Width of the feed-forward part."""
-    max_positions: int = 256
+    max_position_embeddings: int = 256
     """The context, in tokens (here: characters)."""
-    tie_embeddings: bool = True
+    tie_word_embeddings: bool = True
     """Whether the output layer is the embedding."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
@@ -37,38 +37,41 @@ class NewModelConfig:
     """A folder whose tokenizer the model takes; empty makes one with a token a character."""
     characters: str = "ascii"
     """The vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
-    initial_deviation: float = 0.02
+    initializer_range: float = 0.02
     """Standard deviation of the random weights; narrow models learn faster from about 0.7 / sqrt(`hidden_size`)."""
     num_experts: int = 8
     """Experts of a layer (`qwen3_moe` and `mixtral` only, as the next two)."""
-    experts_per_token: int = 2
+    num_experts_per_tok: int = 2
     """Experts that each token goes to."""
-    expert_intermediate_size: int = 0
+    moe_intermediate_size: int = 0
     """Width of an expert; 0 takes `intermediate_size`."""
 
     def check(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "max_positions"):
+        for name in (
+            "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+            "max_position_embeddings"
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
+        if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
-                f"'model.create.num_heads' is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})"
+                f"'model.create.num_attention_heads' is {self.num_attention_heads}; it must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
             )
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UserError(
-                f"'model.create.experts_per_token' is {self.experts_per_token}; it must be from 1 to num_experts ({self.num_experts})"
+                f"'model.create.num_experts_per_tok' is {self.num_experts_per_tok}; it must be from 1 to num_experts ({self.num_experts})"
             )
-        if self.expert_intermediate_size < 0:
-            raise UserError(f"'model.create.expert_intermediate_size' is {self.expert_intermediate_size}; it must be 0 or more")
-        if self.architecture == "mixtral" and self.expert_intermediate_size not in (0, self.intermediate_size):
+        if self.moe_intermediate_size < 0:
+            raise UserError(f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; it must be 0 or more")
+        if self.architecture == "mixtral" and self.moe_intermediate_size not in (0, self.intermediate_size):
             raise UserError(
-                f"'model.create.expert_intermediate_size' is {self.expert_intermediate_size}; mixtral's experts have "
+                f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; mixtral's experts have "
                 f"intermediate_size ({self.intermediate_size}): leave it out"
             )
-        if self.num_layers > MOST_LAYERS:
-            raise UserError(f"'model.create.num_layers' is {self.num_layers}; it must be at most {MOST_LAYERS}")
-        if not 0 < self.initial_deviation < 10:
-            raise UserError(f"'model.create.initial_deviation' is {self.initial_deviation}; it must be above 0 and below 10")
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise UserError(f"'model.create.num_hidden_layers' is {self.num_hidden_layers}; it must be at most {MOST_LAYERS}")
+        if not 0 < self.initializer_range < 10:
+            raise UserError(f"'model.create.initializer_range' is {self.initializer_range}; it must be above 0 and below 10")
         if self.head_dim % 2:
             raise UserError(f"'model.create.head_dim' is {self.head_dim}; rotary embedding needs an even number")
 

@@ -117,11 +117,11 @@ class PretrainRecipe:
                 f"'data.too_long' is '{self.data.too_long}', which is of algorithm.name sft; pretraining cuts documents and leaves none out: "
                 "take the key out"
             )
-        longest = self.model.max_length or (self.model.create.max_positions if self.model.create else 0)
+        longest = self.model.max_length or (self.model.create.max_position_embeddings if self.model.create else 0)
         if longest and self.data.sequence_length > longest:
             raise UserError(
                 f"'data.sequence_length' is {self.data.sequence_length}, more than the model's context of {longest}; lower it or raise "
-                f"{'model.max_length' if self.model.max_length else 'model.create.max_positions'}"
+                f"{'model.max_length' if self.model.max_length else 'model.create.max_position_embeddings'}"
             )
         if self.parallel.data > self.data.global_batch_size:
             raise UserError(

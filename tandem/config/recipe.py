@@ -48,15 +48,15 @@ class Recipe:
     def check(self) -> None:
         """Refuse combinations of sections that cannot work; each section has refused its own mistakes already."""
         create = self.model.create
-        longest = self.model.max_length or (create.max_positions if create else 0)
+        longest = self.model.max_length or (create.max_position_embeddings if create else 0)
         if longest and self.rollout.max_tokens >= longest:
             raise UserError(
                 f"'rollout.max_tokens' is {self.rollout.max_tokens}, which leaves no room for a prompt in a context of {longest} "
                 "tokens; lower it or raise model.max_length"
             )
-        if create and self.model.max_length > create.max_positions:
+        if create and self.model.max_length > create.max_position_embeddings:
             raise UserError(
-                f"'model.max_length' is {self.model.max_length}, more than model.create.max_positions ({create.max_positions})"
+                f"'model.max_length' is {self.model.max_length}, more than model.create.max_position_embeddings ({create.max_position_embeddings})"
             )
         filtered = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
         if filtered and self.algorithm.tis_cap is None:

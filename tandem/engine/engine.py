@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from tandem.config.engine import SpeculativeConfig
-from tandem.engine.core import preemption, prefill, sleeping
-from tandem.engine.core.engine_core import StepExecutor
-from tandem.engine.core.integrity import check_state, sequences_of
+from tandem.engine.core import sleeping
+from tandem.engine.core.engine_core import EngineCore
+from tandem.engine.core.integrity import sequences_of
 from tandem.engine.core.lifecycle import State, Transition
 from tandem.engine.core.parts import make_parts
-from tandem.engine.core.state import PauseMode
+from tandem.engine.core.scheduler import PauseMode
 from tandem.engine.core.weight_updates import replace_weights
 from tandem.engine.executor.ranks import Ranks
+from tandem.engine.kv_cache.kv_cache_manager import FIRST_VERSION
 from tandem.engine.lora.request import LoRARequest
-from tandem.engine.metrics.stats import EngineStats
-from tandem.engine.metrics.stats_logger import EngineFigures, Meter, counts_of, stats_of
+from tandem.engine.metrics.stats import CumulativeStats, EngineStats
+from tandem.engine.metrics.stats_logger import StatsLogger, counts_of, engine_stats
 from tandem.engine.processing.input_processor import InputProcessor
 from tandem.engine.processing.output_processor import OutputProcessor
 from tandem.engine.processing.outputs import RequestOutput
@@ -28,8 +29,6 @@ from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError, WeightVersion
 
-FIRST_VERSION = WeightVersion(0, 0)
-
 
 class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
@@ -37,7 +36,7 @@ class Engine:
     ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers
     have no text, and nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
     first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
-    ``speculative``: how tokens are guessed, by ``draft`` where its method is ``draft``.
+    ``speculative``: how draft tokens are proposed, by ``draft`` where its method is ``draft``.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Engine:
         version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
         speculative: SpeculativeConfig | None = None, draft: Decoder | None = None,
     ) -> None:
-        settings.check(decoder.shapes.max_positions)
+        settings.check(decoder.shapes.max_position_embeddings)
         self.settings = settings
         self.tokenizer = tokenizer
         self.decoder = decoder
@@ -55,12 +54,12 @@ class Engine:
             decoder.pack()
         self._ranks = ranks
         self._parts = make_parts(decoder, settings, version, ranks, speculative, draft)
-        self._state, self._runner, self._overlap = self._parts
+        self._scheduler, self._runner = self._parts.scheduler, self._parts.runner
         self._adapters = self._runner.adapters
-        self._meter = Meter()
+        self._logger = StatsLogger()
         self._inputs = InputProcessor(settings, tokenizer, decoder.shapes.vocab_size, speculative)
-        self._outputs = OutputProcessor(self._state, self._runner, tokenizer, self._meter)
-        self._steps = StepExecutor(self._parts, self._outputs, self._meter)
+        self._outputs = OutputProcessor(self._scheduler, self._runner, tokenizer, self._logger)
+        self._core = EngineCore(self._parts, self._outputs, self._logger)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class Engine:
     ) -> None:
         """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
         ``lora_request``: its adapter, loaded here where it is not, or where its folder has changed. ``num_draft_tokens``:
-        guesses in one step at most (0: none; ``None``: what the engine was told).
+        draft tokens in one step at most (0: none; ``None``: what the engine was told).
 
         Raises ``UserError``, and queues nothing, where the request cannot be served.
         """
@@ -85,7 +84,7 @@ class Engine:
             self.add_lora(lora_request)
         sequences = self._inputs.start(request)
         self._outputs.expect(request, sequences)
-        prefill.queue_group(self._state, sequences, is_scored=params.prompt_logprobs is not None)
+        self._scheduler.add_group(sequences, is_scored=params.prompt_logprobs is not None)
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ``UserError`` for a request that this engine cannot serve."""
@@ -94,10 +93,10 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such
         request is under way."""
-        self._steps.land()
+        self._core.synchronize()
         answer = self._outputs.answers.get(request_id)
         if answer is not None:
-            self._steps.abort(answer)
+            self._core.abort(answer)
         return answer is not None
 
     @property
@@ -123,8 +122,8 @@ class Engine:
             raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
         if self.is_sleeping:
             raise RunError("the engine is asleep; wake it up before its next step")
-        if self._state.pause in (None, PauseMode.WAIT):
-            self._steps.run()
+        if self._scheduler.pause in (None, PauseMode.WAIT):
+            self._core.step()
         return self._outputs.take()
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -143,7 +142,7 @@ class Engine:
 
     @property
     def weight_version(self) -> WeightVersion:
-        return self._state.version
+        return self._scheduler.kv_cache.weight_version
 
     def update_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: WeightVersion,
@@ -155,7 +154,7 @@ class Engine:
         Requests under way keep their tokens; their keys and values are computed again under the new weights, except while the
         engine is paused with ``keep``. Where a set does not fit its model ``UserError`` is raised and the old weights stay.
         """
-        self._steps.land()
+        self._core.synchronize()
         self.weight_digests = replace_weights(self._parts, tensors, version, draft_tensors, self._digest_weights)
 
     def add_lora(self, request: LoRARequest) -> str:
@@ -165,17 +164,17 @@ class Engine:
         the new one; their keys and values are computed again. Raises ``UserError`` where the adapter cannot be used or
         has no place, and changes nothing then.
         """
-        self._steps.land()
+        self._core.synchronize()
         adapter = self._adapters.read(request)
         in_use = self._adapters_in_use()
         if request.lora_name in in_use:
-            preemption.preempt_all(self._state, Transition.UPDATE)
+            self._scheduler.preemption.preempt_all(Transition.UPDATE)
         self._adapters.put(request, adapter, in_use)
         return adapter.digest
 
     def remove_lora(self, name: str) -> None:
         """Forget the adapter ``name``. Raises ``UserError`` where it is not loaded or a request under way has it."""
-        self._steps.land()
+        self._core.synchronize()
         if name in self._adapters_in_use():
             raise UserError(f"adapter '{name}' is used by requests under way; abort them or wait for their answers")
         self._adapters.remove(name)
@@ -199,30 +198,30 @@ class Engine:
                 "pause mode is 'keep', after which one sequence's keys and values are of two weight versions; use 'recompute', or start "
                 "the engine with deterministic=False"
             )
-        self._steps.land()
-        self._state.pause = PauseMode(mode)
+        self._core.synchronize()
+        self._scheduler.pause = PauseMode(mode)
         if mode == PauseMode.ABORT:
             for request_id in self.request_ids:
                 self.abort(request_id)
 
     def resume(self) -> None:
         """Go on after a pause."""
-        self._state.pause = None
+        self._scheduler.pause = None
 
     @property
     def is_paused(self) -> bool:
-        return self._state.pause is not None
+        return self._scheduler.pause is not None
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Requests under way keep theirs."""
-        self._state.allocator.forget_all()
+        self._scheduler.kv_cache.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``. Raises
         ``UserError`` for an engine with ranks."""
         if self._ranks is not None:
             raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
-        self._steps.land()
+        self._core.synchronize()
         sleeping.fall_asleep(self._parts)
 
     def wake_up(self) -> None:
@@ -242,24 +241,23 @@ class Engine:
 
     def counts(self) -> dict[State, int]:
         """How many sequences are in each state; all that were ever ``completed`` count."""
-        return counts_of(self._state, self._outputs.open_sequences())
+        return counts_of(self._scheduler, self._outputs.open_sequences())
 
     def transitions(self) -> dict[Transition, int]:
         """How often each transition was made."""
-        return {transition: self._state.counts[transition] for transition in Transition}
+        return {transition: self._scheduler.counts[transition] for transition in Transition}
 
-    def figures(self) -> EngineFigures:
-        """What was computed so far, and how well the cache was used."""
-        return self._meter.figures()
+    def cumulative_stats(self) -> CumulativeStats:
+        """What was computed since the start, and how well the cache was used."""
+        return self._logger.cumulative_stats()
 
     def stats(self) -> EngineStats:
         """What it does now."""
         open_sequences, requests = self._outputs.open_sequences(), len(self._outputs.answers)
-        return stats_of(self._state, len(open_sequences), requests, self._steps.num_tokens, self._meter.speculation)
+        return engine_stats(self._scheduler, len(open_sequences), requests, self._core.num_tokens, self._logger.speculation)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` unless blocks, rows, tables, swap space and states agree. Idle, all blocks are free or cached."""
-        self._steps.land()
-        check_state(self._state)
-        found = sequences_of(self._state)
-        assert len(found) == len(set(found)) and set(found) == set(self._outputs.open_sequences()), "a sequence is nowhere, or in two places"
+        """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent. Idle, all blocks are free or cached."""
+        self._core.check_integrity()
+        found = sequences_of(self._scheduler)
+        assert len(found) == len(set(found)) and set(found) == set(self._outputs.open_sequences()), "a sequence is in no place, or in two"

@@ -6,8 +6,8 @@ import torch
 
 from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
-from tandem.layout.bytes import kv_bytes_per_token
 from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
@@ -47,10 +47,10 @@ class EngineSettings:
         """Whether prompts reuse cached blocks; a contiguous reservation has none to share."""
         return self.enable_prefix_caching and self.cache_implementation == "paged"
 
-    def check(self, max_positions: int) -> None:
-        """Raises ``UserError`` for a size that cannot work with a model of ``max_positions`` positions."""
-        if self.max_model_len > max_positions:
-            raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_positions} positions")
+    def check(self, max_position_embeddings: int) -> None:
+        """Raises ``UserError`` for a size that cannot work with a model of ``max_position_embeddings`` positions."""
+        if self.max_model_len > max_position_embeddings:
+            raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_position_embeddings} positions")
         if self.num_blocks < blocks_for(self.max_model_len):
             raise UserError(
                 f"engine KV cache has {self.num_blocks} blocks; one sequence of max_model_len ({self.max_model_len}) "
@@ -60,7 +60,7 @@ class EngineSettings:
 
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> EngineSettings:
     """Returns the settings of an engine for a model of ``shapes`` in ``dtype``. Raises ``UserError`` for what the model does not allow."""
-    length = shapes.max_positions if args.max_model_len is None else args.max_model_len
+    length = shapes.max_position_embeddings if args.max_model_len is None else args.max_model_len
     args.check_length(length)
     block_bytes = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) * BLOCK_TOKENS
     settings = EngineSettings(
@@ -82,7 +82,7 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> Engine
         async_scheduling=args.async_scheduling,
         enforce_eager=args.enforce_eager,
     )
-    settings.check(shapes.max_positions)
+    settings.check(shapes.max_position_embeddings)
     return settings
 
 

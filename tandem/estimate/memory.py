@@ -5,7 +5,7 @@ The run measures the same phases and the report shows both figures side by side.
 
 from dataclasses import dataclass
 
-from tandem.layout.bytes import activation_bytes_per_token, kv_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.estimate.model_bytes import activation_bytes_per_token, kv_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes
 from tandem.types.kv_cache import KVCacheDtype
 

@@ -114,7 +114,9 @@ def _from_huggingface(folder: Path, config: Path | None) -> Source:
     if read_json((config or folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"'{folder}' is quantised, which has no other layout; take the float checkpoint")
     given = {name: tensor for name, tensor in read_tensors(folder) if not name.endswith("rotary_emb.inv_freq")}
-    if shapes.tie_embeddings and torch.equal(given.get("lm_head.weight", torch.empty(0)), given.get("model.embed_tokens.weight", torch.empty(0))):
+    if shapes.tie_word_embeddings and torch.equal(
+        given.get("lm_head.weight", torch.empty(0)), given.get("model.embed_tokens.weight", torch.empty(0))
+    ):
         given.pop("lm_head.weight", None)
     return Source(shapes, _checked(folder, shapes, given), _files(config or folder), 0)
 

@@ -11,9 +11,9 @@ from tandem.config.recipe import Recipe
 from tandem.config.warm_up import WarmUpConfig
 from tandem.data.prompts import PromptSource
 from tandem.estimate.memory import PodMemory
-from tandem.layout.bytes import optimizer_bytes, weight_bytes
+from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.new_model import folder_without_weights
+from tandem.model.new_model import folder_without_weights
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
 from tandem.rl.rewards.pool import RewardPool

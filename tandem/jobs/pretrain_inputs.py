@@ -8,20 +8,20 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenize import TokenizedDataset
 from tandem.data.tokenize_plan import tokenizer_fingerprint
+from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
+from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.jobs.inputs import check_disk
 from tandem.jobs.pretrain_data import dataset_paths
 from tandem.jobs.sft_inputs import check_examples
 from tandem.layout.expert_balance import check_balance
-from tandem.layout.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.mesh import describe
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk, training_bytes
 from tandem.model.huggingface_config import read_shapes
+from tandem.model.new_model import folder_without_weights
 from tandem.model_registry.open import open_registry
-from tandem.pod.new_model import folder_without_weights
 from tandem.pod.residents import available_bytes
 from tandem.runtime.gpus import Device, check_gpu_memory, chosen_device, probe
 from tandem.storage.files import open_storage
@@ -44,8 +44,10 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         check_layout(shapes, recipe.parallel)
         check_balance(shapes, recipe.trainer)
         spans = spans_of(recipe.parallel, shapes)
-        if recipe.data.sequence_length > shapes.max_positions:
-            raise UserError(f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_positions} positions")
+        if recipe.data.sequence_length > shapes.max_position_embeddings:
+            raise UserError(
+                f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_position_embeddings} positions"
+            )
         datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
         for path, files in datasets:
             files.check()

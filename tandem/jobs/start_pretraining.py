@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.estimate.training_bytes import saved_bytes, training_bytes, waiting_passes
 from tandem.jobs.device_speed import DeviceSpeed
 from tandem.jobs.pretrain import PretrainRun, pretrain
 from tandem.jobs.pretrain_checkpoints import RunCheckpoints
@@ -22,10 +23,9 @@ from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import own_spans, spans_of
-from tandem.layout.training_bytes import saved_bytes, training_bytes, waiting_passes
+from tandem.model.create_model import create_model
 from tandem.model.huggingface import load_model, read_tensors, unfilled_model
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.create_model import create_model
 from tandem.pod.residents import available_bytes
 from tandem.report.run_report import report_run
 from tandem.runtime.communicator import Communicator

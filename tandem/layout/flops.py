@@ -36,13 +36,13 @@ def peak_of(device_name: str) -> Peak | None:
 def matrix_parameters(shapes: ModelShapes) -> int:
     """Weights of the matrices that a token meets: of experts those that it is sent to; the head, and not the embedding."""
     found = shapes.vocab_size * shapes.hidden_size
-    for layer in range(shapes.num_layers):
+    for layer in range(shapes.num_hidden_layers):
         found += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
         experts = shapes.experts_of(layer)
         if experts is None:
             found += 3 * shapes.hidden_size * shapes.intermediate_size
         else:
-            found += shapes.hidden_size * (experts.num_experts + 3 * experts.experts_per_token * experts.intermediate_size)
+            found += shapes.hidden_size * (experts.num_experts + 3 * experts.num_experts_per_tok * experts.intermediate_size)
     return found
 
 
@@ -50,6 +50,6 @@ def step_flops(shapes: ModelShapes, lengths: Iterable[int]) -> int:
     """Of the forward and the backward pass of sequences of ``lengths`` tokens, each of which sees its own alone."""
     matrices, total = matrix_parameters(shapes), 0
     for length in lengths:
-        seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_layers))
+        seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers))
         total += length * (6 * matrices + 12 * shapes.query_size * seen)
     return total

@@ -9,7 +9,7 @@ from tandem.types.errors import UserError
 def check_layout(shapes: ModelShapes, parallel: ParallelConfig) -> None:
     """Raise ``UserError``, naming the setting, its value and what the model has, where ``parallel`` does not divide it."""
     tensor, expert, experts = parallel.tensor, parallel.expert, shapes.experts
-    counts = {"num_heads": shapes.num_heads, "num_kv_heads": shapes.num_kv_heads}
+    counts = {"num_attention_heads": shapes.num_attention_heads, "num_key_value_heads": shapes.num_key_value_heads}
     if experts is None or experts.dense_layers:
         counts["intermediate_size"] = shapes.intermediate_size
     if experts is not None:
@@ -22,11 +22,11 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig) -> None:
             raise UserError(f"'parallel.tensor' is {tensor}, which does not divide the model's {name} {count}; {fits[-1]} does")
     if shapes.vocab_size <= vocabulary_part(shapes, Cut(0, tensor)) * (tensor - 1):
         raise UserError(f"'parallel.tensor' is {tensor}, too many for the model's vocabulary of {shapes.vocab_size}")
-    if parallel.pipeline * parallel.virtual_stages > shapes.num_layers:
+    if parallel.pipeline * parallel.virtual_stages > shapes.num_hidden_layers:
         asked = f"'parallel.pipeline' is {parallel.pipeline}"
         if parallel.virtual_stages > 1:
             asked += f" times parallel.virtual_stages {parallel.virtual_stages}"
-        raise UserError(f"{asked}; the model has {shapes.num_layers} layers, and a stage needs one")
+        raise UserError(f"{asked}; the model has {shapes.num_hidden_layers} layers, and a stage needs one")
     if expert > 1 and experts is None:
         raise UserError(f"'parallel.expert' is {expert}; this {shapes.architecture} model has no experts: leave it at 1")
     if experts is not None and experts.num_experts % expert:

@@ -49,11 +49,13 @@ def spans(counts: Sequence[int]) -> tuple[Span, ...]:
 def stage_spans(shapes: ModelShapes, stages: int, counts: Sequence[int] = ()) -> tuple[Span, ...]:
     """A span for each stage: ``counts`` layers each, or a split by cost. Raises ``ValueError`` where there is none."""
     if counts:
-        if len(counts) != stages or sum(counts) != shapes.num_layers or min(counts) < 1:
-            raise ValueError(f"the layers {list(counts)} are no split of the model's {shapes.num_layers} layers over {stages} stages")
+        if len(counts) != stages or sum(counts) != shapes.num_hidden_layers or min(counts) < 1:
+            raise ValueError(
+                f"the layers {list(counts)} are no split of the model's {shapes.num_hidden_layers} layers over {stages} stages"
+            )
         return spans(counts)
-    if shapes.num_layers < stages:
-        raise ValueError(f"the model has {shapes.num_layers} layers, fewer than {stages} pipeline stages")
+    if shapes.num_hidden_layers < stages:
+        raise ValueError(f"the model has {shapes.num_hidden_layers} layers, fewer than {stages} pipeline stages")
     layers, first, last = stage_costs(shapes)
     return spans(split_by_cost(layers, first, last, stages))
 
@@ -76,12 +78,12 @@ def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
     backward pass costs each twice that."""
     hidden = shapes.hidden_size
     layers = []
-    for index in range(shapes.num_layers):
+    for index in range(shapes.num_hidden_layers):
         experts = shapes.experts_of(index)
         if experts is None:
             mlp = 3.0 * shapes.intermediate_size
         else:
-            mlp = 3.0 * experts.intermediate_size * experts.experts_per_token + experts.num_experts
+            mlp = 3.0 * experts.intermediate_size * experts.num_experts_per_tok + experts.num_experts
         layers.append(hidden * (shapes.qkv_size + shapes.query_size + mlp))
     return tuple(layers), float(hidden), float(hidden * shapes.vocab_size)
 

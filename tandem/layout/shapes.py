@@ -36,14 +36,14 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
-    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``experts_per_token``.
+    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``num_experts_per_tok``.
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a
     plain MLP instead, ascending.
     """
 
     num_experts: int
-    experts_per_token: int
+    num_experts_per_tok: int
     intermediate_size: int
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
@@ -60,13 +60,13 @@ class ModelShapes:
     architecture: Architecture
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    max_positions: int
-    tie_embeddings: bool
+    max_position_embeddings: int
+    tie_word_embeddings: bool
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = RopeScaling()
@@ -78,28 +78,34 @@ class ModelShapes:
     experts: ExpertShapes | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"model num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even one")
-        if self.layer_windows and len(self.layer_windows) != self.num_layers:
-            raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
+        if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
+            raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if (self.experts is not None) != (self.architecture in EXPERT_NAMES):
             raise ValueError(f"model experts is {self.experts}; {self.architecture} models have {'some' if self.experts is None else 'none'}")
         if self.experts is not None:
             self._check_experts(self.experts)
 
     def _check_experts(self, experts: ExpertShapes) -> None:
-        for name in ("num_experts", "experts_per_token", "intermediate_size"):
+        for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
             if getattr(experts, name) < 1:
                 raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
-        if experts.experts_per_token > experts.num_experts:
-            raise ValueError(f"model experts_per_token {experts.experts_per_token} is more than its num_experts {experts.num_experts}")
-        if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_layers))):
-            raise ValueError(f"model experts' dense_layers are {list(experts.dense_layers)}; they must be layers from 0 to {self.num_layers - 1}, ascending")
+        if experts.num_experts_per_tok > experts.num_experts:
+            raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
+        if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_hidden_layers))):
+            raise ValueError(
+                f"model experts' dense_layers are {list(experts.dense_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending"
+            )
 
     def experts_of(self, layer: int) -> ExpertShapes | None:
         """The mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
@@ -111,11 +117,11 @@ class ModelShapes:
 
     @property
     def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
@@ -159,7 +165,7 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     """Every parameter of the Hugging Face form, in the order in which checkpoints list them."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
-    for layer in range(shapes.num_layers):
+    for layer in range(shapes.num_hidden_layers):
         at = f"model.layers.{layer}."
         for name, rows, biased in (
             ("q_proj", shapes.query_size, shapes.attention_bias),
@@ -186,7 +192,7 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         yield Parameter(f"{at}input_layernorm.weight", (hidden,))
         yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
-    if not shapes.tie_embeddings:
+    if not shapes.tie_word_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
 
 

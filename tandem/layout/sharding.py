@@ -73,7 +73,7 @@ class Cut:
         if self.expert_size > 1 and (shapes.experts is None or shapes.experts.num_experts % self.expert_size):
             found = "no experts" if shapes.experts is None else f"{shapes.experts.num_experts} experts"
             raise ValueError(f"the model has {found}, which do not divide by {self.expert_size} expert-parallel ranks")
-        counts = {"num_heads": shapes.num_heads, "intermediate_size": shapes.intermediate_size}
+        counts = {"num_attention_heads": shapes.num_attention_heads, "intermediate_size": shapes.intermediate_size}
         if self.deterministic:
             counts["hidden_size"] = shapes.hidden_size
         if shapes.experts is not None:
@@ -81,8 +81,8 @@ class Cut:
         for name, count in counts.items():
             if count % size:
                 raise ValueError(f"the model's {name} {count} does not divide by {where}")
-        if shapes.num_kv_heads % size and size % shapes.num_kv_heads:
-            raise ValueError(f"the model's num_kv_heads {shapes.num_kv_heads} neither divides by {where} nor divides them")
+        if shapes.num_key_value_heads % size and size % shapes.num_key_value_heads:
+            raise ValueError(f"the model's num_key_value_heads {shapes.num_key_value_heads} neither divides by {where} nor divides them")
         if shapes.vocab_size <= vocabulary_part(shapes, self) * (size - 1):
             raise ValueError(f"the model's vocabulary of {shapes.vocab_size} is too small for {where}")
 
@@ -105,8 +105,8 @@ def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
     return replace(
         shapes,
         vocab_size=min(part, shapes.vocab_size - cut.rank * part),
-        num_heads=shapes.num_heads // cut.size,
-        num_kv_heads=max(1, shapes.num_kv_heads // cut.size),
+        num_attention_heads=shapes.num_attention_heads // cut.size,
+        num_key_value_heads=max(1, shapes.num_key_value_heads // cut.size),
         intermediate_size=shapes.intermediate_size // cut.size,
         experts=experts and replace(experts, intermediate_size=experts.intermediate_size // cut.size),
     )
@@ -126,8 +126,8 @@ def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut)
         part = vocabulary_part(shapes, cut)
         start = cut.rank * part
     elif re.search(r"\.[kv]_proj\.", name):
-        part = max(1, shapes.num_kv_heads // cut.size) * shapes.head_dim
-        start = cut.rank * shapes.num_kv_heads // cut.size * shapes.head_dim
+        part = max(1, shapes.num_key_value_heads // cut.size) * shapes.head_dim
+        start = cut.rank * shapes.num_key_value_heads // cut.size * shapes.head_dim
     else:
         part = length // cut.size
         start = cut.rank * part

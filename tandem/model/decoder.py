@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         assert group is None or parallel is None, "a part infers or trains"
         self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
         self.local = local = local_shapes(shapes, self.cut)
-        self.spans = spans = tuple(spans) or (whole(shapes.num_layers),)
+        self.spans = spans = tuple(spans) or (whole(shapes.num_hidden_layers),)
         self.dtype = dtype
         if self.holds("model.embed_tokens.weight"):
             self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
             self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.cut))
         if self.holds("model.norm.weight"):
             self.norm = Norm(shapes.hidden_size, dtype, device)
-        has_head = self.holds("lm_head.weight") and not shapes.tie_embeddings
+        has_head = self.holds("lm_head.weight") and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         # Not a buffer: it stays fp32 whatever the parameters are converted to.
         self._cos_sin = rotary_table(shapes).to(device)
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         the rows that a ``PagedContext`` wants. With ``parallel`` every rank is given the whole packed batch, and returns the hidden
         states that ``token_logprobs`` takes: its own.
 
-        Positions are absolute and below ``shapes.max_positions``: the caller's duty under a ``PagedContext``. A packed
+        Positions are absolute and below ``shapes.max_position_embeddings``: the caller's duty under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
         receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an
         adapter; there is no gradient then.
@@ -106,10 +106,10 @@ class Decoder(nn.Module):
         [T, H] or this rank's part of it.
         """
         is_packed_batch = isinstance(attention, PackedContext)
-        if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_positions:
+        if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_position_embeddings:
             raise ValueError(
                 f"a sequence of {attention.max_seqlen} tokens is longer than "
-                f"the model's {self.shapes.max_positions} positions"
+                f"the model's {self.shapes.max_position_embeddings} positions"
             )
         if self._packed is None and is_packed_batch and lora is None:
             stage = span or self.spans[0]
@@ -300,7 +300,7 @@ class Decoder(nn.Module):
 
     def holds(self, name: str) -> bool:
         """Whether it holds the parameter of this Hugging Face name, or a part of it."""
-        return any(span.holds(name, self.shapes.tie_embeddings) for span in self.spans)
+        return any(span.holds(name, self.shapes.tie_word_embeddings) for span in self.spans)
 
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))

@@ -174,7 +174,7 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
         if not name.endswith("rotary_emb.inv_freq"):
             given[name] = tensor
-    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_embeddings else None
+    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_word_embeddings else None
     for name, tensor in given.items():
         if name not in shapes:
             raise UserError(

@@ -74,10 +74,10 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     kv_heads = read.integer(
         "num_key_value_heads", heads if "num_key_value_heads" in config else _KEY_HEADS.get(architecture, heads)
     )
-    max_positions = read.integer("max_position_embeddings", _POSITIONS.get(architecture, 32768))
+    max_position_embeddings = read.integer("max_position_embeddings", _POSITIONS.get(architecture, 32768))
     default_head_dim = 128 if architecture == "qwen3" and "head_dim" not in config else hidden // heads
     bias = True if architecture == "qwen2" else read.boolean("attention_bias", False)
-    theta, scaling = _rope(read, max_positions, _THETA.get(architecture, 10000.0))
+    theta, scaling = _rope(read, max_position_embeddings, _THETA.get(architecture, 10000.0))
     layers = read.integer("num_hidden_layers")
     experts = _experts(read, architecture, layers) if architecture in EXPERT_NAMES else None
     try:
@@ -85,13 +85,13 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
             head_dim=read.integer("head_dim", default_head_dim),
             intermediate_size=read.integer("intermediate_size"),
-            max_positions=max_positions,
-            tie_embeddings=read.boolean("tie_word_embeddings", False),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
             rms_norm_eps=read.number("rms_norm_eps", _EPS.get(architecture, 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -166,7 +166,7 @@ def _experts(read: _Reader, architecture: str, layers: int) -> ExpertShapes:
     return ExpertShapes(count, each, read.integer("moe_intermediate_size", 768), normalised, dense)
 
 
-def _rope(read: _Reader, max_positions: int, default_theta: float) -> tuple[float, RopeScaling]:
+def _rope(read: _Reader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
     """Theta and scaling, from either key style; ``rope_scaling`` goes before ``rope_parameters`` as in transformers."""
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     given = read.config.get(key) or {}
@@ -188,7 +188,7 @@ def _rope(read: _Reader, max_positions: int, default_theta: float) -> tuple[floa
     if kind == "linear":
         return theta, RopeScaling("linear", factor=rope.number("factor"))
     # A value outside the rotary keys goes first, as in transformers.
-    context = rope.integer("original_max_position_embeddings", max_positions)
+    context = rope.integer("original_max_position_embeddings", max_position_embeddings)
     context = read.integer("original_max_position_embeddings", context)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -203,7 +203,7 @@ def _rope(read: _Reader, max_positions: int, default_theta: float) -> tuple[floa
         )
     return theta, RopeScaling(
         "yarn",
-        factor=rope.number("factor", max_positions / context),
+        factor=rope.number("factor", max_position_embeddings / context),
         original_max_position_embeddings=context,
         beta_fast=float(given.get("beta_fast") or 32.0),
         beta_slow=float(given.get("beta_slow") or 1.0),
@@ -262,14 +262,14 @@ def config_json(
         "vocab_size": shapes.vocab_size,
         "hidden_size": shapes.hidden_size,
         "intermediate_size": shapes.intermediate_size,
-        "num_hidden_layers": shapes.num_layers,
-        "num_attention_heads": shapes.num_heads,
-        "num_key_value_heads": shapes.num_kv_heads,
+        "num_hidden_layers": shapes.num_hidden_layers,
+        "num_attention_heads": shapes.num_attention_heads,
+        "num_key_value_heads": shapes.num_key_value_heads,
         "head_dim": shapes.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": shapes.max_positions,
+        "max_position_embeddings": shapes.max_position_embeddings,
         "rms_norm_eps": shapes.rms_norm_eps,
-        "tie_word_embeddings": shapes.tie_embeddings,
+        "tie_word_embeddings": shapes.tie_word_embeddings,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -292,14 +292,14 @@ def config_json(
 
 
 def _windows_json(shapes: ModelShapes) -> dict[str, Any]:
-    windows = shapes.layer_windows or (None,) * shapes.num_layers
+    windows = shapes.layer_windows or (None,) * shapes.num_hidden_layers
     used = [window for window in windows if window is not None]
     content: dict[str, Any] = {"sliding_window": used[0] if used else None}
     if shapes.architecture != "mixtral":
         content["use_sliding_window"] = bool(used)
     if shapes.architecture in ("qwen2", "qwen3"):
         content["max_window_layers"] = next(
-            (i for i, window in enumerate(windows) if window is not None), shapes.num_layers
+            (i for i, window in enumerate(windows) if window is not None), shapes.num_hidden_layers
         )
         content["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return content
@@ -308,7 +308,7 @@ def _windows_json(shapes: ModelShapes) -> dict[str, Any]:
 def _experts_json(experts: ExpertShapes, architecture: str) -> dict[str, Any]:
     content: dict[str, Any] = {
         "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
+        "num_experts_per_tok": experts.num_experts_per_tok,
         "output_router_logits": False,
     }
     if architecture == "mixtral":
@@ -350,7 +350,7 @@ def _check_expressible(shapes: ModelShapes) -> None:
     }
     if shapes.experts is not None and shapes.architecture == "mixtral":
         inner = shapes.intermediate_size
-        expected["experts"] = ExpertShapes(shapes.experts.num_experts, shapes.experts.experts_per_token, inner)
+        expected["experts"] = ExpertShapes(shapes.experts.num_experts, shapes.experts.num_experts_per_tok, inner)
     for name, value in expected.items():
         if getattr(shapes, name) != value:
             raise ValueError(

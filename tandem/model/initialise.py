@@ -23,7 +23,7 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
     whole.
     """
     whole = dict(parameters(decoder.shapes))
-    residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_layers)
+    residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_hidden_layers)
     for name, tensor in to_huggingface(decoder):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)

@@ -43,7 +43,7 @@ def layer_weights(
     biased = not is_summed or (not late and cut.rank == 0)
     q_norm = layer.q_norm.weight if layer.q_norm is not None else None
     k_norm = layer.k_norm.weight if layer.k_norm is not None else None
-    heads, scale = (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim), shapes.head_dim**-0.5
+    heads, scale = (shapes.num_attention_heads, shapes.num_key_value_heads, shapes.head_dim), shapes.head_dim**-0.5
     qkv, output, gate_up, down = (*matrices, None, None)[:4]
     return LayerWeights(
         layer.input_layernorm.weight,

@@ -107,7 +107,7 @@ def _shape_of(shapes: ModelShapes, layer: int, module: str, folder: str | Path) 
         "q_proj": (shapes.query_size, hidden), "k_proj": (shapes.key_value_size, hidden), "v_proj": (shapes.key_value_size, hidden),
         "o_proj": (hidden, shapes.query_size), "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
-    if module not in known or layer >= shapes.num_layers:
+    if module not in known or layer >= shapes.num_hidden_layers:
         raise UserError(f"adapter '{folder}' changes '{module}' of layer {layer}; this model has no such matrix to adapt")
     if module in ("gate_proj", "up_proj", "down_proj") and shapes.experts_of(layer) is not None:
         raise UserError(
@@ -158,7 +158,7 @@ def stack(
     """The layers' stacks for ``adapters`` in their slots (``None``: a free one), in the dtype and on the device of
     ``like``; with a ``cut`` what one rank needs beside its part of each matrix."""
     layers = []
-    for layer in range(shapes.num_layers):
+    for layer in range(shapes.num_hidden_layers):
         fused = {}
         for name, parts in _FUSED.items():
             if any(adapter is not None and (layer, part) in adapter.matrices for adapter in adapters for part in parts):

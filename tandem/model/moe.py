@@ -51,12 +51,12 @@ class Experts(nn.Module):
         assert self.gate_up_proj is not None and self.down_proj is not None
         gate_up, self.gate_up_proj = kernels.pack_groups(self.gate_up_proj), None
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
-        return ExpertLayer(kernels.pack(self.router), gate_up, down, self.shapes.experts_per_token, self.shapes.normalised)
+        return ExpertLayer(kernels.pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised)
 
     def plain(self) -> "ExpertLayer":
         """The layer over the parameters themselves."""
         return ExpertLayer(
-            self.router, self.gate_up_proj, self.down_proj, self.shapes.experts_per_token, self.shapes.normalised
+            self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised
         )
 
 
@@ -66,7 +66,7 @@ class ExpertLayer(NamedTuple):
     router: Any
     gate_up: Any
     down: Any
-    experts_per_token: int
+    num_experts_per_tok: int
     normalised: bool
 
 
@@ -85,28 +85,28 @@ def mixture(
     logits = router(x, layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)
-    routing = (route or kernels.route)(logits, layer.experts_per_token, layer.normalised)
+    routing = (route or kernels.route)(logits, layer.num_experts_per_tok, layer.normalised)
 
     def compute(rows: Tensor, bounds: Tensor) -> Tensor:
         inner = kernels.silu_mul(grouped(rows, layer.gate_up, bounds))
         out: Tensor = grouped(inner if before_down is None else before_down(inner), layer.down, bounds)
         return out
 
-    rows = _dispatched(x, routing, layer.experts_per_token)
+    rows = _dispatched(x, routing, layer.num_experts_per_tok)
     is_divided = ranks is not None and ranks.size > 1
     rows = on_their_ranks(rows, routing.bounds, ranks, compute) if ranks is not None and is_divided else compute(rows, routing.bounds)
-    returned = rows.index_select(0, routing.inverse).view(len(x), layer.experts_per_token, rows.shape[1])
+    returned = rows.index_select(0, routing.inverse).view(len(x), layer.num_experts_per_tok, rows.shape[1])
     weighted = returned.to(routing.gates.dtype) * routing.gates.unsqueeze(-1)
     return sum_in_order(weighted.unbind(1)).to(x.dtype)
 
 
-def load_balancing_loss(router_logits: Sequence[Tensor], experts_per_token: int) -> Tensor:
+def load_balancing_loss(router_logits: Sequence[Tensor], num_experts_per_tok: int) -> Tensor:
     """Equations 4 to 6 of Switch Transformers (Fedus et al., 2021) over the layers' ``router_logits[T, E]``, for more
     experts than one a token: E times the sum over experts of the share of tokens that an expert gets and its mean
-    probability. ``experts_per_token`` where the load is even; only the probabilities carry gradient."""
+    probability. ``num_experts_per_tok`` where the load is even; only the probabilities carry gradient."""
     probabilities = torch.cat([logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1) for logits in router_logits])
     num_experts = probabilities.shape[1]
-    experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :experts_per_token]
+    experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_tok]
     share = torch.bincount(experts.reshape(-1), minlength=num_experts) / len(probabilities)
     return num_experts * (share * probabilities.mean(0)).sum()
 

@@ -12,10 +12,10 @@ from tandem.layout.shapes import ModelShapes, RopeScaling
 
 
 def rotary_table(shapes: ModelShapes) -> Tensor:
-    """``cos_sin[P, D]`` fp32 on CPU for all ``max_positions`` P: cosines in the first D / 2 columns, sines in the
+    """``cos_sin[P, D]`` fp32 on CPU for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines in the
     rest. YaRN's attention factor is folded in."""
     frequencies, attention_factor = inverse_frequencies(shapes.rope_scaling, shapes.rope_theta, shapes.head_dim)
-    angles = torch.arange(shapes.max_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     return table.mul_(attention_factor) if attention_factor != 1.0 else table
 

@@ -13,7 +13,7 @@ from tandem.types import UserError
 def context_tokens(recipe: Recipe, folder: Path) -> int:
     """Tokens that prompt and completion may have together. Raises ``UserError`` where the recipe asks for more than the
     model has."""
-    most = read_shapes(folder).max_positions
+    most = read_shapes(folder).max_position_embeddings
     if recipe.model.max_length > most:
         raise UserError(f"'model.max_length' is {recipe.model.max_length}, more than the {most} positions of the model in {folder}")
     context = recipe.model.max_length or most

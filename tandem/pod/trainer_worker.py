@@ -15,9 +15,9 @@ from tandem.checkpoint_engine.register import WeightWriter
 from tandem.checkpoint_engine.shared_memory import WeightBuffers
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
+from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, save_model
-from tandem.pod.create_model import create_model
 from tandem.pod.prompts import prompt_source
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence

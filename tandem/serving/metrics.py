@@ -47,7 +47,7 @@ class Metrics:
             "num_swaps": counter("tandem:num_swaps", "Preemptions that kept their keys and values in host memory."),
             "num_drafts": counter("vllm:spec_decode_num_drafts", "Guesses that were tried."),
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed."),
-            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
+            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
         }
         """Figures that an engine counts from its own start."""
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.")

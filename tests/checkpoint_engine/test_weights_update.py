@@ -312,7 +312,7 @@ def test_a_decoder_converts_to_every_parameter_of_the_architecture_and_fills_its
     from tandem.layout.shapes import ModelShapes, parameters
     from tandem.model.decoder import Decoder
 
-    shapes = ModelShapes("qwen3", 99, 32, 2, 4, 2, 8, 48, 64, tie_embeddings=True, qk_norm=True)
+    shapes = ModelShapes("qwen3", 99, 32, 2, 4, 2, 8, 48, 64, tie_word_embeddings=True, qk_norm=True)
     decoder = Decoder(shapes, select("reference"))
     converted = list(convert(decoder))
     assert [(name, tuple(tensor.shape)) for name, tensor in converted] == list(parameters(shapes))

@@ -39,12 +39,13 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a character tokenizer."""
-    from tandem.pod.create_model import create_model
+    from tandem.model.create_model import create_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     config = NewModelConfig(
-        hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64, max_positions=96,
-        initial_deviation=0.3,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64,
+        max_position_embeddings=96,
+        initializer_range=0.3,
     )
     create_model(config, 0, folder)
     return folder
@@ -55,7 +56,7 @@ def recipe(tmp_path: Path) -> Path:
     """A recipe in order, whose runs go to a folder of the test's own."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        f"model:\n  create: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8, intermediate_size: 32}}\n"
+        f"model:\n  create: {{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, intermediate_size: 32}}\n"
         f"task: {{name: sort}}\nwarm_up: {{steps: 2, warmup_steps: 1, batch_size: 2, max_accuracy: 1.0}}\n"
         f"rollout: {{prompts_per_step: 2, max_tokens: 8}}\nalgorithm: {{group_size: 2}}\n"
         f"evaluation: {{prompts: 4, final_prompts: 4}}\nrun: {{max_steps: 1, directory: {json.dumps(str(tmp_path / 'runs'))}}}\n"

@@ -38,7 +38,8 @@ def real(*arguments: str | Path, cwd: Path = ROOT, stdin: str = "", before: Call
 
 
 TINY_MODEL = (
-    "--model.create.hidden_size=16", "--model.create.num_layers=1", "--model.create.num_heads=2", "--model.create.num_kv_heads=1",
+    "--model.create.hidden_size=16", "--model.create.num_hidden_layers=1", "--model.create.num_attention_heads=2",
+    "--model.create.num_key_value_heads=1",
     "--model.create.head_dim=8", "--model.create.intermediate_size=32",
 )
 TINY_RUN = (

@@ -8,7 +8,7 @@ import pytest
 from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
-from tandem.pod.create_model import create_model
+from tandem.model.create_model import create_model
 
 NO_MODEL = "--warm_up=null", "--model.create=null"
 
@@ -65,9 +65,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--warm_up=null", "add a section 'warm_up'"),
         ("--model.path=x", "both are given"),
         ("--model.create=null", "neither is given"),
-        ("--model.create.num_heads=0", "num_heads"),
-        ("--model.create.num_kv_heads=0", "num_kv_heads"),
-        ("--model.create.num_layers=1000000000", "at most 1000"),
+        ("--model.create.num_attention_heads=0", "num_attention_heads"),
+        ("--model.create.num_key_value_heads=0", "num_key_value_heads"),
+        ("--model.create.num_hidden_layers=1000000000", "at most 1000"),
         ("--model.create.characters=abc", "not in the tokenizer's vocabulary"),
         ("--model.create.characters=aa", "twice"),
         ("--task.prompt_template=Größe {prompt}", "not in the tokenizer's vocabulary"),
@@ -97,7 +97,8 @@ def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, re
 @pytest.mark.parametrize(
     "override",
     [
-        "--model.create.hidden_size=1000000000", "--model.create.max_positions=1000000000", "--rollout.engine.kv_cache_tokens=100000000000000",
+        "--model.create.hidden_size=1000000000", "--model.create.max_position_embeddings=1000000000",
+        "--rollout.engine.kv_cache_tokens=100000000000000",
         "--model.create.intermediate_size=10000000000000", "--machine.memory_gib=0.001",
     ],
 )
@@ -190,7 +191,7 @@ def test_a_folder_that_is_no_model_is_refused(command, recipe, model, tmp_path) 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused_by_every_command(command, recipe, model, tmp_path) -> None:
     folder = tmp_path / "mixed"
-    create_model(NewModelConfig(hidden_size=16, num_layers=1, head_dim=4, characters="0123456789="), 0, folder)
+    create_model(NewModelConfig(hidden_size=16, num_hidden_layers=1, head_dim=4, characters="0123456789="), 0, folder)
     shutil.copy(model / "tokenizer.json", folder)
     says = "they do not belong together"
     assert says in command("train", recipe, *NO_MODEL, f"--model.path={folder}").refusal()

@@ -10,7 +10,7 @@ import pytest
 from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
-from tandem.pod.create_model import create_model
+from tandem.model.create_model import create_model
 from tandem.runtime.run_lock import RunLock
 
 
@@ -65,7 +65,7 @@ def test_a_full_disk_ends_tokenizing_and_conversion_in_one_line_and_they_go_on_w
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 1024, 3 * 1024))
 
     model = tmp_path / "model"
-    create_model(NewModelConfig(hidden_size=32, num_layers=1, head_dim=8, characters="0123456789= "), 0, model)
+    create_model(NewModelConfig(hidden_size=32, num_hidden_layers=1, head_dim=8, characters="0123456789= "), 0, model)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.txt").write_text("1234 " * 9000)
     tokens, megatron, tokenizer = tmp_path / "tokens", tmp_path / "megatron", tmp_path / "tokenizer"

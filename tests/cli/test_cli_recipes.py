@@ -97,7 +97,7 @@ def test_the_recipe_as_it_stands_and_other_tasks_by_name_alone_are_in_order(comm
     given = ("train", "recipes/reasoning_gym.yaml", "--dry-run")
     assert command(*given).code == 0
     assert command(*given, *CHAIN_SUM).code == 0
-    other = ("--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}", "--model.create.max_positions=512")
+    other = ("--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}", "--model.create.max_position_embeddings=512")
     assert command(*given, *other).code == 0
 
 

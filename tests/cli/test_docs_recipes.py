@@ -45,7 +45,7 @@ def test_every_key_that_a_recipe_takes_has_a_row_with_its_default() -> None:
                         assert found[field.name] == str(field.default)
     assert rows(TEXT, "rollout.engine")["max_num_seqs"] == "256" and "model" not in rows(TEXT, "rollout.engine")
     assert rows(TEXT, "trainer")["learning_rate"] == "1e-06" and rows(TEXT, "trainer")["schedule"] == "constant"
-    assert rows(TEXT, "model.create")["tie_embeddings"] == "true" and rows(TEXT, "task")["name"] == "required"
+    assert rows(TEXT, "model.create")["tie_word_embeddings"] == "true" and rows(TEXT, "task")["name"] == "required"
 
 
 def test_a_field_without_a_description_cannot_be_documented() -> None:

@@ -20,7 +20,7 @@ from tandem.data.encode_examples import ExampleEncoder
 from tandem.data.examples import read_example
 from tandem.data.shards import ShardReader
 from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
-from tandem.pod.new_model import write_tokenizer
+from tandem.model.new_model import write_tokenizer
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError

@@ -20,18 +20,19 @@ torch.set_num_threads(1)
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 VOCABULARY = len(CHARACTERS) + 3
 TRAITS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_embeddings": False},
-    "qwen2": {"tie_embeddings": True, "attention_bias": True},
-    "qwen3": {"tie_embeddings": True, "qk_norm": True},
-    "qwen3_moe": {"tie_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
-    "mixtral": {"tie_embeddings": False, "experts": ExpertShapes(4, 2, 48)},
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
+    "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
+    "qwen3_moe": {"tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
+    "mixtral": {"tie_word_embeddings": False, "experts": ExpertShapes(4, 2, 48)},
 }
 
 
 def shapes_of(architecture: str) -> ModelShapes:
     return ModelShapes(
-        architecture=architecture, vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=48, max_positions=128, **TRAITS[architecture],
+        architecture=architecture, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48, max_position_embeddings=128, **TRAITS[architecture],
     )
 
 

@@ -4,108 +4,147 @@ import random
 
 import pytest
 
-from tandem.engine.kv_cache.block_pool import BlockAllocator
-from tandem.engine.kv_cache.block_table import BlockCopy, fork, make_writable, needs_block
-from tandem.engine.kv_cache.prefix_cache import PrefixCache, chain, root_key
+from tandem.engine.core.request import Prefill, Request, Sequence
+from tandem.engine.kv_cache.block_hash import block_hashes, root_hash
+from tandem.engine.kv_cache.block_pool import BlockPool
+from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.types import WeightVersion
 
-ROOT = root_key(WeightVersion(0, 0))
+ROOT = root_hash(WeightVersion(0, 0))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_keep_every_block_in_exactly_one_state(seed: int) -> None:
     rng = random.Random(seed)
-    allocator, held, keys = BlockAllocator(12), [], 0
+    pool, held, keys = BlockPool(12), [], 0
     for _ in range(2000):
         action = rng.choice(("allocate", "retain", "release", "release", "name", "find", "forget"))
-        if action == "allocate" and allocator.free_count:
-            held.append(allocator.allocate())
+        if action == "allocate" and pool.num_free_blocks:
+            held.append(pool.get_new_block())
         elif action == "retain" and held:
             held.append(rng.choice(held))
-            allocator.retain(held[-1])
+            pool.touch(held[-1])
         elif action == "release" and held:
-            allocator.release(held.pop(rng.randrange(len(held))))
+            pool.free_block(held.pop(rng.randrange(len(held))))
         elif action == "name" and held:
-            allocator.name(rng.choice(held), str(keys).encode())
+            pool.cache_block(rng.choice(held), str(keys).encode())
             keys += 1
         elif action == "find" and keys:
-            found = allocator.find(str(rng.randrange(keys)).encode())
+            found = pool.get_cached_block(str(rng.randrange(keys)).encode())
             if found is not None:
                 held.append(found)
         elif action == "forget" and rng.random() < 0.05:
-            allocator.forget_all()
-        allocator.check_integrity({block: held.count(block) for block in held})
-        assert allocator.free_count == 12 - len(set(held))
+            pool.reset_prefix_cache()
+        pool.check_integrity({block: held.count(block) for block in held})
+        assert pool.num_free_blocks == 12 - len(set(held))
 
 
 def test_the_integrity_check_sees_a_lost_and_a_twice_freed_block() -> None:
-    allocator = BlockAllocator(3)
-    allocator.allocate()
+    pool = BlockPool(3)
+    pool.get_new_block()
     with pytest.raises(AssertionError, match="references"):
-        allocator.check_integrity()
-    allocator = BlockAllocator(3)
-    allocator._free.append(0)
+        pool.check_integrity()
+    pool = BlockPool(3)
+    pool._free.append(0)
     with pytest.raises(AssertionError, match="twice"):
-        allocator.check_integrity()
+        pool.check_integrity()
 
 
 def test_cached_blocks_are_given_out_last_and_the_least_recently_used_first() -> None:
-    allocator = BlockAllocator(3)
-    blocks = [allocator.allocate() for _ in range(3)]
+    pool = BlockPool(3)
+    blocks = [pool.get_new_block() for _ in range(3)]
     for number, block in enumerate(blocks):
-        allocator.name(block, bytes([number]))
-    allocator.release(blocks[0])
-    allocator.release(blocks[1])
-    assert allocator.find(bytes([0])) == blocks[0]
-    allocator.release(blocks[0])
-    allocator.release(blocks[2])
-    assert [allocator.allocate() for _ in range(3)] == [blocks[1], blocks[0], blocks[2]]
-    assert allocator.find(bytes([0])) is None
+        pool.cache_block(block, bytes([number]))
+    pool.free_block(blocks[0])
+    pool.free_block(blocks[1])
+    assert pool.get_cached_block(bytes([0])) == blocks[0]
+    pool.free_block(blocks[0])
+    pool.free_block(blocks[2])
+    assert [pool.get_new_block() for _ in range(3)] == [blocks[1], blocks[0], blocks[2]]
+    assert pool.get_cached_block(bytes([0])) is None
 
 
 def test_a_fork_writes_to_a_copy_and_the_last_holder_in_place() -> None:
-    allocator = BlockAllocator(8)
-    table = [allocator.allocate() for _ in range(2)]
-    other = fork(allocator, table)
-    assert needs_block(allocator, table, 20)
-    column, block, copy = make_writable(allocator, table, 20)
-    assert (column, copy) == (1, BlockCopy(other[1], block)) and table[0] == other[0] and table[1] != other[1]
-    assert not needs_block(allocator, table, 20) and not needs_block(allocator, other, 20)
-    assert needs_block(allocator, other, 32)
-    column, block, copy = make_writable(allocator, other, 32)
-    assert (column, copy) == (2, None) and other[2] == block
+    kv_cache = KVCacheManager(8)
+    table = [kv_cache.block_pool.get_new_block() for _ in range(2)]
+    other = kv_cache.fork(table)
+    assert kv_cache.needs_slot(table, 20) and kv_cache.num_blocks_for_slots([(table, 20), (other, 20)]) == 1
+    assert kv_cache.allocate_slots(table, 20, 21) == [(1, table[1], BlockCopy(other[1], table[1]))]
+    assert table[0] == other[0] and table[1] != other[1]
+    assert kv_cache.allocate_slots(table, 20, 21) == [] and not kv_cache.needs_slot(other, 20)
+    assert kv_cache.needs_slot(other, 32)
+    assert kv_cache.allocate_slots(other, 32, 33) == [(2, other[2], None)] and len(other) == 3
+
+
+def test_slots_are_given_all_or_none_and_a_shared_block_is_not_copied_at_its_start() -> None:
+    kv_cache = KVCacheManager(4)
+    table = [kv_cache.block_pool.get_new_block()]
+    assert kv_cache.allocate_slots(table, 16, 16 * 5 + 1) is None and len(table) == 1 and kv_cache.num_free_blocks == 3
+    other = kv_cache.fork(table)
+    assert kv_cache.allocate_slots(other, 0, 1) == [(0, other[0], None)]
+    assert kv_cache.allocate_slots(table, 10, 33) == [(1, table[1], None), (2, table[2], None)] and kv_cache.num_free_blocks == 0
+    kv_cache.block_pool.check_integrity(dict.fromkeys(table + other, 1))
 
 
 def test_a_key_depends_on_version_adapter_salt_and_every_token_before() -> None:
     tokens = list(range(40))
-    keys = chain(ROOT, tokens)
+    keys = block_hashes(ROOT, tokens)
     assert len(keys) == 2
-    assert chain(ROOT, tokens, keys[:1]) == keys
+    assert block_hashes(ROOT, tokens, keys[:1]) == keys
     roots = [
-        root_key(WeightVersion(0, 1)), root_key(WeightVersion(1, 0)), root_key(WeightVersion(0, 0), adapter="a"),
-        root_key(WeightVersion(0, 0), salt="a"), root_key(WeightVersion(0, 0), adapter="a", salt="a"), ROOT,
+        root_hash(WeightVersion(0, 1)), root_hash(WeightVersion(1, 0)), root_hash(WeightVersion(0, 0), adapter="a"),
+        root_hash(WeightVersion(0, 0), salt="a"), root_hash(WeightVersion(0, 0), adapter="a", salt="a"), ROOT,
     ]
-    assert len({chain(root, tokens)[0] for root in roots}) == len(roots)
-    changed = chain(ROOT, [1, *tokens[1:]])
+    assert len({block_hashes(root, tokens)[0] for root in roots}) == len(roots)
+    changed = block_hashes(ROOT, [1, *tokens[1:]])
     assert changed[0] != keys[0] and changed[1] != keys[1]
 
 
+def prefill_of(tokens: list[int], arrival: int = 0) -> Prefill:
+    return Prefill([Sequence(Request("a", None, tokens, SamplingParams(), 0, 0, arrival), 0, 0)], tokens)
+
+
+def computed(kv_cache: KVCacheManager, length: int) -> list[int]:
+    """The blocks that are found for a prompt of ``length`` tokens, given back at once."""
+    blocks = kv_cache.get_computed_blocks(prefill_of(list(range(length))))
+    kv_cache.free(blocks)
+    return blocks
+
+
+def with_prompt(kv_cache: KVCacheManager, length: int, num_computed: int) -> list[int]:
+    """Blocks of a prompt of which the first ``num_computed`` tokens are computed."""
+    prefill = prefill_of(list(range(length)))
+    assert kv_cache.get_computed_blocks(prefill) == [] and kv_cache.allocate_prompt(prefill, [])
+    kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, num_computed)
+    return prefill.blocks
+
+
 def test_a_match_leaves_at_least_one_token_to_compute() -> None:
-    allocator = BlockAllocator(8)
-    cache = PrefixCache(allocator, enabled=True)
-    table = [allocator.allocate() for _ in range(3)]
-    keys = cache.keys(ROOT, list(range(48)))
-    cache.register(keys, table, 47)
-    assert cache.match(keys, 48) == table[:2]
-    assert cache.match(keys, 33) == table[:2]
-    assert cache.match(keys, 32) == table[:1]
-    assert cache.match(keys, 16) == []
+    kv_cache = KVCacheManager(8)
+    table = with_prompt(kv_cache, 48, num_computed=47)
+    assert computed(kv_cache, 48) == table[:2]
+    assert computed(kv_cache, 33) == table[:2]
+    assert computed(kv_cache, 32) == table[:1]
+    assert computed(kv_cache, 16) == []
 
 
 def test_blocks_of_another_weight_version_never_match() -> None:
-    allocator = BlockAllocator(8)
-    cache = PrefixCache(allocator, enabled=True)
-    tokens = list(range(48))
-    cache.register(cache.keys(ROOT, tokens), [allocator.allocate() for _ in range(3)], 48)
-    assert cache.match(cache.keys(root_key(WeightVersion(0, 1)), tokens), 48) == []
-    assert len(cache.match(cache.keys(ROOT, tokens), 48)) == 2
+    kv_cache = KVCacheManager(8)
+    with_prompt(kv_cache, 48, num_computed=48)
+    kv_cache.weight_version = WeightVersion(0, 1)
+    assert computed(kv_cache, 48) == []
+    kv_cache.weight_version = WeightVersion(0, 0)
+    assert len(computed(kv_cache, 48)) == 2
+
+
+def test_a_prompt_gets_all_its_blocks_or_none_and_a_reserve_stays_free() -> None:
+    kv_cache = KVCacheManager(6)
+    table = with_prompt(kv_cache, 40, num_computed=40)
+    kv_cache.free(table)
+    prefill = prefill_of(list(range(70)))
+    assert not kv_cache.allocate_prompt(prefill, kv_cache.get_computed_blocks(prefill), num_reserved=2)
+    assert prefill.blocks == [] and kv_cache.num_free_blocks == 6
+    assert kv_cache.allocate_prompt(prefill, kv_cache.get_computed_blocks(prefill), num_reserved=1)
+    assert prefill.blocks[:2] == table[:2] and prefill.computed == prefill.cached == 32 and len(set(prefill.blocks)) == 5

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.core import preemption
 from tandem.engine.core.lifecycle import Transition
+from tandem.engine.core.preemption import Preemption
 from tandem.engine.executor.cuda_graphs import Bucket, DecodeGraphs, Replay, bucket_of
-from tandem.engine.executor.overlap import Overlap, decode_graphs
+from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
@@ -48,17 +48,9 @@ def captured(step: Replay) -> Replay:
     return step
 
 
-def overlap_of(llm: LLM) -> Overlap:
-    overlap = llm.engine._overlap
-    assert overlap is not None
-    return overlap
-
-
 def with_graphs(llm: LLM) -> DecodeGraphs:
     """Give ``llm`` graphs, whose replay on a CPU is the step itself over the graph's tensors."""
-    overlap = overlap_of(llm)
-    overlap.graphs = decode_graphs(overlap, llm.engine.settings, captured)
-    return overlap.graphs
+    return llm.engine._runner.make_graphs(captured)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -78,7 +70,7 @@ def test_steps_launched_ahead_change_no_bit(
     llm = make_llm(async_scheduling=True, **settings)
     ahead = Ahead(llm)
     assert generate(llm) == expected
-    assert ahead.launched_before_collected > 0
+    assert ahead.launched_ahead > 0
     if "kv_cache_tokens" in settings and "cache_implementation" not in settings:
         counts = llm.engine.transitions()
         assert counts[Transition.RECOMPUTE] + counts[Transition.SWAP_OUT] > 0
@@ -86,23 +78,23 @@ def test_steps_launched_ahead_change_no_bit(
 
 
 class Ahead:
-    """Counts the steps of an engine that were launched before the one before was collected."""
+    """Counts the steps of an engine that were launched before the one before was synchronized."""
 
     def __init__(self, llm: LLM) -> None:
-        self.launched_before_collected = self._under_way = 0
-        overlap = overlap_of(llm)
-        launch, collect = overlap.launch, overlap.collect
+        self.launched_ahead = self._under_way = 0
+        runner: ModelRunner = llm.engine._runner
+        execute_model, synchronize = runner.execute_model, runner.synchronize
 
-        def counted_launch(*given: Any) -> Any:
-            self.launched_before_collected += self._under_way > 0
+        def counted_execute(*given: Any) -> Any:
+            self.launched_ahead += self._under_way > 0
             self._under_way += 1
-            return launch(*given)
+            return execute_model(*given)
 
-        def counted_collect(*given: Any) -> Any:
+        def counted_synchronize(*given: Any) -> Any:
             self._under_way -= 1
-            return collect(*given)
+            return synchronize(*given)
 
-        overlap.launch, overlap.collect = counted_launch, counted_collect  # type: ignore[method-assign]
+        runner.execute_model, runner.synchronize = counted_execute, counted_synchronize  # type: ignore[method-assign]
 
 
 def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]]) -> None:
@@ -110,7 +102,7 @@ def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callab
     graphs = with_graphs(llm)
     assert generate(llm) == expected
     assert generate(llm) == expected
-    rows = overlap_of(llm).rows
+    rows = llm.engine._runner.batch.on_device
     assert int(rows.length[rows.padding]) == 1
     # Five rows and three are no bucket: both were filled up.
     assert {bucket.rows for bucket in graphs._graphs} <= {1, 2, 4, 6}
@@ -170,7 +162,7 @@ def test_requests_whose_tokens_the_host_must_see_stand_among_others(make_llm: Ca
     ahead = Ahead(llm)
     assert generate(llm, mixed) == generate(make_llm(async_scheduling=False), mixed)
     # Once they are answered the others go ahead.
-    assert ahead.launched_before_collected > 0
+    assert ahead.launched_ahead > 0
 
 
 def test_an_urgent_request_preempts_and_changes_no_bit(make_llm: Callable[..., LLM]) -> None:
@@ -223,19 +215,19 @@ def test_streams_aborts_pauses_and_updates_meet_a_step_under_way(make_llm: Calla
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("where", ["launch", "collect"])
+@pytest.mark.parametrize("where", ["execute_model", "synchronize"])
 def test_a_step_that_fails_ahead_loses_nothing(make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]], where: str) -> None:
     llm = make_llm(async_scheduling=True)
-    engine, overlap = llm.engine, overlap_of(llm)
+    engine, runner = llm.engine, llm.engine._runner
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(str(i), llm.get_tokenizer().encode(prompt, add_special_tokens=True), params, prompt=prompt, key=i)
     for _ in range(6):
         engine.step()
-    own = getattr(overlap, where)
-    setattr(overlap, where, lambda *_: (_ for _ in ()).throw(RunError("the device is lost")))
+    own = getattr(runner, where)
+    setattr(runner, where, lambda *_: (_ for _ in ()).throw(RunError("the device is lost")))
     with pytest.raises(RunError, match="device is lost"):
         engine.step()
-    setattr(overlap, where, own)
+    setattr(runner, where, own)
     answers = {}
     while engine.has_unfinished_requests:
         answers |= {int(answer.request_id): answer.outputs for answer in engine.step()}
@@ -247,13 +239,13 @@ def test_a_step_that_fails_ahead_loses_nothing(make_llm: Callable[..., LLM], exp
 def test_no_plan_is_made_ahead_that_could_take_a_block_away(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(async_scheduling=True, kv_cache_tokens=128, enable_prefix_caching=False)
     engine = llm.engine
-    own = preemption._requeue
+    own = Preemption.preempt_one
 
     def watched(*given: Any, **named: Any) -> Any:
-        assert engine._steps.flight is None
+        assert engine._core.in_flight is None
         return own(*given, **named)
 
-    monkeypatch.setattr(preemption, "_requeue", watched)
+    monkeypatch.setattr(Preemption, "preempt_one", watched)
     generate(llm)
     assert engine.transitions()[Transition.RECOMPUTE] > 0
 

@@ -90,7 +90,7 @@ def test_neither_chunks_nor_preemption_nor_a_warm_cache_change_a_bit(
         llm.engine.check_integrity()
     plain = llm.generate(PROMPTS, SamplingParams(n=2, seed=1, max_tokens=40, ignore_eos=True))
     assert [a.outputs for a in plain] == [a.outputs for a in cold]
-    assert not llm.engine._runner.prompt_scores
+    assert not llm.engine._runner.prompt_logprobs
 
 
 def test_a_score_is_the_logprob_that_the_sampler_reported(make_llm: Callable[..., LLM]) -> None:
@@ -171,7 +171,7 @@ def test_an_abort_leaves_no_scores_behind(make_llm: Callable[..., LLM]) -> None:
     engine = make_llm(max_num_batched_tokens=16).engine
     engine.add_request("one", list(range(3, 40)), SCORE)
     engine.step()
-    assert engine.abort("one") and not engine._runner.prompt_scores
+    assert engine.abort("one") and not engine._runner.prompt_logprobs
     (answer,) = engine.step()
     assert answer.prompt_logprobs is not None and answer.prompt_logprobs[1] is not None and answer.prompt_logprobs[30] is None
     engine.check_integrity()

@@ -6,20 +6,21 @@ is drawn every position that it looks at must hold the right one, and what is dr
 
 import hashlib
 import random
+import re
 from array import array
+from pathlib import Path
+from typing import Any, ClassVar
 
-from tandem.engine.core import batches, decode, preemption, prefill
-from tandem.engine.core.costs import PreemptionCosts
-from tandem.engine.core.integrity import check_state, sequences_of
+from tandem.engine.core.integrity import check_scheduler, sequences_of
 from tandem.engine.core.lifecycle import TRANSITIONS, State, Transition, move
-from tandem.engine.core.request import Prefill, Request, Sequence
-from tandem.engine.core.scheduler import Chunk, Decision, schedule
-from tandem.engine.core.state import Limits, PauseMode, SchedulerState
-from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.core.preemption import PreemptionPolicy
+from tandem.engine.core.preemption_costs import PreemptionCosts
+from tandem.engine.core.request import Request, Sequence
+from tandem.engine.core.scheduler import PauseMode, Scheduler, SchedulerConfig
+from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput
 from tandem.engine.kv_cache.block_table import RELEASED, blocks_for
-from tandem.engine.kv_cache.prefix_cache import PrefixCache
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.spec_decode import draft_plan
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.types import WeightVersion
 
@@ -33,32 +34,43 @@ def token_at(sequence: Sequence, position: int) -> int:
     return int(hashlib.blake2b(text, digest_size=1).digest()[0] > 200)
 
 
+class Watched(Sequence):
+    """A sequence that keeps every change of its state."""
+
+    changes: ClassVar[set[tuple[State, State]]] = set()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "state" and hasattr(self, "state"):
+            self.changes.add((self.state, value))
+        super().__setattr__(name, value)
+
+
 class Walk:
     """An engine without a model, of random settings."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         blocks = rng.choice((6, 7, 12, 40))
-        joins = rng.choice(("chunked", "chunked", "chunked", "continuous", "dynamic", "static"))
+        batching = rng.choice(("chunked", "chunked", "chunked", "continuous", "dynamic", "static"))
         reserved = rng.random() < 0.15
-        limits = Limits(
+        config = SchedulerConfig(
             max_num_seqs=rng.choice((2, 5)),
-            max_num_batched_tokens=rng.choice((5, 16, 64)) if joins == "chunked" else LONGEST,
-            joins=joins,
-            preemption=rng.choice(("auto", "swap", "recompute")),
-            watermark=rng.choice((0, 1)),
-            reservation=blocks_for(LONGEST) if reserved else 0,
-            window=rng.choice((0, 0, 7, 16, 33)),
-            guessing_seqs=rng.choice((2, 99)),
+            max_num_batched_tokens=rng.choice((5, 16, 64)) if batching == "chunked" else LONGEST,
+            batching=batching,
+            watermark_blocks=rng.choice((0, 1)),
+            speculative_batch_limit=rng.choice((2, 99)),
         )
-        self.allocator = BlockAllocator(blocks)
-        self.state = SchedulerState(
-            limits, self.allocator, PrefixCache(self.allocator, rng.random() < 0.6 and not reserved), WeightVersion(0, 0), self.read_back,
-            host=BlockAllocator(rng.choice((0, 3, 20))), costs=PreemptionCosts(1.0, 0.01, 0.1, rng.choice((1.0, 60.0))),
+        costs = PreemptionCosts(1.0, 0.01, 0.1, rng.choice((1.0, 60.0)))
+        self.window = rng.choice((0, 0, 7, 16, 33))
+        self.kv_cache = KVCacheManager(
+            blocks, enable_prefix_caching=rng.random() < 0.6 and not reserved, window=self.window,
+            reservation=blocks_for(LONGEST) if reserved else 0, num_host_blocks=rng.choice((0, 3, 20)),
         )
+        policy = PreemptionPolicy(rng.choice(("auto", "swap", "recompute")), lambda: costs)
+        self.scheduler = Scheduler(config, self.kv_cache, self.read_back, policy)
         self.guesses = rng.choice((0, 0, 3))
         self.device: Slots = {block: [0] * 16 for block in range(blocks)}
-        self.host: Slots = {block: [0] * 16 for block in range(self.state.host.count)}
+        self.host: Slots = {block: [0] * 16 for block in range(self.kv_cache.host_pool.num_blocks)}
         self.tables: dict[int, list[int]] = {}
         self.drawn: dict[Sequence, list[int]] = {}
         self.ends: dict[Sequence, int] = {}
@@ -71,7 +83,7 @@ class Walk:
     def add(self) -> None:
         rng = self.rng
         n = rng.choice((1, 1, 1, 2, 3))
-        n = min(n, self.state.limits.max_num_seqs)
+        n = min(n, self.scheduler.config.max_num_seqs)
         prompt = [int(rng.random() < 0.1) for _ in range(rng.randrange(1, 60))]
         top = min(LONGEST, len(prompt) + rng.randrange(1, 50))
         request = Request(
@@ -79,69 +91,55 @@ class Walk:
             cache_salt=rng.choice(("", "", "s")), adapter=rng.choice(("", "", "a")), max_length=top, draft_tokens=self.guesses,
         )
         self.arrivals += 1
-        sequences = [Sequence(request, i, rng.randrange(1 << 30), draft=DraftLength(3, 0.0) if self.guesses else None) for i in range(n)]
+        sequences: list[Sequence] = [Watched(request, i, rng.randrange(1 << 30), draft=DraftLength(3, 0.0) if self.guesses else None) for i in range(n)]
         self.requests[request.id] = sequences
         self.ends.update({s: rng.randrange(len(prompt) + 1, top + 1) for s in sequences})
-        size = 1 if self.state.limits.reservation else n
-        for first in range(0, n, size):
-            prefill.queue(self.state, Prefill(sequences[first : first + size], prompt))
+        self.scheduler.add_group(sequences)
 
     def abort(self) -> None:
         if not self.requests:
             return
         sequences = self.requests.pop(self.rng.choice(list(self.requests)))
-        state = self.state
-        running = [s for s in sequences if s.row >= 0]
-        self.read_back(running)
-        decode.leave(state, running, has_ended=True)
-        preemption.drop_swapped(state, lambda waiting: waiting.sequences[0] in sequences)
-        if state.prefilling is not None and state.prefilling.sequences[0] in sequences:
-            prefill.give_up(state, state.prefilling)
+        self.scheduler.abort([sequence for sequence in sequences if not sequence.is_done])
         for sequence in sequences:
             if not sequence.is_done:
-                move(sequence, Transition.ABORT, state.counts)
-        self.settle()
+                move(sequence, Transition.ABORT, self.scheduler.counts)
 
     def update(self) -> None:
-        preemption.preempt_all(self.state, self.rng.choice((Transition.UPDATE, Transition.FAIL)))
-        self.state.version = WeightVersion(0, self.state.version.step + 1)
+        self.scheduler.preemption.preempt_all(self.rng.choice((Transition.UPDATE, Transition.FAIL)))
+        self.kv_cache.weight_version = WeightVersion(0, self.kv_cache.weight_version.step + 1)
         if self.rng.random() < 0.5:
-            self.allocator.forget_all()
+            self.kv_cache.reset_prefix_cache()
 
     def pause(self) -> None:
-        self.state.pause = None if self.state.pause else PauseMode.WAIT
-
-    def settle(self) -> None:
-        if self.state.ended and not (self.state.decoding or self.state.prefilling):
-            batches.free_ended(self.state)
+        self.scheduler.pause = None if self.scheduler.pause else PauseMode.WAIT
 
     # -- what a runner does ----------------------------------------------------------------------------------------------
 
-    def step(self) -> Decision:
-        state = self.state
-        decision = schedule(state)
-        self.check(decision)
-        for row in [row for chunk in decision.prefill for row in chunk.rows] + list(decision.resumed):
-            self.tables[row] = list(state.decoding[row].blocks)
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self.check(output)
+        for row in [row for chunk in output.prefills for row in chunk.rows] + list(output.resumed_rows):
+            self.tables[row] = list(self.scheduler.running.by_row[row].blocks)
         for sources, targets, copies in (
-            (self.device, self.host, decision.swap_outs), (self.host, self.device, decision.swap_ins),
-            (self.device, self.device, decision.copies),
+            (self.device, self.host, output.swap_outs), (self.host, self.device, output.swap_ins),
+            (self.device, self.device, output.block_copies),
         ):
             staged = [(target, list(sources[source])) for source, target in copies]
             for target, content in staged:
                 targets[target] = content
-        for row, column, block in decision.changes:
+        for row, column, block in output.block_changes:
             table = self.tables[row]
             table += [RELEASED] * (column + 1 - len(table))
             table[column] = block
-        self.compute(decision)
-        return decision
+        self.compute(output)
+        return output
 
-    def compute(self, decision: Decision) -> None:
+    def compute(self, output: SchedulerOutput) -> None:
         """All writes, then all reads, then the draws."""
-        state, fed, read = self.state, {}, []
-        for row, most in zip(decision.decode, decision.drafts or (0,) * len(decision.decode), strict=True):
-            sequence = state.decoding[row]
+        scheduler, fed, read = self.scheduler, {}, []
+        for row, most in zip(output.decode_rows, output.num_draft_tokens or (0,) * len(output.decode_rows), strict=True):
+            sequence = scheduler.running.by_row[row]
             known = self.known(sequence)
             right = [token_at(sequence, len(known) + i) for i in range(most)]
             accepted = self.rng.randrange(most + 1)
@@ -149,7 +147,7 @@ class Walk:
             fed[row] = (most, accepted)
             self.write(self.tables[row], sequence, known + guess, len(known) - 1)
             read.append((self.tables[row], sequence, known, len(known) - 1))
-        for chunk in decision.prefill:
+        for chunk in output.prefills:
             sequence = self.sequence_of(chunk)
             known = self.known(sequence)[: chunk.start + len(chunk.tokens)]
             assert known[chunk.start :] == list(chunk.tokens)
@@ -160,28 +158,26 @@ class Walk:
         for row, (most, accepted) in fed.items():
             self.draw(row, accepted + 1)
             if most:
-                draft_plan.advance(state, row, most, accepted)
-        for row in [row for chunk in decision.prefill for row in chunk.rows]:
+                scheduler.accept_drafts(row, most, accepted)
+        for row in [row for chunk in output.prefills for row in chunk.rows]:
             self.draw(row, 1)
-        ended = [s for s in state.decoding.values() if len(self.known(s)) >= self.ends[s]]
-        self.read_back(ended)
-        decode.leave(state, ended, has_ended=True)
+        ended = [s for s in scheduler.running.by_row.values() if len(self.known(s)) >= self.ends[s]]
+        scheduler.finish(ended)
         for sequence in ended:
-            move(sequence, Transition.STOP, state.counts)
+            move(sequence, Transition.STOP, scheduler.counts)
             self.finish(sequence)
-        self.settle()
 
-    def sequence_of(self, chunk: Chunk) -> Sequence:
+    def sequence_of(self, chunk: ScheduledPrefill) -> Sequence:
         if chunk.rows:
-            return self.state.decoding[chunk.rows[0]]
-        assert self.state.prefilling is not None
-        return self.state.prefilling.sequences[0]
+            return self.scheduler.running.by_row[chunk.rows[0]]
+        assert self.scheduler.running.prefilling is not None
+        return self.scheduler.running.prefilling.sequences[0]
 
     def known(self, sequence: Sequence) -> list[int]:
         return sequence.known_tokens + self.drawn.get(sequence, [])
 
     def draw(self, row: int, count: int) -> None:
-        sequence = self.state.decoding[row]
+        sequence = self.scheduler.running.by_row[row]
         for _ in range(count):
             known = self.known(sequence)
             if len(known) < self.ends[sequence]:
@@ -202,7 +198,7 @@ class Walk:
     # -- the cache -------------------------------------------------------------------------------------------------------
 
     def digests(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        digest = hash((self.state.version, sequence.request.adapter, sequence.request.cache_salt))
+        digest = hash((self.kv_cache.weight_version, sequence.request.adapter, sequence.request.cache_salt))
         found = array("q")
         for token in tokens:
             digest = hash((digest, token))
@@ -213,23 +209,23 @@ class Walk:
         digests = self.digests(sequence, tokens)
         for position in range(first, len(tokens)):
             block = table[position // 16]
-            assert self.allocator.references(block) == 1 or position < len(self.known(sequence)), "a guess is written to a shared block"
+            assert self.kv_cache.block_pool.ref_count(block) == 1 or position < len(self.known(sequence)), "a guess is written to a shared block"
             self.device[block][position % 16] = digests[position]
 
     def look(self, table: list[int], sequence: Sequence, tokens: list[int], first: int) -> None:
-        window = self.state.limits.window
+        window = self.window
         digests = self.digests(sequence, tokens)
         for position in range(max(0, first - window + 1) if window else 0, len(tokens)):
             assert self.device[table[position // 16]][position % 16] == digests[position], "a position holds something else"
 
-    def check(self, decision: Decision) -> None:
-        limits = self.state.limits
-        total = len(decision.decode) + sum(decision.drafts) + sum(len(chunk.tokens) for chunk in decision.prefill)
+    def check(self, output: SchedulerOutput) -> None:
+        limits = self.scheduler.config
+        total = len(output.decode_rows) + sum(output.num_draft_tokens) + sum(len(chunk.tokens) for chunk in output.prefills)
         assert total <= limits.max_num_batched_tokens
-        assert len(set(decision.decode)) == len(decision.decode)
-        targets = [copy.target for copy in decision.copies + decision.swap_ins]
+        assert len(set(output.decode_rows)) == len(output.decode_rows)
+        targets = [copy.target for copy in output.block_copies + output.swap_ins]
         assert len(set(targets)) == len(targets)
-        assert not (decision.preempted and (decision.swap_ins or decision.resumed))
+        assert not (output.preempted and (output.swap_ins or output.resumed_rows))
 
 
 def walk(seed: int, operations: int) -> None:
@@ -243,29 +239,37 @@ def walk(seed: int, operations: int) -> None:
         for action in chosen:
             if action != bench.add or len(bench.requests) < 12:
                 action()
-            check_state(bench.state)
+            check_scheduler(bench.scheduler)
         done += len(chosen)
-        bench.state.pause = None
+        bench.scheduler.pause = None
         for _ in range(20_000):
-            if not sequences_of(bench.state):
+            if not sequences_of(bench.scheduler):
                 break
             bench.step()
-        assert not sequences_of(bench.state), "somebody never comes to an end"
-        check_state(bench.state)
-        assert bench.allocator.free_count == bench.allocator.count and bench.state.host.free_count == bench.state.host.count
+        assert not sequences_of(bench.scheduler), "somebody never comes to an end"
+        check_scheduler(bench.scheduler)
+        assert bench.kv_cache.num_free_blocks == bench.kv_cache.block_pool.num_blocks
+        assert bench.kv_cache.host_pool.num_free_blocks == bench.kv_cache.host_pool.num_blocks
         completed += bench.completed
-        for transition, count in bench.state.counts.items():
+        for transition, count in bench.scheduler.counts.items():
             transitions[transition] += count
     # Budget stops are the engine's name for an end; everything else must have happened.
     assert all(count for transition, count in transitions.items() if transition is not Transition.BUDGET_STOP), transitions
     assert completed > operations / 100
 
 
-def test_a_hundred_thousand_random_operations_break_no_invariant() -> None:
+def drawn_edges() -> set[tuple[str, State, State]]:
+    """The life cycle as ``docs/inference.md`` has it: (transition, from, to)."""
+    text = (Path(__file__).resolve().parents[2] / "docs/inference.md").read_text()
+    lines = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \| (\w+) \|$", text, re.MULTILINE)
+    return {(name, State(source.strip()), State(target)) for name, sources, target in lines for source in sources.split(",")}
+
+
+def test_a_hundred_thousand_random_operations_break_no_invariant_and_follow_the_drawn_life_cycle() -> None:
+    Watched.changes.clear()
     walk(0, 100_000)
+    assert Watched.changes == {(source, target) for _, source, target in drawn_edges()}
 
 
-def test_every_state_can_be_left_but_completed() -> None:
-    left = {source for sources, _ in TRANSITIONS.values() for source in sources}
-    assert left == set(State) - {State.COMPLETED}
-    assert {target for _, target in TRANSITIONS.values()} == set(State) - {State.WAITING}
+def test_the_table_of_transitions_is_the_drawn_life_cycle() -> None:
+    assert drawn_edges() == {(str(name), source, target) for name, (sources, target) in TRANSITIONS.items() for source in sources}

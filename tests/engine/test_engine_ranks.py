@@ -118,7 +118,7 @@ def test_a_shared_key_value_head_an_odd_vocabulary_and_biases(tmp_path, determin
 
 @pytest.mark.full
 def test_four_ranks_over_two_key_value_heads_have_the_bits_of_one(tmp_path) -> None:
-    folder = uneven(tmp_path / "model", num_heads=8, num_kv_heads=2)
+    folder = uneven(tmp_path / "model", num_attention_heads=8, num_key_value_heads=2)
     with contextlib.closing(start(folder, tensor_parallel_size=4)) as llm:
         assert generate(llm) == generate(LLM(folder, max_num_seqs=16, max_num_batched_tokens=64))
 
@@ -177,7 +177,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
 
 @pytest.mark.full
 def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
-    llm = start(uneven(tmp_path / "model", num_heads=8, num_kv_heads=2), tensor_parallel_size=4)
+    llm = start(uneven(tmp_path / "model", num_attention_heads=8, num_key_value_heads=2), tensor_parallel_size=4)
     os.kill(pids_of(llm)[1], signal.SIGKILL)
     with pytest.raises(RunError, match=r"^tensor-parallel rank 2 died while 'step' ran: killed by SIGKILL"):
         generate(llm)
@@ -223,7 +223,7 @@ def test_a_broken_model_is_the_line_that_one_rank_gives(make_folder, tmp_path) -
 def test_what_cannot_be_cut_is_refused_before_anything_starts(make_folder) -> None:
     folder = make_folder()
     for settings, message in (
-        ({"tensor_parallel_size": 3}, "num_heads 4 does not divide by 3 tensor-parallel ranks; choose another size"),
+        ({"tensor_parallel_size": 3}, "num_attention_heads 4 does not divide by 3 tensor-parallel ranks; choose another size"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"rank_timeout_s": 0}, "rank_timeout_s is 0"),
     ):

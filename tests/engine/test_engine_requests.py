@@ -115,10 +115,10 @@ def test_an_abort_answers_with_what_was_drawn_and_frees_everything(make_llm: Cal
     assert [c.finish_reason for c in first["running"].outputs] == ["abort", "abort"]
     assert [c.token_ids for c in first["waiting"].outputs] == [[], []]
     engine.step()
-    assert engine._state.prefilling is not None
+    assert engine._scheduler.running.prefilling is not None
     assert engine.abort("prefilling") and not engine.abort("prefilling")
     assert set(run(engine)) == {"prefilling"}
-    assert engine._state.allocator.free_count == engine.settings.num_blocks
+    assert engine._scheduler.kv_cache.num_free_blocks == engine.settings.num_blocks
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -139,7 +139,7 @@ def test_an_abort_storm_loses_no_answer_and_no_block(make_llm: Callable[..., LLM
         answers.update((output.request_id, output) for output in engine.step())
     answers.update(run(engine))
     assert set(answers) == set(added)
-    assert engine._state.allocator.free_count == engine.settings.num_blocks
+    assert engine._scheduler.kv_cache.num_free_blocks == engine.settings.num_blocks
 
 
 def test_a_step_that_fails_leaves_an_engine_that_goes_on_with_the_same_bits(
@@ -150,7 +150,7 @@ def test_a_step_that_fails_leaves_an_engine_that_goes_on_with_the_same_bits(
     engine = make_llm(max_num_batched_tokens=20).engine
     for i, answer in enumerate(expected):
         engine.add_request(str(i), answer.prompt_token_ids, params, key=i)
-    real, calls = engine._runner._draw, 0
+    real, calls = engine._runner._sample, 0
 
     def fail_sometimes(*args: Any) -> Any:
         nonlocal calls
@@ -159,7 +159,7 @@ def test_a_step_that_fails_leaves_an_engine_that_goes_on_with_the_same_bits(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(engine._runner, "_draw", fail_sometimes)
+    monkeypatch.setattr(engine._runner, "_sample", fail_sometimes)
     answers: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests:
         try:
@@ -174,7 +174,7 @@ def test_generate_that_is_interrupted_leaves_no_request_behind(make_llm: Callabl
     llm = make_llm()
     expected = llm.generate(["abc"], SamplingParams(seed=1))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.engine._runner, "_draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(llm.engine._runner, "_sample", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         llm.generate(["abc", "def"], SamplingParams(n=4))
     assert not llm.engine.request_ids
     again = llm.generate(["abc"], SamplingParams(seed=1))

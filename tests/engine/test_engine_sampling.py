@@ -8,7 +8,8 @@ import torch
 
 from tandem.engine.core.request import random_key
 from tandem.engine.llm import LLM
-from tandem.engine.sample.random_numbers import top_logprobs, uniforms
+from tandem.engine.sample.logprobs import top_logprobs
+from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampling_params import SamplingParams
 
 WORD = (1 << 64) - 1

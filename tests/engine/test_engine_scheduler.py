@@ -4,27 +4,21 @@ import random
 
 import pytest
 
-from tandem.engine.core import decode, prefill
 from tandem.engine.core.lifecycle import Transition, move
-from tandem.engine.core.request import Prefill, Request, Sequence
-from tandem.engine.core.scheduler import Decision, schedule
-from tandem.engine.core.state import Limits, SchedulerState
-from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.core.request import Request, Sequence
+from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
+from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy
-from tandem.engine.kv_cache.prefix_cache import PrefixCache
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.types import WeightVersion
 
 
 class Bench:
     """A scheduler and what an engine would do around it: every decoding row draws token 7 in every step."""
 
     def __init__(self, seqs: int = 4, budget: int = 16, blocks: int = 16, chunked: bool = True, cache: bool = True) -> None:
-        allocator = BlockAllocator(blocks)
-        self.state = SchedulerState(
-            Limits(seqs, budget, "chunked" if chunked else "continuous"), allocator, PrefixCache(allocator, cache),
-            WeightVersion(0, 0), self.read_back,
-        )
+        config = SchedulerConfig(seqs, budget, "chunked" if chunked else "continuous")
+        self.scheduler = Scheduler(config, KVCacheManager(blocks, enable_prefix_caching=cache), self.read_back)
         self.arrivals = 0
         self.drawn: dict[Sequence, int] = {}
 
@@ -33,29 +27,28 @@ class Bench:
         request = Request(name, None, tokens, SamplingParams(n=n), 0, 0, self.arrivals, priority=priority)
         self.arrivals += 1
         sequences = [Sequence(request, i, 0) for i in range(n)]
-        prefill.queue(self.state, Prefill(sequences, tokens))
+        self.scheduler.add_group(sequences)
         return sequences
 
-    def step(self) -> Decision:
-        decision = schedule(self.state)
-        for row in decision.decode + tuple(row for chunk in decision.prefill for row in chunk.rows):
-            sequence = self.state.decoding[row]
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        for row in output.decode_rows + tuple(row for chunk in output.prefills for row in chunk.rows):
+            sequence = self.scheduler.running.by_row[row]
             self.drawn[sequence] = self.drawn.get(sequence, 0) + 1
-        return decision
+        return output
 
     def read_back(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.token_ids += [7] * self.drawn.pop(sequence, 0)
 
     def finish(self, *sequences: Sequence) -> None:
-        self.read_back(list(sequences))
-        decode.leave(self.state, sequences, has_ended=True)
+        self.scheduler.finish(sequences)
         for sequence in sequences:
-            move(sequence, Transition.STOP, self.state.counts)
+            move(sequence, Transition.STOP, self.scheduler.counts)
 
 
-def chunks(decision: Decision) -> list[tuple[str, int, int, tuple[int, ...]]]:
-    return [(c.request_id, c.start, len(c.tokens), c.rows) for c in decision.prefill]
+def chunks(output: SchedulerOutput) -> list[tuple[str, int, int, tuple[int, ...]]]:
+    return [(c.request_id, c.start, len(c.tokens), c.rows) for c in output.prefills]
 
 
 def test_prefill_fills_the_budget_in_chunks_and_mixes_with_decode() -> None:
@@ -64,10 +57,10 @@ def test_prefill_fills_the_budget_in_chunks_and_mixes_with_decode() -> None:
     bench.add("b", 40)
     assert chunks(bench.step()) == [("a", 0, 10, (0,)), ("b", 0, 6, ())]
     second = bench.step()
-    assert second.decode == (0,) and chunks(second) == [("b", 6, 15, ())]
+    assert second.decode_rows == (0,) and chunks(second) == [("b", 6, 15, ())]
     assert chunks(bench.step()) == [("b", 21, 15, ())]
     assert chunks(bench.step()) == [("b", 36, 4, (1,))]
-    assert bench.step().decode == (0, 1)
+    assert bench.step().decode_rows == (0, 1)
 
 
 def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole() -> None:
@@ -75,7 +68,7 @@ def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole() -> None:
     a = bench.add("a", 10)
     bench.add("b", 48)
     assert chunks(bench.step()) == [("a", 0, 10, (0,))]
-    assert bench.step() == Decision(decode=(0,))
+    assert bench.step() == SchedulerOutput(decode_rows=(0,))
     bench.finish(*a)
     assert chunks(bench.step()) == [("b", 0, 48, (0,))]
 
@@ -84,22 +77,22 @@ def test_a_group_is_prefilled_once_and_forks_with_copies_of_the_partial_block() 
     bench = Bench()
     sequences = bench.add("a", 5, n=3)
     first = bench.step()
-    assert chunks(first) == [("a", 0, 5, (0, 1, 2))] and len(first.prefill[0].blocks) == 1
-    shared = first.prefill[0].blocks[0]
+    assert chunks(first) == [("a", 0, 5, (0, 1, 2))] and len(first.prefills[0].blocks) == 1
+    shared = first.prefills[0].blocks[0]
     second = bench.step()
-    assert second.decode == (0, 1, 2)
-    assert second.copies == (BlockCopy(shared, 1), BlockCopy(shared, 2))
-    assert second.changes == (BlockChange(0, 0, 1), BlockChange(1, 0, 2))
-    assert bench.step() == Decision(decode=(0, 1, 2))
+    assert second.decode_rows == (0, 1, 2)
+    assert second.block_copies == (BlockCopy(shared, 1), BlockCopy(shared, 2))
+    assert second.block_changes == (BlockChange(0, 0, 1), BlockChange(1, 0, 2))
+    assert bench.step() == SchedulerOutput(decode_rows=(0, 1, 2))
     bench.finish(*sequences)
-    bench.state.allocator.check_integrity()
+    bench.scheduler.kv_cache.block_pool.check_integrity()
 
 
 def test_a_block_is_given_exactly_when_a_sequence_crosses_into_it() -> None:
     bench = Bench()
     (sequence,) = bench.add("a", 14)
     bench.step()
-    given = {step: [change.column for change in bench.step().changes] for step in range(14, 50)}
+    given = {step: [change.column for change in bench.step().block_changes] for step in range(14, 50)}
     assert {step: columns for step, columns in given.items() if columns} == {16: [1], 32: [2], 48: [3]}
     assert len(sequence.blocks) == 4
 
@@ -108,13 +101,13 @@ def test_the_same_decode_tuple_is_handed_out_until_somebody_joins_or_leaves() ->
     bench = Bench()
     a, b = bench.add("a", 3), bench.add("b", 3)
     bench.step()
-    first = bench.step().decode
-    assert bench.step().decode is first == (0, 1)
+    first = bench.step().decode_rows
+    assert bench.step().decode_rows is first == (0, 1)
     bench.finish(*a)
-    assert bench.step().decode == (1,)
+    assert bench.step().decode_rows == (1,)
     bench.add("c", 3)
     assert chunks(bench.step())[0][3] == (0,)
-    assert bench.step().decode == (1, 0)
+    assert bench.step().decode_rows == (1, 0)
     assert b[0].row == 1
 
 
@@ -123,7 +116,7 @@ def test_lower_priority_values_and_earlier_arrivals_go_first() -> None:
     late, urgent, early = bench.add("late", 3, priority=1), bench.add("urgent", 3, priority=-1), bench.add("early", 3, priority=1)
     order = []
     for group in (urgent, late, early):
-        order.append(bench.step().prefill[0].request_id)
+        order.append(bench.step().prefills[0].request_id)
         bench.finish(*group)
     assert order == ["urgent", "late", "early"]
 
@@ -131,28 +124,28 @@ def test_lower_priority_values_and_earlier_arrivals_go_first() -> None:
 def test_the_last_in_order_is_preempted_and_comes_back_with_all_its_tokens() -> None:
     bench = Bench(blocks=6, cache=False)
     a, b = bench.add("a", 31), bench.add("b", 30)
-    while not (decision := bench.step()).preempted:
+    while not (output := bench.step()).preempted:
         pass
-    assert decision.preempted == (("b", 0),) and decision.decode == (a[0].row,) and not decision.prefill
+    assert output.preempted == (("b", 0),) and output.decode_rows == (a[0].row,) and not output.prefills
     known = 30 + len(b[0].token_ids)
     assert known > 40 and b[0].row == -1 and b[0].blocks == []
     bench.finish(*a)
-    computed = [c for _ in range(-(-known // 16)) for c in bench.step().prefill]
+    computed = [c for _ in range(-(-known // 16)) for c in bench.step().prefills]
     assert [c.start for c in computed] == list(range(0, known, 16))
     assert [token for c in computed for token in c.tokens] == list(range(30)) + [7] * (known - 30)
     bench.finish(*b)
-    bench.state.allocator.check_integrity()
+    bench.scheduler.kv_cache.block_pool.check_integrity()
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     bench = Bench(blocks=8, budget=64)
     a = bench.add("a", 31)
     b = bench.add("b", 47, first_token=100)
-    while not (decision := bench.step()).preempted:
+    while not (output := bench.step()).preempted:
         pass
-    assert decision.preempted == (("b", 0),)
+    assert output.preempted == (("b", 0),)
     bench.finish(*a)
-    (chunk,) = bench.step().prefill
+    (chunk,) = bench.step().prefills
     assert (chunk.start, len(chunk.tokens)) == (64, 1) and b[0].cached == 0
 
 
@@ -160,7 +153,7 @@ def test_equal_prompts_that_arrive_together_share_blocks_within_one_step() -> No
     bench = Bench(budget=64)
     bench.add("a", 20)
     bench.add("b", 20)
-    first, second = bench.step().prefill
+    first, second = bench.step().prefills
     assert (first.start, second.start) == (0, 16) and first.blocks[0] == second.blocks[0]
 
 
@@ -169,8 +162,8 @@ def test_a_chunk_that_is_not_scheduled_yet_is_not_shared() -> None:
     bench.add("a", 64)
     bench.step()
     bench.add("b", 64)
-    assert [c.request_id for c in bench.step().prefill] == ["a"]
-    assert len(bench.state.prefix_cache.match(bench.state.prefilling.keys, 64)) == 2
+    assert [c.request_id for c in bench.step().prefills] == ["a"]
+    assert len(bench.scheduler.kv_cache.get_computed_blocks(bench.scheduler.running.prefilling)) == 2
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -183,17 +176,17 @@ def test_random_loads_end_with_every_block_and_row_back(seed: int) -> None:
         for sequence in bench.add(str(i), length, n, rng.randrange(3), rng.randrange(2)):
             pending[sequence] = rng.randrange(1, 90 - length)
     for _ in range(4000):
-        decision = bench.step()
-        assert len(decision.decode) + sum(len(c.tokens) for c in decision.prefill) <= bench.state.limits.max_num_batched_tokens
-        assert len(set(decision.decode)) == len(decision.decode)
-        targets = [copy.target for copy in decision.copies]
+        output = bench.step()
+        assert len(output.decode_rows) + sum(len(c.tokens) for c in output.prefills) <= bench.scheduler.config.max_num_batched_tokens
+        assert len(set(output.decode_rows)) == len(output.decode_rows)
+        targets = [copy.target for copy in output.block_copies]
         assert len(set(targets)) == len(targets)
-        done = [s for s in bench.state.decoding.values() if len(s.token_ids) + bench.drawn.get(s, 0) >= pending[s]]
+        done = [s for s in bench.scheduler.running.by_row.values() if len(s.token_ids) + bench.drawn.get(s, 0) >= pending[s]]
         bench.finish(*done)
         for sequence in done:
             assert len(sequence.token_ids) == pending.pop(sequence)
         if not pending:
             break
     assert not pending
-    bench.state.allocator.check_integrity()
-    assert sorted(bench.state.free_rows) == list(range(5))
+    bench.scheduler.kv_cache.block_pool.check_integrity()
+    assert sorted(bench.scheduler.running.free_rows) == list(range(5))

@@ -36,7 +36,7 @@ def outputs(llm: LLM, params: SamplingParams = PARAMS, **options: Any) -> list[l
 def test_a_draft_model_that_is_the_model_guesses_every_token_right(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
     llm = make_llm(speculative_config=draft(num_speculative_tokens=4))
     assert outputs(llm) == outputs(make_llm())
-    figures = llm.engine.figures()
+    figures = llm.engine.cumulative_stats()
     assert figures.speculation.accepted == figures.speculation.proposed > 0
     # 4 sequences of 50 tokens: one with the prefill, then 5 a step and what is left of 49.
     assert figures.steps == 1 + 10 and figures.drawn_tokens == 200
@@ -46,7 +46,7 @@ def test_a_draft_model_that_is_the_model_guesses_every_token_right(make_llm: Cal
 def test_a_draft_model_of_other_weights_is_mostly_wrong_and_changes_nothing(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
     llm = make_llm(speculative_config=draft(1))
     assert outputs(llm) == outputs(make_llm())
-    found = llm.engine.figures().speculation
+    found = llm.engine.cumulative_stats().speculation
     assert 0 < found.accepted < found.proposed
 
 
@@ -73,7 +73,7 @@ def test_what_ends_a_completion_cuts_accepted_tokens_exactly(
     speculative = draft(num_speculative_tokens=6) if method == "draft" else {"method": "ngram", "prompt_lookup_min": 1}
     llm = make_llm(speculative_config=speculative)
     assert outputs(llm, params) == outputs(make_llm(), params)
-    assert llm.engine.figures().speculation.accepted > 0 or params.max_tokens in (1, 2) or method == "ngram"
+    assert llm.engine.cumulative_stats().speculation.accepted > 0 or params.max_tokens in (1, 2) or method == "ngram"
 
 
 def test_a_stream_gets_several_tokens_a_step(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
@@ -93,9 +93,9 @@ def test_a_stream_gets_several_tokens_a_step(make_llm: Callable[..., LLM], draft
 def test_a_request_can_do_without(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
     llm = make_llm(speculative_config=draft())
     assert outputs(llm, num_draft_tokens=0) == outputs(make_llm())
-    assert llm.engine.figures().speculation.proposals == 0
+    assert llm.engine.cumulative_stats().speculation.proposals == 0
     assert outputs(llm, num_draft_tokens=1) == outputs(make_llm())
-    found = llm.engine.figures().speculation
+    found = llm.engine.cumulative_stats().speculation
     assert found.proposed == found.proposals > 0
 
 
@@ -107,11 +107,11 @@ def test_draft_weights_change_in_the_same_update(
     outputs(llm)
     new = dict(read_tensors(make_folder("qwen3", 1)))
     llm.update_weights(new, WeightVersion(0, 1), draft_tensors=None if keeps_draft else new)
-    before = llm.engine.figures().speculation
+    before = llm.engine.cumulative_stats().speculation
     found, expected = outputs(llm), outputs(make_llm(weights=1))
     for group, other in zip(found, expected, strict=True):
         assert [(c.token_ids, c.raw_logprobs) for c in group] == [(c.token_ids, c.raw_logprobs) for c in other]
-    after = llm.engine.figures().speculation
+    after = llm.engine.cumulative_stats().speculation
     accepted, proposed = after.accepted - before.accepted, after.proposed - before.proposed
     assert (accepted == proposed) == (not keeps_draft)
 
@@ -127,7 +127,7 @@ def test_an_update_that_does_not_fit_changes_neither_model(
     with pytest.raises(UserError, match=r"model\.norm\.weight"):
         llm.update_weights(bad if wrong == "target" else good, WeightVersion(0, 1), bad if wrong == "draft" else good)
     assert llm.weight_version == (0, 0) and outputs(llm) == expected
-    found = llm.engine.figures().speculation
+    found = llm.engine.cumulative_stats().speculation
     assert found.accepted == found.proposed
 
 
@@ -141,14 +141,14 @@ def test_a_step_that_fails_between_accepted_tokens_loses_and_repeats_none(
     assert engine.tokenizer is not None
     for key, prompt in enumerate(PROMPTS):
         engine.add_request(str(key), engine.tokenizer.encode(prompt, add_special_tokens=True), params, key=key)
-    real, calls = engine._runner._draw, iter(range(1, 10_000))
+    real, calls = engine._runner._sample, iter(range(1, 10_000))
 
     def draw(*given: Any) -> Any:
         if next(calls) == failing:
             raise RuntimeError("no memory")
         return real(*given)
 
-    monkeypatch.setattr(engine._runner, "_draw", draw)
+    monkeypatch.setattr(engine._runner, "_sample", draw)
     found, failed = {}, 0
     while engine.has_unfinished_requests:
         try:
@@ -162,7 +162,7 @@ def test_a_step_that_fails_between_accepted_tokens_loses_and_repeats_none(
 def test_guesses_take_no_block_that_somebody_needs(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
     plain, guessing = make_llm(kv_cache_tokens=192), make_llm(kv_cache_tokens=192, speculative_config=draft(num_speculative_tokens=8))
     assert outputs(guessing) == outputs(plain)
-    assert guessing.engine.figures().speculation.accepted > 0
+    assert guessing.engine.cumulative_stats().speculation.accepted > 0
 
 
 def test_prompt_lookup_proposes_what_followed_the_longest_run_last() -> None:
@@ -213,9 +213,9 @@ def test_the_draft_length_follows_what_comes_true() -> None:
 def test_a_full_batch_does_not_guess(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
     llm = make_llm(speculative_config=draft(disable_by_batch_size=3))
     assert outputs(llm) == outputs(make_llm())
-    assert llm.engine.figures().speculation.proposals == 0
+    assert llm.engine.cumulative_stats().speculation.proposals == 0
     outputs(llm, replace(PARAMS, n=1))
-    assert llm.engine.figures().speculation.proposals > 0
+    assert llm.engine.cumulative_stats().speculation.proposals > 0
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tmp_path_factory.mktemp("bytes")
     backend.save(str(tokenizer / "tokenizer.json"))
     shapes = ModelShapes(
-        architecture="qwen3", vocab_size=256, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
-        intermediate_size=16, max_positions=256, tie_embeddings=True, qk_norm=True,
+        architecture="qwen3", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, max_position_embeddings=256, tie_word_embeddings=True, qk_norm=True,
     )  # fmt: skip
     decoder = Decoder(shapes, select("reference"))
     initialise(decoder, 0)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.structured_output.grammars import GrammarCursor, Grammars
+from tandem.engine.structured_output.manager import GrammarCursor, StructuredOutputManager
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
@@ -143,7 +143,7 @@ def test_masks_are_the_same_in_any_batch_and_unconstrained_neighbours_keep_their
 
 def test_a_place_in_a_grammar_is_a_function_of_the_tokens_alone(folder: Path) -> None:
     text = Text.from_folder(folder)
-    start = Grammars(text, text.vocab_size + 8).compile(StructuredOutputsParams(json=SCHEMA))
+    start = StructuredOutputManager(text, text.vocab_size + 8).compile(StructuredOutputsParams(json=SCHEMA))
     drawn = [*text.encode('{"name":"ab\\n", "age": 17,"tags":["red","blue"]}'), 2, 2]
     drafts = [drawn[:k] + other for k in range(len(drawn)) for other in ([], text.encode("}"), text.encode("{{"))]
 

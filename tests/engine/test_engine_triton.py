@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.executor.overlap import decode_graphs
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import Kernels, select
@@ -45,9 +44,7 @@ def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_refe
     params = [SamplingParams(max_tokens=3, seed=3, temperature=0.8, ignore_eos=True), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
     llm = make_llm(architecture, kernels="triton", async_scheduling=True, max_num_seqs=2, max_num_batched_tokens=11)
     engine = llm.engine
-    overlap = engine._overlap
-    assert overlap is not None
-    overlap.graphs = decode_graphs(overlap, engine.settings, lambda step: step)
+    engine._runner.make_graphs(lambda step: step)
     answers = llm.generate(prompts, params, request_keys=[0, 1])
     expected = make_llm(architecture, kernels="reference").generate(prompts, params, request_keys=[0, 1])
     kernels = select("triton")

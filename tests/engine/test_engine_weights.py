@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.kv_cache.block_pool import BlockAllocator
+from tandem.engine.kv_cache.block_pool import BlockPool
 from tandem.engine.llm import DUMMY_VERSION, LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.huggingface import read_tensors
@@ -39,7 +39,7 @@ def test_an_updated_engine_equals_one_that_started_with_the_weights(
 def test_a_stale_block_never_matches_even_where_nothing_is_flushed(
     make_folder: Callable[..., Path], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BlockAllocator, "forget_all", lambda self: None)
+    monkeypatch.setattr(BlockPool, "reset_prefix_cache", lambda self: None)
     params = SamplingParams(n=2, seed=1, max_tokens=30)
     llm = make_llm()
     before = outputs(llm, params)

@@ -19,8 +19,9 @@ from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(
-    architecture="qwen2", vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
-    max_positions=256, tie_embeddings=True, attention_bias=True, layer_windows=(24, 20),
+    architecture="qwen2", vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=256, tie_word_embeddings=True, attention_bias=True, layer_windows=(24, 20),
 )
 PARAMS = SamplingParams(n=2, max_tokens=150, seed=5, temperature=0.8)
 
@@ -43,7 +44,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAM
     while engine.has_unfinished_requests:
         found.update((output.request_id, output.outputs) for output in engine.step())
         engine.check_integrity()
-        most = max(most, engine._state.allocator.count - engine._state.allocator.free_count)
+        most = max(most, engine._scheduler.kv_cache.block_pool.num_blocks - engine._scheduler.kv_cache.num_free_blocks)
     return [found[str(key)] for key in range(len(prompts))], most
 
 
@@ -80,7 +81,7 @@ def test_settings_change_no_bit(settings: dict[str, Any]) -> None:
     roomy = EngineSettings(256, num_blocks=128, max_num_seqs=6, max_num_batched_tokens=64)
     engine = Engine(decoder_of(SHAPES), roomy)
     # As if a layer looked at everything: nothing is freed.
-    engine._state.limits = replace(engine._state.limits, window=0)
+    engine._scheduler.kv_cache.window = 0
     expected, most = run(engine, prompts)
     assert most > 60
     settings = dict(settings)

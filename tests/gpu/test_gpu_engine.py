@@ -31,7 +31,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Two sets of weights of one model."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is found")
-    shapes = ModelShapes(request.param, 2048, 512, 4, 8, 2, 64, 1536, 4096, tie_embeddings=True, **TRAITS[request.param])
+    shapes = ModelShapes(request.param, 2048, 512, 4, 8, 2, 64, 1536, 4096, tie_word_embeddings=True, **TRAITS[request.param])
     made = []
     for seed in range(2):
         decoder = Decoder(shapes, select("reference"))
@@ -89,14 +89,13 @@ def test_greedy_tokens_are_those_of_transformers(folders: list[Path]) -> None:
 
 def test_a_decoding_step_never_waits_for_the_device(folders: list[Path]) -> None:
     llm = llm_of(folders[0], enforce_eager=True)
-    overlap = llm.engine._overlap
-    assert overlap is not None
+    runner = llm.engine._runner
     generate(llm)
-    index = torch.zeros(4, dtype=torch.int64) + overlap.rows.padding
+    index = torch.zeros(4, dtype=torch.int64) + runner.batch.on_device.padding
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            overlap.decode(index, 16)
+            runner.decode(index, 16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -105,8 +104,8 @@ def test_graphs_are_replayed_and_made_anew_after_an_update(folders: list[Path]) 
     llm = llm_of(folders[1])
     generate(llm)
     generate(llm)
-    overlap = llm.engine._overlap
-    assert overlap is not None and overlap.graphs is not None and overlap.graphs._graphs
+    graphs = llm.engine._runner.graphs
+    assert graphs is not None and graphs._graphs
     llm.update_weights(read_tensors(folders[0]), WeightVersion(0, 1))
     updated, expected = generate(llm), generate(llm_of(folders[0], async_scheduling=False))
     assert [c[0].token_ids for c in updated] == [c[0].token_ids for c in expected]

@@ -35,7 +35,7 @@ from tandem.types import TrainSequence
 pytestmark = pytest.mark.gpu
 STEPS = 8
 COMPARED = ("train/loss", "actor/grad_norm")
-SHAPES = ModelShapes("qwen3", 512, 128, 2, 4, 2, 32, 256, 512, tie_embeddings=True, qk_norm=True)
+SHAPES = ModelShapes("qwen3", 512, 128, 2, 4, 2, 32, 256, 512, tie_word_embeddings=True, qk_norm=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,10 @@ def run(folder: Path, data: Path, *overrides: str, device: str = "cuda") -> list
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 64, "num_layers": 2, "num_heads": 4,
-                "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_positions": 128, "initial_deviation": 0.05,
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 64, "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 128,
+                "initializer_range": 0.05,
             }
         },
         "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 128, "global_batch_size": 8},

@@ -89,8 +89,9 @@ def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replaye
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
-                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64,
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64,
             }
         },
         "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "global_batch_size": 4},

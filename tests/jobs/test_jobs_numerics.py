@@ -41,8 +41,9 @@ def begin(data: Path, directory: Path, *overrides: str, listener: Listener | Non
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 64, "num_layers": 2, "num_heads": 2,
-                "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_positions": 64, "initial_deviation": 0.1,
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 64, "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 64, "initializer_range": 0.1,
             }
         },
         "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "global_batch_size": 4},

@@ -55,7 +55,10 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     def lines(*overrides: str) -> list[str]:
         return check_pretraining(load_config(plain.parent / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
 
-    large = ("model.create.hidden_size=1024", "model.create.num_layers=20", "model.create.intermediate_size=2048", "run.directory=" + str(tmp_path))
+    large = (
+        "model.create.hidden_size=1024", "model.create.num_hidden_layers=20", "model.create.intermediate_size=2048",
+        "run.directory=" + str(tmp_path)
+    )
     memory, paged = (next(int(line.split()[2].replace(",", "")) for line in lines(*large, *choice) if "predicted memory" in line) for choice in ((), PAGED))
     assert paged < memory / 8
     away = f"trainer.offload_folder={tmp_path / 'away'}"

@@ -23,10 +23,10 @@ from test_jobs_ranks import (  # noqa: F401 - fixtures too
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.memory import PROCESS_BYTES
+from tandem.estimate.training_bytes import training_bytes
 from tandem.jobs.pretrain_inputs import check_pretraining
-from tandem.layout.training_bytes import training_bytes
+from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
-from tandem.pod.create_model import create_model
 from tandem.types import UserError
 
 # Activations of at least 64 KiB are offloaded.
@@ -79,7 +79,10 @@ def test_any_mesh_goes_on_from_checkpoints_of_offloaded_ranks_with_and_without_o
     assert is_curve_of(third, one) and list(away.iterdir()) == []
 
 
-WIDTHS = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 1536}
+WIDTHS = {
+    "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 1536
+}
 
 
 def resident(
@@ -124,7 +127,10 @@ def lines(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
     return check_pretraining(load_config(folder / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
 
 
-LARGE = ("model.create.hidden_size=1024", "model.create.num_layers=20", "model.create.intermediate_size=2048", "model.create.num_heads=8")
+LARGE = (
+    "model.create.hidden_size=1024", "model.create.num_hidden_layers=20", "model.create.intermediate_size=2048",
+    "model.create.num_attention_heads=8"
+)
 
 
 def figure(said: list[str], label: str) -> int:

@@ -15,7 +15,7 @@ from tandem.config.recipe import load_config
 from tandem.jobs.start import train
 
 STEPS = 6
-SPARSE = {"architecture": "qwen3_moe", "num_experts": 4, "expert_intermediate_size": 32}
+SPARSE = {"architecture": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
 FOUR = ("--parallel.data=2", "--parallel.tensor=2")
 
 
@@ -26,8 +26,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_recipe(folder: Path, data: Path, optimizer: str, **create: Any) -> Path:
     model = {
-        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1, **create,
+        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1, **create,
     }  # fmt: skip
     recipe = {
         "algorithm": {"name": "pretrain"},

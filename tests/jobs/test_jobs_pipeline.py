@@ -29,8 +29,9 @@ def run(folder: Path, data: Path, *arguments: str) -> tuple[int, str, str]:
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 5, "num_heads": 2,
-                "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 5,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
             }
         },
         "data": {"train": [{"path": str(data / "train")}], "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 8},

@@ -61,8 +61,9 @@ def recipe(data: Path, /, **changed: Any) -> dict[str, Any]:
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
-                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
             }
         },
         "data": {

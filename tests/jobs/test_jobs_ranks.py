@@ -23,7 +23,7 @@ from tandem.trainer.checkpoint.write import PHASES
 STEPS = 12
 SYNCHRONOUS = "--checkpoint.asynchronous=false"
 """Where a test names the checkpoint that a death right after it finds."""
-TWO_HEADS = "--model.create.num_kv_heads=2"
+TWO_HEADS = "--model.create.num_key_value_heads=2"
 MESHES = ["--parallel.tensor=2 --parallel.data=2", "--parallel.tensor=2 --parallel.pipeline=2", "--parallel.tensor=2 --parallel.data=2 --parallel.zero=3"]
 
 
@@ -37,8 +37,9 @@ def write_recipe(folder: Path, data: Path) -> None:
         "algorithm": {"name": "pretrain"},
         "model": {
             "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 2,
-                "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1,
+                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
             }
         },
         "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 7},
@@ -207,7 +208,7 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
     [
         (["--parallel.data=8"], "'parallel.data' is 8 and a step has 7 sequences"),
         (["--parallel.data=0"], "it must be at least 1"),
-        (["--parallel.tensor=2"], "does not divide the model's num_kv_heads 1"),
+        (["--parallel.tensor=2"], "does not divide the model's num_key_value_heads 1"),
         (["--parallel.zero=1"], "there is one rank to cut between"),
         (["--parallel.data=2", "--trainer.offload=nvme", "--trainer.offload_parameters=nvme"], "set parallel.zero to 3, or trainer.offload_parameters"),
         (["--parallel.context=2", "--parallel.ranks_per_node=1"], "set parallel.across_nodes to true"),

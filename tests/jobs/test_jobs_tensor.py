@@ -22,8 +22,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: Any) -> str:
     """Train in ``folder``/run; what the command printed."""
     model = {
-        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 16, "intermediate_size": 64, "max_positions": 64, "initial_deviation": 0.1, **create,
+        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1, **create,
     }  # fmt: skip
     recipe = {
         "algorithm": {"name": "pretrain"},
@@ -109,7 +110,7 @@ def test_products_have_the_run_of_one_process(one: Path, data: Path, tmp_path: P
     ids=lambda arguments: " ".join(arguments),
 )
 def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tmp_path: Path, arguments: list[str]) -> None:
-    sparse = {"architecture": "qwen3_moe", "num_experts": 4, "expert_intermediate_size": 32}
+    sparse = {"architecture": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
     balance = ["--trainer.router_bias_rate=0.01"]
     (tmp_path / "one").mkdir()
     (tmp_path / "ranks").mkdir()
@@ -122,7 +123,7 @@ def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--parallel.tensor=4"], "'parallel.tensor' is 4, which does not divide the model's num_kv_heads 2; 2 does"),
+        (["--parallel.tensor=4"], "'parallel.tensor' is 4, which does not divide the model's num_key_value_heads 2; 2 does"),
         (["--parallel.data=2", "--parallel.expert=2"], "this qwen3 model has no experts: leave it at 1"),
         (["--parallel.tensor=2", "--trainer.optimizer=muon", "--trainer.offload=nvme"], "trainer.optimizer is 'muon'"),
         (["--trainer.router_bias_rate=0.1"], "this qwen3 model has no experts: leave it at 0"),

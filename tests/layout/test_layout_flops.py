@@ -6,11 +6,11 @@ import pytest
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.gpu_bytes import gpu_saved_bytes, gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.flops import matrix_parameters, peak_of, step_flops
-from tandem.layout.gpu_bytes import gpu_saved_bytes, gpu_training_bytes, host_bytes_beside_gpu
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count
 
-LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_embeddings=False)
+LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
 
 
 def test_the_formula_is_that_of_palm_worked_by_hand() -> None:
@@ -19,7 +19,7 @@ def test_the_formula_is_that_of_palm_worked_by_hand() -> None:
     # 6 N + 12 L H Q T a token (Chowdhery et al., 2022, appendix B), with H Q = 32.
     assert step_flops(LLAMA, [10]) == 10 * (6 * (3 * layer + 3200) + 12 * 3 * 32 * 10)
     assert step_flops(LLAMA, [10, 5]) == step_flops(LLAMA, [10]) + step_flops(LLAMA, [5])
-    assert step_flops(replace(LLAMA, tie_embeddings=True), [10]) == step_flops(LLAMA, [10])
+    assert step_flops(replace(LLAMA, tie_word_embeddings=True), [10]) == step_flops(LLAMA, [10])
 
 
 def test_windows_and_experts_count_what_a_token_meets() -> None:

@@ -18,8 +18,8 @@ SPARSE = replace(DENSE, architecture="qwen3_moe", experts=ExpertShapes(6, 2, 24)
 @pytest.mark.parametrize(
     ("shapes", "parallel", "said"),
     [
-        (DENSE, ParallelConfig(tensor=3), "'parallel.tensor' is 3, which does not divide the model's num_heads 4; 2 does"),
-        (DENSE, ParallelConfig(tensor=4), "'parallel.tensor' is 4, which does not divide the model's num_kv_heads 2; 2 does"),
+        (DENSE, ParallelConfig(tensor=3), "'parallel.tensor' is 3, which does not divide the model's num_attention_heads 4; 2 does"),
+        (DENSE, ParallelConfig(tensor=4), "'parallel.tensor' is 4, which does not divide the model's num_key_value_heads 2; 2 does"),
         (replace(DENSE, intermediate_size=51), ParallelConfig(tensor=2), "which does not divide the model's intermediate_size 51; 1 does"),
         (replace(DENSE, hidden_size=37), ParallelConfig(tensor=2, deterministic=True), "which does not divide the model's hidden_size 37"),
         (replace(DENSE, vocab_size=1), ParallelConfig(tensor=2), "'parallel.tensor' is 2, too many for the model's vocabulary of 1"),
@@ -43,7 +43,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_in_one_line(shapes, pa
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(data=3, tensor=2, pipeline=3, context=2, expert=6)])
 def test_a_mesh_that_divides_the_model_is_let_pass(parallel) -> None:
     check_layout(replace(SPARSE, hidden_size=36), parallel)
-    check_layout(replace(DENSE, num_layers=3), replace(parallel, expert=1))
+    check_layout(replace(DENSE, num_hidden_layers=3), replace(parallel, expert=1))
 
 
 def test_the_check_imports_no_torch() -> None:

@@ -3,15 +3,15 @@ import json
 import pytest
 import transformers
 
-from tandem.layout.bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.estimate.model_bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count, parameters
 from tandem.layout.sharding import Cut, cut_slices, local_parameters, local_shapes, rule_for
 
 
 def shapes(**changes: object) -> ModelShapes:
     values: dict[str, object] = dict(
-        architecture="qwen3", vocab_size=99, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=64, max_positions=64, tie_embeddings=True, qk_norm=True,
+        architecture="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True, qk_norm=True,
     )
     return ModelShapes(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -20,10 +20,10 @@ def hugging_face(model_shapes: ModelShapes) -> transformers.PreTrainedModel:
     config = {
         "qwen3": transformers.Qwen3Config, "qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig
     }[model_shapes.architecture](
-        vocab_size=model_shapes.vocab_size, hidden_size=model_shapes.hidden_size, num_hidden_layers=model_shapes.num_layers,
-        num_attention_heads=model_shapes.num_heads, num_key_value_heads=model_shapes.num_kv_heads,
+        vocab_size=model_shapes.vocab_size, hidden_size=model_shapes.hidden_size, num_hidden_layers=model_shapes.num_hidden_layers,
+        num_attention_heads=model_shapes.num_attention_heads, num_key_value_heads=model_shapes.num_key_value_heads,
         head_dim=model_shapes.head_dim, intermediate_size=model_shapes.intermediate_size,
-        tie_word_embeddings=model_shapes.tie_embeddings,
+        tie_word_embeddings=model_shapes.tie_word_embeddings,
     )
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -32,9 +32,9 @@ def hugging_face(model_shapes: ModelShapes) -> transformers.PreTrainedModel:
     "model_shapes",
     [
         shapes(),
-        shapes(tie_embeddings=False),
+        shapes(tie_word_embeddings=False),
         shapes(architecture="qwen2", qk_norm=False, attention_bias=True, head_dim=8),
-        shapes(architecture="llama", qk_norm=False, num_kv_heads=4),
+        shapes(architecture="llama", qk_norm=False, num_key_value_heads=4),
     ],
     ids=["qwen3 tied", "qwen3 untied", "qwen2", "llama"],
 )
@@ -59,8 +59,8 @@ def test_the_shards_of_every_parameter_cover_it_exactly_once(size: int, determin
 
 
 def test_a_size_that_does_not_divide_is_refused_and_a_vocabulary_leaves_the_last_rank_less() -> None:
-    few = {"vocab_size": 2, "num_heads": 9, "num_kv_heads": 3, "intermediate_size": 9, "hidden_size": 9}
-    for changes, message in (({"num_heads": 6}, "intermediate_size 64"), ({}, "num_heads 4"), (few, "vocabulary of 2")):
+    few = {"vocab_size": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 9, "hidden_size": 9}
+    for changes, message in (({"num_attention_heads": 6}, "intermediate_size 64"), ({}, "num_attention_heads 4"), (few, "vocabulary of 2")):
         with pytest.raises(ValueError, match=message):
             local_shapes(shapes(**changes), Cut(0, 3))
     parts = [cut_slices(shapes(), "lm_head.weight", (99, 32), Cut(rank, 2))[0] for rank in range(2)]
@@ -70,7 +70,7 @@ def test_a_size_that_does_not_divide_is_refused_and_a_vocabulary_leaves_the_last
 def test_key_value_heads_that_are_fewer_than_ranks_stand_on_several() -> None:
     four = [cut_slices(shapes(), "model.layers.0.self_attn.k_proj.weight", (32, 32), Cut(rank, 4))[0] for rank in range(4)]
     assert four == [slice(0, 16), slice(0, 16), slice(16, 32), slice(16, 32)]
-    assert local_shapes(shapes(), Cut(1, 4)).num_kv_heads == 1
+    assert local_shapes(shapes(), Cut(1, 4)).num_key_value_heads == 1
 
 
 def test_a_rank_has_the_shapes_of_its_slices() -> None:
@@ -88,8 +88,9 @@ def test_an_unknown_parameter_has_no_rule() -> None:
 def test_bytes_of_a_published_model_match_its_checkpoint() -> None:
     # Qwen3-0.6B: 596,049,920 parameters with tied embeddings (its model card: 0.6B, 0.44B without embedding).
     qwen = ModelShapes(
-        architecture="qwen3", vocab_size=151936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-        intermediate_size=3072, max_positions=40960, tie_embeddings=True, qk_norm=True,
+        architecture="qwen3", vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072, max_position_embeddings=40960, tie_word_embeddings=True, qk_norm=True,
     )
     assert parameter_count(qwen) == 596_049_920
     assert weight_bytes(qwen, "bfloat16") == 2 * 596_049_920
@@ -101,7 +102,7 @@ def test_bytes_of_a_published_model_match_its_checkpoint() -> None:
     assert optimizer_bytes(qwen) == 8 * 596_049_920
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden_size", 0), ("num_kv_heads", 3), ("head_dim", 5), ("layer_windows", (1,))])
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", 0), ("num_key_value_heads", 3), ("head_dim", 5), ("layer_windows", (1,))])
 def test_impossible_shapes_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         shapes(**{field: value})

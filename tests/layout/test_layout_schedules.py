@@ -148,8 +148,8 @@ def test_a_pipeline_that_cannot_be_is_refused(name: str, shape: PipelineShape) -
 
 def shapes(**changed: object) -> ModelShapes:
     values: dict[str, object] = dict(
-        architecture="qwen3", vocab_size=99, hidden_size=32, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=64, max_positions=64, tie_embeddings=True, qk_norm=True,
+        architecture="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True, qk_norm=True,
     )  # fmt: skip
     return ModelShapes(**{**values, **changed})  # type: ignore[arg-type]
 
@@ -170,8 +170,8 @@ def test_the_split_by_cost_is_the_best_of_all_splits(first: float, last: float, 
 
 
 def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
-    assert [s.stop - s.start for s in stage_spans(shapes(num_layers=8, vocab_size=100), 2)] == [4, 4]
-    light, heavy = stage_spans(shapes(num_layers=8, vocab_size=2000), 2)
+    assert [s.stop - s.start for s in stage_spans(shapes(num_hidden_layers=8, vocab_size=100), 2)] == [4, 4]
+    light, heavy = stage_spans(shapes(num_hidden_layers=8, vocab_size=2000), 2)
     assert light.stop - light.start > heavy.stop - heavy.start
     assert stage_spans(shapes(), 3, [1, 4, 2]) == (Span(0, 1, 7), Span(1, 5, 7), Span(5, 7, 7))
 
@@ -196,8 +196,8 @@ def test_a_split_that_cannot_be_is_refused(stages: int, counts: tuple[int, ...],
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_hold_every_parameter_once_and_the_last_a_copy_of_a_tied_embedding(tied: bool) -> None:
-    found = stage_spans(shapes(tie_embeddings=tied), 3)
-    for name, _ in parameters(shapes(tie_embeddings=tied)):
+    found = stage_spans(shapes(tie_word_embeddings=tied), 3)
+    for name, _ in parameters(shapes(tie_word_embeddings=tied)):
         holders = [i for i, span in enumerate(found) if span.holds(name, tied)]
         if name == "model.embed_tokens.weight":
             assert holders == ([0, 2] if tied else [0])

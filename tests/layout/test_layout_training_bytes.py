@@ -7,19 +7,19 @@ import torch
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.model_bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
+from tandem.estimate.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.kernels import select
-from tandem.layout.bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.layout.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.save import save_checkpoint
 
 MODELS = {
-    "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=False, attention_bias=True),
-    "qwen3": ModelShapes("qwen3", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=True, qk_norm=True),
-    "moe": ModelShapes("qwen3_moe", 97, 64, 2, 4, 2, 16, 96, 128, tie_embeddings=False, qk_norm=True, experts=ExpertShapes(4, 2, 32)),
+    "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, attention_bias=True),
+    "qwen3": ModelShapes("qwen3", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=True, qk_norm=True),
+    "moe": ModelShapes("qwen3_moe", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, qk_norm=True, experts=ExpertShapes(4, 2, 32)),
 }
 
 

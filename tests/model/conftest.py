@@ -84,7 +84,7 @@ def paged_logits() -> Callable[..., list[Tensor]]:
         tables = torch.randperm(count, generator=generator)[: count - 3].view(len(sequences), -1).to(torch.int32)
         dtype, device = decoder.embed_tokens.dtype, decoder.embed_tokens.device
         stored = stored_dtype(decoder.kv_cache_dtype, dtype)
-        caches = empty_cache((count, shapes.num_kv_heads, shapes.head_dim), shapes.num_layers, stored, device)
+        caches = empty_cache((count, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, stored, device)
         for cache in caches:
             # What stands in a block before it is written must not matter.
             for tensor in cache.tensors():

@@ -27,10 +27,10 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     shapes = read(tmp_path, model_type=model_type)
     peer = AutoConfig.from_pretrained(tmp_path)
     assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
-    assert shapes.max_positions == peer.max_position_embeddings
+    assert shapes.max_position_embeddings == peer.max_position_embeddings
     assert shapes.rms_norm_eps == peer.rms_norm_eps
     assert shapes.rope_theta == peer.rope_parameters["rope_theta"]
-    assert shapes.tie_embeddings == peer.tie_word_embeddings
+    assert shapes.tie_word_embeddings == peer.tie_word_embeddings
     assert shapes.layer_windows == ()
 
 
@@ -42,7 +42,7 @@ def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
     # transformers refuses a null for mixtures of experts.
     for absent in ("absent",) if model_type in ("qwen3_moe", "mixtral") else ("absent", None):
         shapes = read(tmp_path, **content, num_key_value_heads=absent)
-        assert shapes.num_kv_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
+        assert shapes.num_key_value_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
 
 
 @pytest.mark.parametrize("style", ["rope_scaling of 4", "type of 4", "rope_parameters of 5"])
@@ -95,7 +95,7 @@ def test_windows_follow_the_rules_of_the_checkpoint(changes, windows, tmp_path) 
         ({"vocab_size": "absent"}, ["vocab_size"]),
         ({"vocab_size": "61"}, ["vocab_size", "'61'"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
-        ({"num_key_value_heads": 3}, ["num_kv_heads 3"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads 3"]),
         ({"head_dim": 11}, ["head_dim 11"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
@@ -135,8 +135,8 @@ def test_a_folder_that_is_no_model_is_named(content, named, tmp_path) -> None:
 
 def test_shapes_that_the_format_has_no_words_for_are_refused() -> None:
     common = dict(
-        vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
-        max_positions=8, tie_embeddings=True,
+        vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8,
+        max_position_embeddings=8, tie_word_embeddings=True,
     )  # fmt: skip
     for shapes in (
         ModelShapes("qwen2", **common),

@@ -14,9 +14,11 @@ from tandem.model.huggingface import load_model, load_tensors, save_model, to_hu
 from tandem.model.initialise import initialise
 from tandem.types import UserError
 
-TIED = ModelShapes("qwen3", 96, 64, 3, 4, 2, 16, 128, 64, tie_embeddings=True, qk_norm=True)
-UNTIED = ModelShapes("qwen2", 96, 64, 3, 4, 2, 16, 128, 64, tie_embeddings=False, attention_bias=True)
-MIXED = ModelShapes("qwen3_moe", 96, 64, 3, 4, 2, 16, 128, 64, tie_embeddings=True, qk_norm=True, experts=ExpertShapes(5, 2, 32, True, (1,)))
+TIED = ModelShapes("qwen3", 96, 64, 3, 4, 2, 16, 128, 64, tie_word_embeddings=True, qk_norm=True)
+UNTIED = ModelShapes("qwen2", 96, 64, 3, 4, 2, 16, 128, 64, tie_word_embeddings=False, attention_bias=True)
+MIXED = ModelShapes(
+    "qwen3_moe", 96, 64, 3, 4, 2, 16, 128, 64, tie_word_embeddings=True, qk_norm=True, experts=ExpertShapes(5, 2, 32, True, (1,))
+)
 ALL = pytest.mark.parametrize("shapes", [TIED, UNTIED, MIXED], ids=["tied", "untied", "mixed"])
 
 
@@ -29,7 +31,7 @@ def model(shapes: ModelShapes, seed: int = 0) -> Decoder:
 def logits(decoder: Decoder) -> torch.Tensor:
     """Of 20 tokens in one prefill over a cache."""
     shapes, tokens = decoder.shapes, torch.arange(20)
-    caches = empty_cache((2, shapes.num_kv_heads, shapes.head_dim), shapes.num_layers, torch.float32, torch.device("cpu"))
+    caches = empty_cache((2, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, torch.float32, torch.device("cpu"))
     starts, blocks = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
     batch = PagedBatch(starts, torch.tensor([20], dtype=torch.int32), blocks, tokens)
     return decoder.logits(decoder(tokens, tokens, PagedContext(batch, caches)))
@@ -64,7 +66,7 @@ def test_the_plain_matrices_of_all_layers_lie_in_the_memory_of_one() -> None:
     decoder.pack()
     decoder.unpack()
     distinct = {linear.weight.data_ptr() for layer in decoder._layers() for linear in layer.linears() if linear.weight is not None}
-    assert len(distinct) == 4 * TIED.num_layers
+    assert len(distinct) == 4 * TIED.num_hidden_layers
 
 
 @ALL

@@ -49,7 +49,7 @@ def files(folder: Path) -> dict[str, dict[str, Any]]:
 def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> dict[str, torch.Tensor]:
     """The whole model out of a Megatron checkpoint of Transformer Engine's names, by the rules of NVIDIA's converters in plain steps."""
     found = {}
-    groups, per_group, head = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim
+    groups, per_group, head = shapes.num_key_value_heads, shapes.num_attention_heads // shapes.num_key_value_heads, shapes.head_dim
     held = files(folder)
 
     def rank(t: int, p: int, e: int) -> dict[str, torch.Tensor]:
@@ -77,10 +77,10 @@ def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> d
 
     found["model.embed_tokens.weight"] = rows("embedding.word_embeddings.weight", 0)[: shapes.vocab_size]
     found["model.norm.weight"] = rank(0, pp - 1, 0)["decoder.final_layernorm.weight"]
-    if not shapes.tie_embeddings:
+    if not shapes.tie_word_embeddings:
         found["lm_head.weight"] = rows("output_layer.weight", pp - 1)[: shapes.vocab_size]
-    for layer in range(shapes.num_layers):
-        p, local = divmod(layer, shapes.num_layers // pp)
+    for layer in range(shapes.num_hidden_layers):
+        p, local = divmod(layer, shapes.num_hidden_layers // pp)
         m, h = f"decoder.layers.{local}.", f"model.layers.{layer}."
         for kind in ("weight", "bias") if shapes.attention_bias else ("weight",):
             q, k, v = [], [], []

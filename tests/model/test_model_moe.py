@@ -130,7 +130,7 @@ def test_a_missing_expert_is_named_and_nothing_is_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 9}, "experts_per_token 9 is more than its num_experts 6"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than its num_experts 6"),
         ({"num_local_experts": 0}, "num_local_experts 0"),
         ({"num_experts_per_tok": "two"}, "num_experts_per_tok 'two'"),
     ],

@@ -6,9 +6,9 @@ import gc
 import pytest
 import torch
 
+from tandem.estimate.model_bytes import activation_bytes_per_token
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
-from tandem.layout.bytes import activation_bytes_per_token
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.initialise import initialise

@@ -11,7 +11,7 @@ from tandem.model.moe import load_balancing_loss
 from tandem.model.router_balance import RouterBalance, biased_route
 
 SHAPES = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 24, 128, False, experts=ExpertShapes(6, 2, 24))
-LAYERS = range(SHAPES.num_layers)
+LAYERS = range(SHAPES.num_hidden_layers)
 
 
 def forward(model, router_logits=None):

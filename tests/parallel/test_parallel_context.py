@@ -10,8 +10,8 @@ from ranks import Here, Ranks
 from tandem.layout.mesh import MeshShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-THREE_HEADS = replace(QWEN3, num_heads=3, num_kv_heads=1)
-SIX_HEADS = replace(QWEN3, num_heads=6, num_kv_heads=2)
+THREE_HEADS = replace(QWEN3, num_attention_heads=3, num_key_value_heads=1)
+SIX_HEADS = replace(QWEN3, num_attention_heads=6, num_key_value_heads=2)
 LONG, SHORT, MIXED = (97,), (3, 2, 5, 2, 4, 3, 6, 2, 3, 5, 2), (9, 2, 17, 5, 30, 3, 8)
 
 

@@ -11,7 +11,7 @@ from data_ranks import trained
 from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one, check, ranks_of, sequences_of
 from ranks import Here, Ranks
 
-from tandem.layout.bytes import cut_by_zero, optimizer_bytes
+from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
@@ -21,7 +21,7 @@ from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_layers=3)
+LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("data", [2, 4])

@@ -27,7 +27,7 @@ from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.parallel.router_balance import make_balance
 from tandem.trainer.step import train_step
 
-TIED, UNTIED = replace(QWEN3, num_layers=5), replace(LLAMA, num_layers=5)
+TIED, UNTIED = replace(QWEN3, num_hidden_layers=5), replace(LLAMA, num_hidden_layers=5)
 BINS = ((0, 3), (1,), (4, 5), (2,), (6,))
 """Micro-batches by sequence; as uneven as can be: 17 + 5, 2, 30 + 3, 17 and 8 tokens."""
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ CASES = [
     pytest.param(4, "gpipe", 1, (1, 2, 1, 1), UNTIED, id="4 ranks, GPipe"),
     pytest.param(2, "interleaved", 2, (1, 2, 1, 1), TIED, id="2 ranks, interleaved, tied"),
     pytest.param(2, "interleaved", 2, (), UNTIED, id="2 ranks, interleaved, untied"),
-    pytest.param(2, "1f1b", 1, (), replace(QWEN3_MOE, num_layers=3), id="2 ranks, mixtures of experts"),
+    pytest.param(2, "1f1b", 1, (), replace(QWEN3_MOE, num_hidden_layers=3), id="2 ranks, mixtures of experts"),
 ]
 
 
@@ -159,7 +159,7 @@ def saved_by_micro_batch(here: Here, case: Case, bins: Any, order: ScheduleName)
 
 def test_the_stash_measured_is_the_published_one(ranks: Ranks) -> None:
     """Counted in the tensors that autograd keeps: the same number for every micro-batch."""
-    case, bins, p = Case(replace(TIED, num_layers=4)), ((0,), (1,), (2,), (3,), (4,), (5,)), 4
+    case, bins, p = Case(replace(TIED, num_hidden_layers=4)), ((0,), (1,), (2,), (3,), (4,), (5,)), 4
     for order, wanted in (("1f1b", [min(p - rank, len(bins)) for rank in range(p)]), ("gpipe", [len(bins)] * p)):
         found = ranks.run(MeshShape(pipeline=p), saved_by_micro_batch, case, bins, order)
         assert [most / one for most, one in found] == wanted
@@ -182,7 +182,7 @@ def test_a_stage_reads_its_own_tensors_from_a_hugging_face_folder_and_no_others(
     together: dict[str, torch.Tensor] = {}
     for one in found:
         twice = one.keys() & together.keys()
-        assert twice <= ({"model.embed_tokens.weight"} if shapes.tie_embeddings else set())
+        assert twice <= ({"model.embed_tokens.weight"} if shapes.tie_word_embeddings else set())
         together |= one
     wanted = dict(to_huggingface(model))
     assert together.keys() == wanted.keys()
@@ -259,7 +259,7 @@ def test_training_steps_of_a_pipeline_beside_replicas_and_zero_are_one_process(
     ],
 )
 def test_experts_are_balanced_on_every_stage_as_in_one_process(ranks: Ranks, mesh: MeshShape, order: Any, virtual: int, recompute: Any) -> None:
-    case = Case(replace(QWEN3_MOE, num_layers=4), balance_loss=0.05, bias_rate=0.01, recompute=recompute)
+    case = Case(replace(QWEN3_MOE, num_hidden_layers=4), balance_loss=0.05, bias_rate=0.01, recompute=recompute)
     bins = ((0, 3), (1, 6), (4, 5, 2))
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype)

@@ -27,7 +27,7 @@ from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import LossShare, train_step
 
-CASE = Case(replace(QWEN3, tie_embeddings=False), "float32", "cpu")
+CASE = Case(replace(QWEN3, tie_word_embeddings=False), "float32", "cpu")
 BINS = ((0, 3), (1, 6), (4,), (5, 2))
 """Micro-batches by sequence, dealt to data-parallel ranks in turn."""
 UNIT_ROUNDOFF = {"bf16": 2.0**-9, "fp16": 2.0**-12}

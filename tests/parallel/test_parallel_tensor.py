@@ -36,7 +36,7 @@ def test_two_tensor_ranks_train_what_one_process_trains(ranks: Ranks, case) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
-    case = Case(replace(QWEN3, num_kv_heads=4), "float32", "cpu", sequence=sequence, temperature=0.7)
+    case = Case(replace(QWEN3, num_key_value_heads=4), "float32", "cpu", sequence=sequence, temperature=0.7)
     check(ranks.run(MeshShape(tensor=4), trained, case), by_one(case))
 
 

@@ -12,9 +12,9 @@ from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.engine.llm import LLM
 from tandem.kernels import select
+from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model
-from tandem.pod.create_model import create_model
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.rl.algorithms.batch import train_sequence
@@ -24,7 +24,7 @@ from tandem.types import Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts
 
 OVERRIDES = (
-    "model.create.initial_deviation=0.3", "task.max_digits=6", "rollout.max_tokens=24", "rollout.prompts_per_step=6",
+    "model.create.initializer_range=0.3", "task.max_digits=6", "rollout.max_tokens=24", "rollout.prompts_per_step=6",
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_an_option_changes_no_token_and_no_log_probability(
     with llm:
         assert samples == plain
         transitions = {transition.name.lower(): count for transition, count in llm.engine.transitions().items()}
-        speculation = llm.engine.figures().speculation
+        speculation = llm.engine.cumulative_stats().speculation
         assert (transitions["swap_out"] > 0) == ("swap_space" in engine)
         assert (transitions["recompute"] > 0) == (engine.get("preemption_mode") == "recompute")
         assert (speculation.proposed > 0) == ("speculative_config" in engine)
@@ -113,7 +113,7 @@ def test_a_draft_model_changes_no_token_and_no_log_probability(
     draft = {"method": "draft", "model": str(folder / ("model" if is_target else "draft")), "disable_by_batch_size": 64}
     samples, llm = roll_out({"speculative_config": draft}, folder, model, tmp_path)
     with llm:
-        speculation = llm.engine.figures().speculation
+        speculation = llm.engine.cumulative_stats().speculation
         assert samples == plain and speculation.proposed > 0
         assert (speculation.accepted > 0.9 * speculation.proposed) == is_target
 
@@ -126,7 +126,7 @@ def test_a_run_whose_engine_has_two_tensor_ranks_that_guess_is_the_run_of_one(tm
         (one, ()),
         (two, ("--rollout.engine.tensor_parallel_size=2", f"--rollout.engine.speculative_config={guesses}")),
     ):
-        done = run.train("--run.max_steps=3", "--model.create.num_kv_heads=2", "--machine.threads=2", *options)
+        done = run.train("--run.max_steps=3", "--model.create.num_key_value_heads=2", "--machine.threads=2", *options)
         assert done.returncode == 0, done.stderr
         assert [row["mismatch_kl"] for row in run.rows()] == [0.0] * 3
     assert difference(two, one) == []

@@ -35,8 +35,9 @@ VOCABULARY = 300
 def make_model(folder: Path, tokenizer: Path, seed: int) -> Path:
     """Random weights, ten times the usual size so that greedy tokens differ."""
     shapes = ModelShapes(
-        architecture="qwen3", vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=48, max_positions=512, tie_embeddings=True, qk_norm=True,
+        architecture="qwen3", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48, max_position_embeddings=512, tie_word_embeddings=True, qk_norm=True,
     )  # fmt: skip
     decoder = Decoder(shapes, select("reference"))
     initialise(decoder, seed)

@@ -11,8 +11,8 @@ from tandem.model.decoder import Decoder
 from tandem.types import Batch, TrainSequence
 
 SHAPES = ModelShapes(
-    architecture="qwen3", vocab_size=41, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-    intermediate_size=48, max_positions=128, tie_embeddings=True, qk_norm=True,
+    architecture="qwen3", vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=48, max_position_embeddings=128, tie_word_embeddings=True, qk_norm=True,
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ from tandem.trainer.step import train_step
 from tandem.types import TrainSequence
 
 QWEN3 = ModelShapes("qwen3", 96, 64, 2, 4, 2, 16, 128, 128, True, qk_norm=True)
-LLAMA = replace(QWEN3, architecture="llama", qk_norm=False, tie_embeddings=False, attention_bias=True)
+LLAMA = replace(QWEN3, architecture="llama", qk_norm=False, tie_word_embeddings=False, attention_bias=True)
 QWEN3_MOE = replace(QWEN3, architecture="qwen3_moe", experts=ExpertShapes(6, 2, 32))
 GPU = torch.device("cuda", 0)
 COPIES = ("copy_", "_to_copy", "_pin_memory", "set_", "index_put_")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import optimizer_bytes
+from tandem.estimate.model_bytes import optimizer_bytes
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate

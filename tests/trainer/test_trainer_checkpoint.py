@@ -164,7 +164,7 @@ def test_an_uncommitted_folder_is_refused(stepped, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_taken_over(stepped, tmp_path):
     whole, _ = stepped(0)
-    shorter = Decoder(replace(whole.shapes, num_layers=1), whole.kernels)
+    shorter = Decoder(replace(whole.shapes, num_hidden_layers=1), whole.kernels)
     save_checkpoint(tmp_path, 1, shorter, AdamW(shorter.named_parameters(), TRAINER), {})
     whole, its = stepped(1)
     before = bits(whole, its)

@@ -100,7 +100,10 @@ def test_runs_of_a_stacked_parameter_make_the_same_shards_as_the_whole_of_it() -
 
 def test_checkpoint_of_another_model_is_refused_in_one_line_and_nothing_is_taken_over(tmp_path: Path) -> None:
     contents = save(tmp_path, *stepped(DENSE))
-    for shapes in (replace(DENSE, num_layers=1), replace(DENSE, num_layers=3), replace(DENSE, intermediate_size=64), replace(DENSE, tie_embeddings=False)):
+    for shapes in (
+        replace(DENSE, num_hidden_layers=1), replace(DENSE, num_hidden_layers=3), replace(DENSE, intermediate_size=64),
+        replace(DENSE, tie_word_embeddings=False)
+    ):
         model, optimizer = stepped(shapes, seed=1)
         before = [p.detach().clone() for p in model.parameters()] + [t.clone() for t in optimizer.state().moments.values()]
         with pytest.raises(UserError, match="is of another model") as caught:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.training_bytes import saved_bytes
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.layout.training_bytes import saved_bytes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
@@ -158,7 +158,7 @@ from pathlib import Path
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.training_bytes import saved_bytes, training_bytes
+from tandem.estimate.training_bytes import saved_bytes, training_bytes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.heap import freed_memory_kept

@@ -1,150 +1,116 @@
-"""One step of the engine: planned, computed, and what came of it passed on."""
+"""One step of the engine: scheduled, executed, and its results passed on."""
 
 import time
 from collections.abc import Sequence as Series
 
-from tandem.engine.core import batches, decode, preemption, prefill
+from tandem.engine.core.integrity import check_scheduler
 from tandem.engine.core.lifecycle import Transition
 from tandem.engine.core.parts import Parts
-from tandem.engine.core.scheduler import Decision, schedule
-from tandem.engine.executor.model_runner import Guessed
-from tandem.engine.executor.overlap import Flight
-from tandem.engine.metrics.stats_logger import Meter
+from tandem.engine.core.scheduler_output import SchedulerOutput
+from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep
+from tandem.engine.metrics.stats_logger import StatsLogger
 from tandem.engine.processing.answers import Answer, is_hidden_stop
 from tandem.engine.processing.output_processor import OutputProcessor
-from tandem.engine.spec_decode import draft_plan
 
 
-class StepExecutor:
-    """Executes the scheduler's decisions. ``flight``: the step that was launched ahead and not looked at yet. ``num_tokens``: computed by the
-    last step."""
+class EngineCore:
+    """Executes what the scheduler decides. ``in_flight``: the step that was launched ahead and is not synchronized yet. ``num_tokens``: computed
+    by the last step."""
 
-    def __init__(self, parts: Parts, outputs: OutputProcessor, meter: Meter) -> None:
-        self.flight: Flight | None = None
+    def __init__(self, parts: Parts, outputs: OutputProcessor, logger: StatsLogger) -> None:
+        self.in_flight: InFlightStep | None = None
         self.num_tokens = 0
-        self._state, self._runner, self._overlap = parts
-        self._table = parts.runner.table
+        self._scheduler, self._runner, self._launches_ahead, self._cost_meter = parts
+        self._batch = parts.runner.batch
         self._outputs = outputs
-        self._meter = meter
+        self._logger = logger
 
-    def run(self) -> None:
-        """One step. Where it raises, what it ended has ended, and the rest is computed again."""
+    def step(self) -> None:
+        """Computes one step. Where it raises, the sequences that it ended are completed, and the others are computed again."""
         began = time.perf_counter()
-        is_ahead = self._overlap is not None and not self._outputs.attended
-        if not is_ahead or preemption.may_preempt(self._state):
-            self.land()
-        decision = schedule(self._state)
-        self.num_tokens = len(decision.decode) + sum(len(chunk.tokens) for chunk in decision.prefill)
-        self._outputs.note_scheduled(decision.prefill)
-        if is_ahead:
-            self._launch(decision, began)
-        elif decision.has_work:
-            self._compute(decision, began)
-
-    def _compute(self, decision: Decision, began: float) -> None:
-        """From a plan to its tokens."""
-        if self._overlap is not None:
-            self._overlap.forget()
-        ended: list[int] = []
-        try:
-            self._fill_rows(decision)
-            guessed = self._runner.run(decision, ended, self._stopped_by_text)
-        except BaseException:
-            self._fail(ended)
-            raise
-        for row, proposed, accepted in guessed:
-            draft_plan.advance(self._state, row, proposed, accepted)
-            self.num_tokens += proposed
-        self._finish(decision, guessed, ended, began)
-
-    def _launch(self, decision: Decision, began: float) -> None:
-        """Start one step, and only then look at the one before."""
-        assert self._overlap is not None
-        launched: Flight | None = None
-        if decision.has_work:
-            try:
-                self._fill_rows(decision)
-                launched = self._overlap.launch(decision, self._state.decoding)
-            except BaseException:
-                self._fail([])
-                raise
-        before, self.flight = self.flight, launched
+        is_ahead = self._launches_ahead and not self._outputs.synchronous
+        if not is_ahead or self._scheduler.may_preempt():
+            self.synchronize()
+        output = self._scheduler.schedule()
+        self.num_tokens = output.num_scheduled_tokens
+        self._outputs.note_scheduled(output.prefills)
+        before, self.in_flight = self.in_flight, self._launch(output) if output.has_work else None
         if before is not None:
             self._collect(before, began)
-        if not self._outputs.answers:
-            self.land()
+        if not is_ahead or not self._outputs.answers:
+            self.synchronize(began)
 
-    def land(self) -> None:
-        """Wait for the step that was launched last: nothing is under way on the device afterwards."""
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            self._collect(flight, time.perf_counter())
+    def synchronize(self, began: float | None = None) -> None:
+        """Waits for the step that was launched last: nothing runs on the device afterwards. ``began``: when that step began."""
+        step, self.in_flight = self.in_flight, None
+        if step is not None:
+            self._collect(step, time.perf_counter() if began is None else began)
 
-    def _collect(self, flight: Flight, began: float) -> None:
-        assert self._overlap is not None
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent."""
+        self.synchronize()
+        check_scheduler(self._scheduler)
+
+    def _launch(self, output: SchedulerOutput) -> InFlightStep:
+        try:
+            joined = [self._scheduler.running.by_row[row] for row in output.joined_rows + output.resumed_rows]
+            if joined:
+                self._batch.join(joined, [len(sequence.known_tokens) for sequence in joined])
+            return self._runner.execute_model(output)
+        except BaseException:
+            self._fail([])
+            raise
+
+    def _collect(self, step: InFlightStep, began: float) -> None:
         ended: list[int] = []
         try:
-            self._overlap.collect(flight, ended, self._stopped_by_text)
+            drafts = self._runner.synchronize(step, ended, self._stopped_by_text)
         except BaseException:
             self._fail(ended)
             raise
-        self._finish(flight.decision, [], ended, began)
+        self._finish(step.output, drafts, ended, time.perf_counter() - began)
 
-    def _finish(self, decision: Decision, guessed: list[Guessed], ended: list[int], began: float) -> None:
-        self._meter.stepped(self._state, decision, guessed, time.perf_counter() - began)
-        self._outputs.note_first_tokens(decision.prefill)
+    def _finish(self, output: SchedulerOutput, drafts: list[DraftOutput], ended: list[int], seconds: float) -> None:
+        for row, num_proposed, num_accepted in drafts:
+            self._scheduler.accept_drafts(row, num_proposed, num_accepted)
+            self.num_tokens += num_proposed
+        self._logger.record_step(self._scheduler, output, drafts, seconds)
+        num_decoded, num_tokens = len(output.decode_rows), output.num_scheduled_tokens
+        if num_tokens > 2 * num_decoded:
+            self._cost_meter.observe_prefill(num_tokens, seconds)
+        self._outputs.note_first_tokens(output.prefills)
         self._end(ended)
         self._outputs.note_running()
 
     def _fail(self, ended: list[int]) -> None:
-        self.flight = None
-        if self._overlap is not None:
-            self._overlap.forget()
+        self.in_flight = None
         self._end(ended)
-        # What the step wrote of keys and values is unknown.
-        preemption.preempt_all(self._state, Transition.FAIL)
-        self._state.allocator.forget_all()
-
-    def _fill_rows(self, decision: Decision) -> None:
-        """Fill the table's rows for sequences whose last chunk stands in this step or that are swapped in."""
-        joined = [row for chunk in decision.prefill for row in chunk.rows]
-        joined += decision.resumed
-        if joined:
-            sequences = [self._state.decoding[row] for row in joined]
-            self._table.join(sequences, [len(sequence.known_tokens) for sequence in sequences])
+        # The content of the blocks that the step wrote to is undefined.
+        self._scheduler.preemption.preempt_all(Transition.FAIL)
+        self._scheduler.kv_cache.reset_prefix_cache()
 
     def _stopped_by_text(self, rows: Series[int]) -> list[int]:
         """Those of ``rows``, each of which has just drawn a token, whose stop text is complete with it."""
-        drew = set(rows) if self._table.with_text_watch else set()
-        watched = [(row, sequence) for row, sequence in self._table.with_text_watch.items() if row in drew]
-        if not watched:
+        drew = set(rows) if self._batch.with_stop_checker else set()
+        checked = [(row, sequence) for row, sequence in self._batch.with_stop_checker.items() if row in drew]
+        if not checked:
             return []
-        tokens = self._table.last_token[[row for row, _ in watched]].tolist()
+        tokens = self._batch.host.last_token[[row for row, _ in checked]].tolist()
         return [
             row
-            for (row, sequence), token in zip(watched, tokens, strict=True)
-            if not is_hidden_stop(sequence.request, token) and sequence.text_watch is not None and sequence.text_watch.push(token)
+            for (row, sequence), token in zip(checked, tokens, strict=True)
+            if not is_hidden_stop(sequence.request, token) and sequence.stop_checker is not None and sequence.stop_checker.push(token)
         ]
 
     def _end(self, rows: list[int]) -> None:
-        if not rows:
-            return
-        ended = [self._state.decoding[row] for row in dict.fromkeys(rows)]
-        self._state.read_back(ended)
-        decode.leave(self._state, ended, has_ended=True)
-        for sequence in ended:
-            self._outputs.end(sequence)
-        batches.settle(self._state)
+        if rows:
+            ended = [self._scheduler.running.by_row[row] for row in dict.fromkeys(rows)]
+            self._scheduler.finish(ended)
+            for sequence in ended:
+                self._outputs.end(sequence)
 
     def abort(self, answer: Answer) -> None:
-        """End what is open of a request, wherever it stands, while no step is under way."""
-        state = self._state
-        running = [sequence for sequence in answer.open if sequence.row >= 0]
-        state.read_back(running)
-        decode.leave(state, running, has_ended=True)
-        preemption.drop_swapped(state, lambda waiting: waiting.sequences[0] in answer.open)
-        if state.prefilling is not None and state.prefilling.sequences[0] in answer.open:
-            prefill.give_up(state, state.prefilling)
+        """Ends what is open of a request, whatever its state, while no step is in flight."""
+        self._scheduler.abort(answer.open)
         for sequence in list(answer.open):
             self._outputs.abort(sequence)
-        batches.settle(state)

@@ -1,41 +1,43 @@
-"""Whether everything the scheduler knows agrees with everything else."""
+"""Checks that everything the scheduler knows is consistent."""
 
 from collections import Counter
 
 from tandem.engine.core.lifecycle import State
 from tandem.engine.core.request import Sequence
-from tandem.engine.core.state import SchedulerState
+from tandem.engine.core.scheduler import Scheduler
 from tandem.engine.kv_cache.block_table import RELEASED
 
 
-def sequences_of(state: SchedulerState) -> list[Sequence]:
-    """Every sequence that waits, is prefilled or decodes."""
-    waiting = [entry.sequences for _, entry in state.waiting if not entry.sequences[0].is_done]
-    under_way = [] if state.prefilling is None else [state.prefilling.sequences]
-    return [sequence for group in waiting + under_way for sequence in group] + list(state.decoding.values())
+def sequences_of(scheduler: Scheduler) -> list[Sequence]:
+    """Returns every sequence that waits, is prefilled or decodes."""
+    waiting = [prefill.sequences for prefill in scheduler.waiting if not prefill.is_void]
+    under_way = [] if scheduler.running.prefilling is None else [scheduler.running.prefilling.sequences]
+    return [sequence for group in waiting + under_way for sequence in group] + list(scheduler.running.by_row.values())
 
 
-def check_state(state: SchedulerState) -> None:
-    """Raise ``AssertionError`` unless each block, row and block of the swap space is held by exactly those that say so, and every
-    sequence stands where its state says."""
-    tables = [sequence.blocks for sequence in state.decoding.values()] + [table for _, table in state.ended]
-    rows = [*state.free_rows, *state.decoding, *(row for row, _ in state.ended)]
-    if state.prefilling is not None:
-        tables.append(state.prefilling.blocks)
-        rows += state.prefilling.rows
-    state.allocator.check_integrity(Counter(block for table in tables for block in table if block != RELEASED))
-    swapped = Counter(block for _, entry in state.waiting for block in entry.host_blocks if block != RELEASED)
-    assert all(count == 1 for count in swapped.values()), "a block of the swap space is held twice"
-    state.host.check_integrity(swapped)
-    assert sorted(rows) == list(range(state.limits.max_num_seqs)), "a row is lost or held twice"
-    assert not state.swap_outs, "a swap was decided and not handed out"
-    for row, sequence in state.decoding.items():
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raises ``AssertionError`` unless each block, row and host block is held by exactly those tables that name it, and every sequence is
+    where its state says."""
+    running, held, kv_cache = scheduler.running, scheduler.batching.held, scheduler.kv_cache
+    prefilling = running.prefilling
+    tables = [sequence.blocks for sequence in running.by_row.values()] + [table for _, table in held]
+    rows = [*running.free_rows, *running.by_row, *(row for row, _ in held)]
+    if prefilling is not None:
+        tables.append(prefilling.blocks)
+        rows += prefilling.rows
+    kv_cache.block_pool.check_integrity(Counter(block for table in tables for block in table if block != RELEASED))
+    swapped = Counter(block for prefill in scheduler.waiting for block in prefill.host_blocks if block != RELEASED)
+    assert all(count == 1 for count in swapped.values()), "a host block is held twice"
+    kv_cache.host_pool.check_integrity(swapped)
+    assert sorted(rows) == list(range(scheduler.config.max_num_seqs)), "a row is lost or held twice"
+    assert not scheduler.preemption.swap_outs, "a swap was decided and is in no step"
+    for row, sequence in running.by_row.items():
         assert sequence.row == row and sequence.state is State.DECODING, "a row and its sequence disagree"
-        assert (row in state.speculating) == bool(sequence.request.draft_tokens), "a row speculates that should not, or the other way"
-    assert state.speculating.keys() <= state.decoding.keys(), "a row speculates that does not decode"
-    for sequence in state.prefilling.sequences if state.prefilling is not None else ():
-        assert sequence.row < 0 and sequence.state is State.PREFILLING, "a sequence under prefill is somewhere else"
-    for _, entry in state.waiting:
-        for sequence in () if entry.sequences[0].is_done else entry.sequences:
+        assert (row in running.speculating) == bool(sequence.request.draft_tokens), "a row and its request disagree on draft tokens"
+    assert running.speculating.keys() <= running.by_row.keys(), "a row speculates that does not decode"
+    for sequence in prefilling.sequences if prefilling is not None else ():
+        assert sequence.row < 0 and sequence.state is State.PREFILLING, f"a sequence under prefill is {sequence.state}"
+    for prefill in scheduler.waiting:
+        for sequence in () if prefill.is_void else prefill.sequences:
             assert sequence.row < 0 and not sequence.blocks, "a sequence that waits holds blocks"
             assert sequence.state in (State.WAITING, State.PREEMPTED), f"a sequence that waits is {sequence.state}"

@@ -1,7 +1,8 @@
-"""The states of a sequence and the named transitions between them, as plain data.
+"""The life cycle of a sequence: its states and the named transitions between them, as plain data.
 
-A sequence waits (it holds no blocks), is prefilled, decodes and is completed. Preempted, it holds no blocks of the cache:
-they stand in host memory and come back (``swap_in``), or its tokens are computed again (``admit``).
+A sequence waits without blocks, is prefilled, decodes and is completed. A preempted sequence gives up its row and its blocks in
+that step and waits again from the next one: its keys and values come back from host memory (``swap_in``), or its tokens are computed again
+(``admit``). ``docs/inference.md`` draws the life cycle.
 """
 
 from collections import Counter
@@ -20,17 +21,21 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
-    """Why a sequence changes its state. ``SWAP_OUT`` and ``RECOMPUTE``: blocks ran out or somebody more urgent came.
-    ``UPDATE``: the weights changed. ``FAIL``: a step failed, and what it wrote is unknown. ``BUDGET_STOP``: the limit of its tokens was
-    reached; ``STOP``: a stop token or text."""
+    """Why a sequence changes its state.
+
+    ``SWAP_OUT`` and ``RECOMPUTE``: no block was free, or a more urgent request took its place. ``UPDATE``: the weights changed.
+    ``FAIL``: a step failed, and the content of its blocks is undefined. ``REQUEUE``: a preempted sequence waits again. ``BUDGET_STOP``: it
+    reached its maximum number of tokens; ``STOP``: a stop token or stop text.
+    """
 
     ADMIT = "admit"
     JOIN = "join"
     SWAP_OUT = "swap_out"
-    SWAP_IN = "swap_in"
     RECOMPUTE = "recompute"
     UPDATE = "update"
     FAIL = "fail"
+    REQUEUE = "requeue"
+    SWAP_IN = "swap_in"
     STOP = "stop"
     BUDGET_STOP = "budget_stop"
     ABORT = "abort"
@@ -40,21 +45,22 @@ _ON_BLOCKS = frozenset((State.PREFILLING, State.DECODING))
 _OPEN = frozenset(State) - {State.COMPLETED}
 
 TRANSITIONS: dict[Transition, tuple[frozenset[State], State]] = {
-    Transition.ADMIT: (frozenset((State.WAITING, State.PREEMPTED)), State.PREFILLING),
+    Transition.ADMIT: (frozenset((State.WAITING,)), State.PREFILLING),
     Transition.JOIN: (frozenset((State.PREFILLING,)), State.DECODING),
     Transition.SWAP_OUT: (frozenset((State.DECODING,)), State.PREEMPTED),
-    Transition.SWAP_IN: (frozenset((State.PREEMPTED,)), State.DECODING),
     Transition.RECOMPUTE: (_ON_BLOCKS, State.PREEMPTED),
     Transition.UPDATE: (_ON_BLOCKS, State.PREEMPTED),
     Transition.FAIL: (_ON_BLOCKS, State.PREEMPTED),
+    Transition.REQUEUE: (frozenset((State.PREEMPTED,)), State.WAITING),
+    Transition.SWAP_IN: (frozenset((State.WAITING,)), State.DECODING),
     Transition.STOP: (frozenset((State.DECODING,)), State.COMPLETED),
     Transition.BUDGET_STOP: (frozenset((State.DECODING,)), State.COMPLETED),
     Transition.ABORT: (_OPEN, State.COMPLETED),
 }
-"""From which states to which."""
+"""The states that a transition leaves, and the one that it leads to."""
 
 ENDS = {FinishReason.STOP: Transition.STOP, FinishReason.LENGTH: Transition.BUDGET_STOP, FinishReason.ABORT: Transition.ABORT}
-"""How a sequence is completed, by the reason that its answer gives."""
+"""The transition that completes a sequence, by the finish reason of its output."""
 
 
 class HasState(Protocol):
@@ -62,7 +68,7 @@ class HasState(Protocol):
 
 
 def move(sequence: HasState, transition: Transition, counts: Counter[Transition]) -> None:
-    """Take ``sequence`` through ``transition`` and count it. ``AssertionError`` where its state does not allow that."""
+    """Takes ``sequence`` through ``transition`` and counts it. Raises ``AssertionError`` where its state does not allow that."""
     sources, target = TRANSITIONS[transition]
     assert sequence.state in sources, f"a sequence that is {sequence.state} cannot {transition}"
     sequence.state = target

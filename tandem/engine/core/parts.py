@@ -1,67 +1,95 @@
-"""What an engine is made of, put together for one decoder."""
+"""Puts the parts of an engine together for one decoder."""
 
 from typing import NamedTuple
 
 import torch
 
 from tandem.config.engine import SpeculativeConfig
-from tandem.engine.core.costs import preemption_costs
-from tandem.engine.core.state import SchedulerState, limits_of
-from tandem.engine.executor.input_batch import RowTable
-from tandem.engine.executor.model_runner import Runner
-from tandem.engine.executor.overlap import Overlap, make_overlap, overlaps_steps
+from tandem.engine.core.preemption import PreemptionPolicy
+from tandem.engine.core.preemption_costs import PreemptionCostMeter
+from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
+from tandem.engine.executor.input_batch import InputBatch
+from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.executor.ranks import Ranks
-from tandem.engine.kv_cache.block_copies import host_pool
-from tandem.engine.kv_cache.block_pool import BlockAllocator
-from tandem.engine.kv_cache.cache_tensors import make_cache
-from tandem.engine.kv_cache.prefix_cache import PrefixCache
+from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.kv_cache.cache_tensors import host_pool, make_cache
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
 from tandem.kernels.api import KVLayer
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.types import WeightVersion
+from tandem.types import UserError, WeightVersion
 
 
 class Parts(NamedTuple):
-    """What plans steps, what computes them, and what launches them ahead, where anything does."""
+    """What plans steps and what computes them; whether a step is launched before the one before has ended; what measures costs."""
 
-    state: SchedulerState
-    runner: Runner
-    overlap: Overlap | None
+    scheduler: Scheduler
+    runner: ModelRunner
+    launches_ahead: bool
+    cost_meter: PreemptionCostMeter
 
 
 def make_parts(
     decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeConfig | None,
     draft: Decoder | None,
 ) -> Parts:
-    """The parts of an engine whose ``decoder``, packed, has the weights ``version``; the other ``ranks`` get their caches too. Raises
-    ``UserError`` for settings that do not go together."""
+    """Returns the parts of an engine whose ``decoder``, packed, has the weights ``version``; the other ``ranks`` allocate their caches.
+    Raises ``UserError`` for settings that contradict each other."""
     shapes, weights = decoder.shapes, decoder.embed_tokens
-    adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
-    table = RowTable(settings.max_num_seqs, settings.max_model_len, torch.promote_types(weights.dtype, torch.float32))
-    allocator = BlockAllocator(settings.num_blocks)
-    state = SchedulerState(
-        limits=limits_of(settings, shapes, 0 if speculative is None else speculative.guessing_seqs(weights.device.type)),
-        allocator=allocator,
-        prefix_cache=PrefixCache(allocator, settings.finds_prefixes),
-        version=version,
-        read_back=lambda sequences: table.read_back(sequences, state.version),
-        adapter_key=adapters.key,
-        host=BlockAllocator(settings.swap_blocks),
-        costs=preemption_costs(shapes, str(weights.dtype).removeprefix("torch."), weights.device.type, settings.kv_cache_dtype),
+    launches_ahead = launches_steps_ahead(settings, weights.device, ranks is not None, speculative is not None)
+    batch = InputBatch(
+        settings.max_num_seqs, settings.max_model_len, torch.promote_types(weights.dtype, torch.float32), weights.device,
+        settings.num_blocks if launches_ahead else None,
     )
-    proposer = make_proposer(speculative, draft, shapes, settings, table)
+    adapters = Adapters(decoder, settings.max_loras, settings.max_lora_rank, ranks)
+    kv_cache = KVCacheManager(
+        settings.num_blocks,
+        enable_prefix_caching=settings.finds_prefixes,
+        window=widest_window(shapes),
+        reservation=blocks_for(settings.max_model_len) if settings.cache_implementation == "static" else 0,
+        num_host_blocks=settings.swap_blocks,
+        weight_version=version,
+        adapter_key=adapters.key,
+    )
+    proposer = make_proposer(speculative, draft, shapes, settings, batch)
     if ranks is not None:
         sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
         ranks.run("allocate", sizes, lambda: None)
-    overlaps = overlaps_steps(settings, weights.device, ranks is not None, speculative is not None)
-    caches = model_cache(decoder, settings, overlaps)
+    caches = model_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
-    runner = Runner(decoder, caches, table, adapters, ranks, host, proposer)
-    return Parts(state, runner, make_overlap(runner, settings) if overlaps else None)
+    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer)
+    if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager:
+        runner.make_graphs()
+    meter = PreemptionCostMeter(shapes, settings.num_blocks, runner.measure_swap)
+    config = SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        batching=settings.admission,
+        watermark_blocks=int(settings.watermark * settings.num_blocks),
+        speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type),
+    )
+    policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
+    scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy)
+    return Parts(scheduler, runner, launches_ahead, meter)
 
 
-def model_cache(decoder: Decoder, settings: EngineSettings, overlaps: bool) -> list[KVLayer]:
-    """An empty cache for the model. ``overlaps``: one block more than is handed out, for rows that only fill up a batch."""
-    return make_cache(decoder, settings.num_blocks + overlaps, settings.kv_cache_dtype)
+def model_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[KVLayer]:
+    """Returns an empty cache for the model. ``launches_ahead``: one block more than is handed out, for rows that only fill up a batch."""
+    return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype)
+
+
+def widest_window(shapes: ModelShapes) -> int:
+    """Returns the tokens that the widest layer looks back; 0: all."""
+    windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
+    return 0 if None in windows else max(window or 0 for window in windows)
+
+
+def launches_steps_ahead(settings: EngineSettings, device: torch.device, has_ranks: bool, has_speculation: bool) -> bool:
+    """Returns whether an engine launches steps ahead. Raises ``UserError`` where that is asked for and impossible."""
+    why = "speculation needs each token before the next step" if has_speculation else "other ranks follow each step" if has_ranks else ""
+    if settings.async_scheduling and why:
+        raise UserError(f"engine async_scheduling is on and {why}; leave it out")
+    return device.type == "cuda" and not why if settings.async_scheduling is None else settings.async_scheduling

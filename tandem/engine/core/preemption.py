@@ -1,147 +1,143 @@
 """Preemption: a sequence gives up its row and its blocks, by swapping or to be computed again, and waits.
 
-The victim is of the lowest priority, and of those the one with the least work to lose; among equals the last in order. So of the
-most urgent sequences the one that is furthest is never preempted while another holds blocks: somebody always gets to an end.
+The victim has the lowest priority; among those it is the one that loses the fewest computed tokens, and among equals the last in order.
+So of the most urgent sequences the one with the most computed tokens is never preempted while another holds blocks: some sequence always
+finishes.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from tandem.engine.core import decode, prefill
 from tandem.engine.core.lifecycle import Transition, move
+from tandem.engine.core.preemption_costs import PreemptionCosts
 from tandem.engine.core.request import Prefill, Sequence
-from tandem.engine.core.state import SchedulerState
+from tandem.engine.core.request_queue import RequestQueue
+from tandem.engine.core.running import RunningSequences
+from tandem.engine.core.scheduler_output import SequenceId
 from tandem.engine.kv_cache.block_table import RELEASED, BlockCopy, blocks_for
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.kernels.api import BLOCK_TOKENS
 
-Name = tuple[str, int]
-"""A sequence: the id of its request and its index."""
+
+@dataclass(frozen=True, slots=True)
+class PreemptionPolicy:
+    """``mode``: ``swap`` (as far as host blocks are free), ``recompute``, or ``auto``, which takes what costs less by ``costs``; without
+    costs it swaps."""
+
+    mode: str = "recompute"
+    costs: Callable[[], PreemptionCosts | None] = lambda: None
+
+    def swaps(self, num_blocks: int, num_free_host_blocks: int, num_computed: int, num_lost: int) -> bool:
+        """Returns whether a sequence with ``num_computed`` tokens in ``num_blocks`` blocks is swapped out. ``num_lost``: the tokens that
+        would otherwise be computed again."""
+        if self.mode == "recompute" or not 0 < num_blocks <= num_free_host_blocks:
+            return False
+        costs = self.costs() if self.mode == "auto" else None
+        return costs is None or costs.swap_s(num_blocks * BLOCK_TOKENS) < costs.recompute_s(min(num_computed, num_lost), num_computed)
 
 
-def preempt_one(state: SchedulerState, less_urgent_than: int | None = None) -> list[Name]:
-    """Preempt the sequence, or the group under prefill, that loses least; returns the names of its sequences, none where nobody
-    holds blocks. ``less_urgent_than``: only one with a higher value of priority."""
-    victim = min(
-        (v for v in _holders(state) if less_urgent_than is None or v.order[0] > less_urgent_than),
-        key=lambda v: (-v.order[0], _lost_tokens(state, v), tuple(-part for part in v.order)),
-        default=None,
-    )
-    if victim is None:
-        return []
-    if isinstance(victim, Prefill):
-        return _preempt_prefill(state, victim, Transition.RECOMPUTE)
-    return _preempt_decoding(state, victim)
+class Preemption:
+    """Moves what is running back to ``waiting``. ``swap_outs``: the copies to host memory that the step under planning makes."""
 
+    def __init__(
+        self, policy: PreemptionPolicy, kv_cache: KVCacheManager, running: RunningSequences, waiting: RequestQueue, counts: Counter[Transition]
+    ) -> None:
+        self.policy = policy
+        self.swap_outs: list[BlockCopy] = []
+        self._kv_cache, self._running, self._waiting, self._counts = kv_cache, running, waiting, counts
 
-def may_preempt(state: SchedulerState) -> bool:
-    """Whether the next step may preempt somebody: those that come to the end of a block could find none, or somebody more urgent waits."""
-    if len(state.due.get(state.step + 1, ())) + len(state.speculating) > state.allocator.free_count:
-        return True
-    first = prefill.head(state) if state.waiting else None
-    return first is not None and _is_outranked(state, first.order[0])
+    def outranks(self, prefill: Prefill) -> bool:
+        """Returns whether a less urgent sequence than those of ``prefill`` holds blocks."""
+        return any(holder.order[0] > prefill.order[0] for holder in self._running.holders)
 
+    def preempt_for(self, prefill: Prefill, reserve: Callable[[int], int]) -> list[SequenceId]:
+        """Where ``prefill`` lacks rows or blocks, preempts less urgent sequences until it has them; none, where that would not suffice.
+        ``reserve`` maps the number of sequences that run beside it to the blocks that must stay free then."""
+        kv_cache, running, urgency = self._kv_cache, self._running, prefill.order[0]
+        computed = kv_cache.get_computed_blocks(prefill)
+        num_new = kv_cache.num_new_blocks(prefill, computed)
+        kv_cache.free(computed)
+        lower = [holder for holder in running.holders if holder.order[0] > urgency]
+        num_rows = sum(len(holder.rows) if isinstance(holder, Prefill) else 1 for holder in lower)
+        num_blocks = kv_cache.num_freed_blocks(holder.blocks for holder in lower)
+        num_others = len(running) - sum(isinstance(holder, Sequence) for holder in lower)
 
-def preempt_all(state: SchedulerState, why: Transition) -> list[Name]:
-    """Preempt everything that holds blocks or stands in host memory, all of which is void from now on."""
-    names = _requeue(state, list(state.decoding.values()), why, keep_cache=False)
-    if state.prefilling is not None:
-        names += _preempt_prefill(state, state.prefilling, why)
-    drop_swapped(state)
-    return names
+        def has_room(more_rows: int, more_blocks: int, num_running: int) -> bool:
+            has_rows = more_rows + len(running.free_rows) >= len(prefill.sequences)
+            return has_rows and more_blocks + kv_cache.num_free_blocks >= num_new + reserve(num_running)
 
+        names: list[SequenceId] = []
+        if has_room(num_rows, num_blocks, num_others):
+            while not has_room(0, 0, len(running)) and (more := self.preempt_one(above=urgency)):
+                names += more
+        return names
 
-def make_room(state: SchedulerState) -> list[Name]:
-    """Where the prefill that goes first lacks rows or blocks, preempt less urgent sequences until it has them; nobody, where that
-    would not suffice."""
-    first = prefill.head(state)
-    if first is None or state.pause is not None or not _is_outranked(state, first.order[0]):
-        return []
-    place = prefill.look(state, first)
-    state.allocator.release_all(place.found)
-    urgent = first.order[0]
-    lower = [v for v in _holders(state) if v.order[0] > urgent]
-    rows = sum(len(v.rows) if isinstance(v, Prefill) else 1 for v in lower)
-    held = Counter(block for v in lower for block in v.blocks if block != RELEASED)
-    blocks = sum(state.allocator.references(block) == count for block, count in held.items())
-    others = len(state.decoding) - sum(isinstance(v, Sequence) for v in lower)
-    needed = place.missing + prefill.margin(state, first, others)
-    if rows + len(state.free_rows) < len(first.sequences) or blocks + state.allocator.free_count < needed:
-        return []
-    names: list[Name] = []
-    while len(state.free_rows) < len(first.sequences) or state.allocator.free_count < place.missing + prefill.margin(state, first, len(state.decoding)):
-        more = preempt_one(state, less_urgent_than=urgent)
-        if not more:
-            break
-        names += more
-    return names
+    def preempt_one(self, above: int | None = None) -> list[SequenceId]:
+        """Preempts one holder of blocks; returns its sequences, none where there is no holder. ``above``: only one whose priority value is
+        greater."""
+        victim = min(
+            (holder for holder in self._running.holders if above is None or holder.order[0] > above),
+            key=lambda v: (-v.order[0], self._kv_cache.num_exclusive_tokens(v.blocks), tuple(-part for part in v.order)),
+            default=None,
+        )
+        if victim is None:
+            return []
+        if isinstance(victim, Prefill):
+            return self._preempt_prefill(victim, Transition.RECOMPUTE)
+        self._running.read_back([victim])
+        host_blocks = self._swap_out(victim)
+        return self._preempt_decoding([victim], Transition.SWAP_OUT if host_blocks else Transition.RECOMPUTE, host_blocks=host_blocks)
 
+    def preempt_all(self, why: Transition) -> list[SequenceId]:
+        """Preempts everything that holds blocks or is swapped out; none of it is valid from now on."""
+        names = self._preempt_decoding(list(self._running.by_row.values()), why, keep_cache=False)
+        if self._running.prefilling is not None:
+            names += self._preempt_prefill(self._running.prefilling, why)
+        self.drop_swapped()
+        return names
 
-def drop_swapped(state: SchedulerState, is_void: Callable[[Prefill], bool] = lambda _: True) -> None:
-    """Give up the space in host memory of those that wait and are void. They are computed again."""
-    if state.host.free_count < state.host.count:
-        for _, waiting in state.waiting:
-            if waiting.host_blocks and is_void(waiting):
-                prefill.drop_host_blocks(state, waiting)
+    def drop_swapped(self, is_void: Callable[[Prefill], bool] = lambda _: True) -> None:
+        """Frees the host blocks of waiting prefills that are void. What is not aborted is computed again."""
+        if self._kv_cache.host_pool.num_free_blocks < self._kv_cache.host_pool.num_blocks:
+            for prefill in self._waiting:
+                if prefill.host_blocks and is_void(prefill):
+                    self._kv_cache.free_host_blocks(prefill)
 
+    def take_swap_outs(self) -> tuple[BlockCopy, ...]:
+        swap_outs, self.swap_outs = tuple(self.swap_outs), []
+        return swap_outs
 
-def _is_outranked(state: SchedulerState, urgent: int) -> bool:
-    return any(holder.order[0] > urgent for holder in _holders(state))
+    def _swap_out(self, sequence: Sequence) -> list[int]:
+        """Returns the host blocks to which the step copies what ``sequence`` has computed; none where it is computed again instead."""
+        kv_cache, computed = self._kv_cache, len(sequence.known_tokens) - 1
+        num_blocks = sum(block != RELEASED for block in sequence.blocks[: blocks_for(computed)])
+        num_lost = kv_cache.num_exclusive_tokens(sequence.blocks)
+        if not self.policy.swaps(num_blocks, kv_cache.host_pool.num_free_blocks, computed, num_lost):
+            return []
+        host_blocks, copies = kv_cache.swap_out(sequence.blocks, computed)
+        self.swap_outs += copies
+        return host_blocks
 
+    def _preempt_decoding(
+        self, sequences: list[Sequence], why: Transition, keep_cache: bool = True, host_blocks: list[int] | None = None
+    ) -> list[SequenceId]:
+        self._running.read_back(sequences)
+        self._running.leave(sequences, keep_cache)
+        for sequence in sequences:
+            sequence.is_mixed = sequence.is_mixed and bool(host_blocks)
+            self._requeue(Prefill([sequence], sequence.known_tokens, host_blocks=list(host_blocks or ())), why)
+        return [(sequence.request.id, sequence.index) for sequence in sequences]
 
-def _holders(state: SchedulerState) -> list[Sequence | Prefill]:
-    under_way: list[Sequence | Prefill] = [] if state.prefilling is None else [state.prefilling]
-    return under_way + list(state.decoding.values())
+    def _preempt_prefill(self, prefill: Prefill, why: Transition) -> list[SequenceId]:
+        self._running.stop_prefill(prefill)
+        for sequence in prefill.sequences:
+            sequence.is_mixed = False
+        self._requeue(prefill, why)
+        return [(sequence.request.id, sequence.index) for sequence in prefill.sequences]
 
-
-def _lost_tokens(state: SchedulerState, victim: Sequence | Prefill) -> int:
-    """Tokens in blocks that nobody else holds."""
-    return BLOCK_TOKENS * sum(block != RELEASED and state.allocator.references(block) == 1 for block in victim.blocks)
-
-
-def _preempt_decoding(state: SchedulerState, sequence: Sequence) -> list[Name]:
-    state.read_back([sequence])
-    host = _swap_out(state, sequence) if _swaps(state, sequence) else []
-    return _requeue(state, [sequence], Transition.SWAP_OUT if host else Transition.RECOMPUTE, keep_cache=True, host_blocks=host)
-
-
-def _swaps(state: SchedulerState, sequence: Sequence) -> bool:
-    computed = len(sequence.known_tokens) - 1
-    held = sum(block != RELEASED for block in sequence.blocks[: blocks_for(computed)])
-    if state.limits.preemption == "recompute" or held > state.host.free_count or not held:
-        return False
-    if state.limits.preemption == "swap" or state.costs is None:
-        return True
-    lost = min(computed, _lost_tokens(state, sequence))
-    return state.costs.swap_s(held * BLOCK_TOKENS) < state.costs.recompute_s(lost, computed)
-
-
-def _swap_out(state: SchedulerState, sequence: Sequence) -> list[int]:
-    """Blocks of host memory for all that ``sequence`` has computed; the copies are made before the step writes anything."""
-    table = sequence.blocks[: blocks_for(len(sequence.known_tokens) - 1)]
-    host = [block if block == RELEASED else state.host.allocate() for block in table]
-    state.swap_outs += [BlockCopy(a, b) for a, b in zip(table, host, strict=True) if a != RELEASED]
-    return host
-
-
-def _requeue(
-    state: SchedulerState, sequences: list[Sequence], why: Transition, keep_cache: bool, host_blocks: list[int] | None = None
-) -> list[Name]:
-    """``sequences`` wait again with all their tokens."""
-    state.read_back(sequences)
-    decode.leave(state, sequences, keep_cache)
-    for sequence in sequences:
-        move(sequence, why, state.counts)
-        sequence.preemptions += 1
-        sequence.is_mixed = sequence.is_mixed and bool(host_blocks)
-        prefill.queue(state, Prefill([sequence], sequence.known_tokens, host_blocks=list(host_blocks or ())))
-    return [(sequence.request.id, sequence.index) for sequence in sequences]
-
-
-def _preempt_prefill(state: SchedulerState, waiting: Prefill, why: Transition) -> list[Name]:
-    prefill.give_up(state, waiting)
-    for sequence in waiting.sequences:
-        move(sequence, why, state.counts)
-        sequence.is_mixed = False
-        sequence.preemptions += 1
-    prefill.queue(state, waiting)
-    return [(sequence.request.id, sequence.index) for sequence in waiting.sequences]
+    def _requeue(self, prefill: Prefill, why: Transition) -> None:
+        for sequence in prefill.sequences:
+            move(sequence, why, self._counts)
+            sequence.preemptions += 1
+        self._waiting.push_preempted(prefill)

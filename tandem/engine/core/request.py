@@ -1,24 +1,26 @@
-"""A request, its sequences and the parts of them that wait to be prefilled."""
+"""A request, its sequences, and the prefills that they wait for."""
 
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.core.lifecycle import State
-from tandem.engine.sample.logits_processors import LogitRules
+from tandem.engine.processing.stop_checker import StopChecker
+from tandem.engine.sample.logits_processors import LogitsProcessors
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.sample.stop_checker import TextWatch
 from tandem.engine.spec_decode.draft_length import DraftLength
-from tandem.engine.structured_output.grammars import GrammarCursor
+from tandem.engine.structured_output.manager import GrammarCursor
 from tandem.types import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. ``key`` and ``params.seed`` (or the engine's ``seed``) fix every random number of the
-    request; completion i draws as index ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival``
-    breaks ties. ``stop_token_ids``: all tokens that end a completion; ``end_token_ids``: those of them that the
-    tokenizer declares. ``adapter``: the name of its LoRA adapter, empty for none."""
+    """One request.
+
+    ``key`` and ``params.seed`` (or the engine's ``seed``) determine every random number of the request; completion i draws as index
+    ``first_index + i``. ``priority``: lower goes first, as in vLLM; ``arrival`` breaks ties. ``stop_token_ids``: all tokens that end a
+    completion; ``end_token_ids``: those of them that the tokenizer declares. ``adapter``: the name of its LoRA adapter, empty for none.
+    """
 
     id: str
     prompt: str | None
@@ -35,26 +37,27 @@ class Request:
     adapter: str = ""
     max_length: int = 0
     """Tokens, prompt and completion together, at which a completion ends."""
-    rules: LogitRules | None = None
-    """What is done to the logits, ``None`` where they stay as they are."""
+    logits_processors: LogitsProcessors | None = None
+    """``None`` where the logits are not changed."""
     draft_tokens: int = 0
-    """Tokens that are proposed for it in one step at most (``tandem.engine.spec_decode.speculative``)."""
+    """Draft tokens that are proposed for it in one step at most (``tandem.engine.spec_decode.speculative``)."""
 
     @property
-    def is_attended(self) -> bool:
-        """Whether the host has a part in each of its steps, so that none is launched before it has seen the one before."""
+    def is_synchronous(self) -> bool:
+        """Whether the host takes part in each of its steps, so that none can be launched before the last one has ended."""
         has_scores = self.params.logprobs is not None or self.params.prompt_logprobs is not None
-        return self.rules is not None or bool(self.adapter) or has_scores
+        return self.logits_processors is not None or bool(self.adapter) or has_scores
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One completion under way. ``row``: its place in the engine's per-row buffers, -1 while it has none. ``blocks``:
-    its table and ``keys`` the prefix-cache keys of its first full ones; both empty while it has no row. ``offset``:
-    while it decodes, the position fed at engine step t is ``offset + t``. ``due``: the step before which it needs a
-    block. ``cached``: tokens that the prefix cache held when it was first computed.
+    """One completion of a request.
 
-    The lists hold the tokens that were read back from the row's buffers: all of them whenever it has no row.
+    ``row``: its row of the input batch, -1 while it has none. ``blocks``: its block table and ``block_hashes`` the hashes of the first full
+    ones; both empty while it has no row. ``offset``: while it decodes, the position fed at engine step t is ``offset + t``. ``due``: the step
+    before which it needs a block. ``cached``: tokens that the prefix cache held when it was first computed.
+
+    The lists hold the tokens that were read back from the input batch: all of them whenever the sequence has no row.
     """
 
     request: Request
@@ -62,7 +65,7 @@ class Sequence:
     random_key: int
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
     offset: int = 0
     due: int = 0
     cached: int = -1
@@ -71,27 +74,26 @@ class Sequence:
     sampling_logprobs: list[float] = field(default_factory=list)
     weight_versions: list[WeightVersion] = field(default_factory=list)
     top_logprobs: list[Any] = field(default_factory=list)
-    text_watch: TextWatch | None = None
+    stop_checker: StopChecker | None = None
     """Of a request with stop texts or a stream."""
     streamed_tokens: int = 0
     streamed_characters: int = 0
     """How much of a stream was handed out."""
     cursor: GrammarCursor | None = None
-    """The place in the grammar of a request with structured output."""
+    """The position in the grammar of a request with structured output."""
     state: State = State.WAITING
     preemptions: int = 0
-    """How often blocks were taken from it; what it must find free to be admitted again grows with it."""
+    """How often it was preempted. Each preemption raises the number of free blocks that its next admission requires."""
     is_mixed: bool = False
-    """Whether its keys and values are of several weight versions, so that nobody else may find them."""
+    """Whether its keys and values are of several weight versions, so that the prefix cache must not share them."""
     draft: DraftLength | None = None
     ngrams: Any = None
     """The index of its tokens (``tandem.engine.spec_decode.ngram_proposer``)."""
     draft_computed: int = 0
-    """How many of its tokens stand in the cache of the draft model."""
+    """How many of its tokens are in the cache of the draft model."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it is answered; a prefill that waits for it is void then."""
         return self.state is State.COMPLETED
 
     @property
@@ -99,8 +101,8 @@ class Sequence:
         """Lower goes first."""
         return self.request.priority, self.request.arrival, self.index
 
-    def forget_drawn(self) -> None:
-        """Drop all tokens: of a request that only scores its prompt, for which a step draws one all the same."""
+    def discard_output(self) -> None:
+        """Removes all tokens: of a request that only scores its prompt, for which a step draws one nevertheless."""
         for drawn in (self.token_ids, self.raw_logprobs, self.sampling_logprobs, self.weight_versions, self.top_logprobs):
             drawn.clear()
 
@@ -111,30 +113,42 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known
-    tokens of one sequence that lost its cache. ``computed`` tokens are in ``blocks`` already, ``cached`` of them from
-    the prefix cache, which is not asked where ``is_scored``: the log-probabilities of all tokens are wanted. ``rows`` are
-    taken at admission. ``keys``: of its full blocks, in the chain that starts from ``root``.
+    """Tokens to be computed before ``sequences`` can draw their next one: the prompt of a whole group, or all known tokens of one
+    preempted sequence.
+
+    ``computed`` tokens are in ``blocks`` already, ``cached`` of them from the prefix cache, which is not used where ``is_scored``: the
+    log-probabilities of all tokens are wanted. ``rows`` are assigned at admission. ``block_hashes``: of its full blocks, in the chain that
+    starts from ``root_hash``.
     """
 
     sequences: list[Sequence]
     tokens: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    root: bytes = b""
+    block_hashes: list[bytes] = field(default_factory=list)
+    root_hash: bytes = b""
     rows: list[int] = field(default_factory=list)
     cached: int = 0
     host_blocks: list[int] = field(default_factory=list)
-    """Of a sequence that was swapped out: where in host memory its blocks stand. Nothing is prefilled then."""
+    """The block table in host memory of a swapped-out sequence, which is not prefilled."""
     is_scored: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:
         return self.sequences[0].order
 
+    @property
+    def is_void(self) -> bool:
+        """Whether its request was aborted (a prefill is of one request)."""
+        return self.sequences[0].is_done
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its sequences ran before and were preempted."""
+        return self.sequences[0].preemptions > 0
+
 
 def random_key(seed: int, request_key: int, index: int) -> int:
-    """The signed 64-bit key of one completion's random numbers: a digest, so that near keys draw unrelated numbers."""
+    """Returns the signed 64-bit key of one completion's random numbers: a digest, so that similar keys draw unrelated numbers."""
     text = f"{seed}\0{request_key}\0{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -1,91 +1,263 @@
-"""One scheduler for all kinds of batching: which tokens the next step computes, as a plain value that a test can compare."""
+"""The scheduler: decides which tokens the next step computes, in which blocks. Plain Python; it sees no tensor."""
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
 
-from tandem.engine.core import decode, growth, preemption, prefill
-from tandem.engine.core.state import SchedulerState
-from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy
-from tandem.engine.spec_decode.draft_plan import plan_drafts
-
-
-class Chunk(NamedTuple):
-    """Tokens ``start .. start + len(tokens) - 1`` of a prefill. With its last chunk ``rows`` draw their next token
-    from it (one row for each sequence of the group); before that ``rows`` is empty. ``adapter``: the name of the request's
-    LoRA adapter, empty for none."""
-
-    request_id: str
-    start: int
-    tokens: tuple[int, ...]
-    blocks: tuple[int, ...]
-    rows: tuple[int, ...]
-    adapter: str = ""
+from tandem.engine.core.batching import BatchingPolicy
+from tandem.engine.core.lifecycle import Transition, move
+from tandem.engine.core.preemption import Preemption, PreemptionPolicy
+from tandem.engine.core.request import Prefill, Sequence
+from tandem.engine.core.request_queue import RequestQueue
+from tandem.engine.core.running import RunningSequences
+from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput, SequenceId
+from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy, blocks_for
+from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.kernels.api import BLOCK_TOKENS
 
 
-class Decision(NamedTuple):
-    """One step. ``decode``: rows that feed one token each. ``drafts``: how many more tokens each of them may feed as a guess;
-    empty where nobody may. Before anything is computed ``swap_outs`` (to host memory), ``swap_ins`` (from there), ``copies`` and
-    then ``changes`` are applied to the caches and to the block tables. ``resumed``: rows that are swapped in and decode from the
-    next step on. ``preempted``: (request id, index) of sequences that lost their cache."""
+class PauseMode(StrEnum):
+    """What happens to running requests while an engine is paused. ``ABORT``: they are aborted. ``WAIT``: those that have begun run to
+    their end, and no other begins. ``RECOMPUTE``: they are stopped, and their keys and values are computed again where the weights change.
+    ``KEEP``: they are stopped, and continue with the keys and values they have."""
 
-    decode: tuple[int, ...] = ()
-    prefill: tuple[Chunk, ...] = ()
-    changes: tuple[BlockChange, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
-    preempted: tuple[tuple[str, int], ...] = ()
-    swap_outs: tuple[BlockCopy, ...] = ()
-    swap_ins: tuple[BlockCopy, ...] = ()
-    resumed: tuple[int, ...] = ()
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.decode or self.prefill or self.swap_outs or self.resumed)
+    ABORT = "abort"
+    WAIT = "wait"
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
 
 
-def schedule(state: SchedulerState) -> Decision:
-    """The next step: every decoding sequence advances, then prefill chunks fill what is left of the budget. Where blocks or rows
-    run out, sequences are preempted; nothing new is admitted in such a step."""
-    state.step += 1
-    outranked = preemption.make_room(state)
-    changes, copies, short = growth.give_blocks(state)
-    preempted = outranked + short
-    rows = decode.rows(state)
-    budget = state.limits.max_num_batched_tokens - len(rows)
-    drafts, more_changes = plan_drafts(state, rows, budget)
-    budget -= sum(drafts)
-    chunks: list[Chunk] = []
-    swap_ins: list[BlockCopy] = []
-    resumed: list[int] = []
-    while budget > 0:
-        if state.prefilling is None and not preempted:
-            state.prefilling = prefill.admit(state, budget)
-        current = state.prefilling
-        if current is None:
-            break
-        if current.host_blocks:
-            swap_ins += prefill.swap_in(state, current)
-            decode.resume(state, current)
-            resumed += current.rows
-            state.prefilling = None
-            continue
-        start, tokens = prefill.take(state, current, budget)
-        budget -= len(tokens)
-        is_last = current.computed == len(current.tokens)
-        chunks.append(
-            Chunk(
-                request_id=current.sequences[0].request.id,
-                start=start,
-                tokens=tuple(tokens),
-                blocks=tuple(current.blocks),
-                rows=tuple(current.rows) if is_last else (),
-                adapter=current.sequences[0].request.adapter,
-            )
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """``max_num_seqs``: rows, that is sequences that decode at once. ``max_num_batched_tokens``: the token budget of one step; at least
+    ``max_num_seqs``, so that every decoding sequence advances in every step. ``batching``: as ``BatchingPolicy`` has it.
+    ``watermark_blocks``: blocks that an admission leaves free. ``speculative_batch_limit``: no draft tokens are scheduled while more
+    sequences decode."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    batching: str = "chunked"
+    watermark_blocks: int = 0
+    speculative_batch_limit: int = 0
+
+
+class Scheduler:
+    """Schedules sequences over ``kv_cache``. ``read_back`` moves the new tokens of sequences from their rows to their lists. ``counts``:
+    how often each transition was made."""
+
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, read_back: Callable[[list[Sequence]], None],
+        preemption: PreemptionPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.kv_cache = kv_cache
+        self.batching = BatchingPolicy(config.batching)
+        self.waiting = RequestQueue()
+        self.running = RunningSequences(config.max_num_seqs, kv_cache, self.batching, read_back)
+        self.counts: Counter[Transition] = Counter()
+        self.preemption = Preemption(preemption or PreemptionPolicy(), kv_cache, self.running, self.waiting, self.counts)
+        self.pause: PauseMode | None = None
+        self.step = 0
+
+    def schedule(self) -> SchedulerOutput:
+        """Returns the next step: every decoding sequence advances, then prefill chunks fill the rest of the token budget. Where blocks
+        or rows run out, sequences are preempted; nothing new is admitted in such a step."""
+        self.step += 1
+        running = self.running
+        self.waiting.requeue(self.counts)
+        preempted = self._preempt_for_urgent()
+        changes, copies = self._allocate_decode_slots(preempted)
+        rows = running.rows
+        budget = self.config.max_num_batched_tokens - len(rows)
+        num_draft_tokens = self._schedule_drafts(rows, budget, changes)
+        budget -= sum(num_draft_tokens)
+        prefills: list[ScheduledPrefill] = []
+        swap_ins: list[BlockCopy] = []
+        resumed: list[int] = []
+        while budget > 0:
+            if running.prefilling is None and not preempted:
+                running.prefilling = self._admit(budget)
+            prefill = running.prefilling
+            if prefill is None:
+                break
+            if prefill.host_blocks:
+                swap_ins += self.kv_cache.swap_in(prefill)
+                resumed += prefill.rows
+                # Its last token was never fed.
+                running.start_decoding(prefill, self.step, first_fed=len(prefill.tokens) - 1)
+                continue
+            prefills.append(self._schedule_chunk(prefill, budget))
+            budget -= len(prefills[-1].tokens)
+            if prefill.computed == len(prefill.tokens):
+                for sequence in prefill.sequences:
+                    move(sequence, Transition.JOIN, self.counts)
+                    sequence.cached = prefill.cached if sequence.cached < 0 else sequence.cached
+                running.start_decoding(prefill, self.step, first_fed=len(prefill.tokens))
+        return SchedulerOutput(
+            rows, tuple(prefills), tuple(changes), tuple(copies), tuple(preempted), self.preemption.take_swap_outs(), tuple(swap_ins),
+            tuple(resumed), num_draft_tokens,
         )
-        if is_last:
-            decode.join(state, current)
-            state.prefilling = None
-    swap_outs, state.swap_outs = tuple(state.swap_outs), []
-    return Decision(
-        rows, tuple(chunks), tuple(changes + more_changes), tuple(copies), tuple(preempted), swap_outs, tuple(swap_ins), tuple(resumed),
-        drafts,
-    )
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_group(self, sequences: list[Sequence], is_scored: bool = False) -> None:
+        """Queues the prompt that ``sequences`` share. A group takes its rows at once; one that no step could hold is divided, and its
+        parts share the prompt. Static reservations share nothing. ``is_scored``: as ``Prefill`` has it."""
+        size = 1 if self.kv_cache.reservation else self.config.max_num_seqs
+        for first in range(0, len(sequences), size):
+            part = sequences[first : first + size]
+            self.waiting.push(Prefill(part, part[0].request.prompt_token_ids, is_scored=is_scored and first == 0))
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """Takes sequences that have ended out of their rows. The caller completes them."""
+        ended = list(sequences)
+        self.running.read_back(ended)
+        self.running.leave(ended, has_ended=True)
+        self.running.free_held_when_idle()
+
+    def abort(self, sequences: Collection[Sequence]) -> None:
+        """Takes the open ``sequences`` of one request out, whatever their state. The caller completes them."""
+        self.preemption.drop_swapped(lambda prefill: prefill.sequences[0] in sequences)
+        prefilling = self.running.prefilling
+        if prefilling is not None and prefilling.sequences[0] in sequences:
+            self.running.stop_prefill(prefilling)
+        self.finish([sequence for sequence in sequences if sequence.row >= 0])
+
+    def accept_drafts(self, row: int, num_proposed: int, num_accepted: int) -> None:
+        """Notes that ``row`` has advanced by ``num_accepted`` tokens more than one in this step."""
+        sequence = self.running.speculating.get(row)
+        if sequence is not None and sequence.draft is not None:
+            sequence.offset += num_accepted
+            sequence.draft.learn(num_proposed, num_accepted)
+
+    def may_preempt(self) -> bool:
+        """Returns whether the next step may preempt: sequences at the end of a block could find none, or a more urgent one waits."""
+        if self.running.num_due(self.step + 1) > self.kv_cache.num_free_blocks:
+            return True
+        first = self.waiting.peek()
+        return first is not None and self.preemption.outranks(first)
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def _allocate_decode_slots(self, preempted: list[SequenceId]) -> tuple[list[BlockChange], list[BlockCopy]]:
+        """Gives every decoding sequence a slot for its next token. Where there are too few blocks, sequences are preempted first, and
+        added to ``preempted``, so that none is preempted after it was given one."""
+        kv_cache, step = self.kv_cache, self.step
+        due = self.running.take_due(step)
+        for sequence in due:
+            kv_cache.free_behind_window(sequence.blocks, sequence.offset + step)
+        short = due
+        while short := [s for s in short if s.row >= 0 and kv_cache.needs_slot(s.blocks, s.offset + step)]:
+            if kv_cache.num_blocks_for_slots((s.blocks, s.offset + step) for s in short) <= kv_cache.num_free_blocks:
+                break
+            if self.batching.held:
+                self.running.free_held()
+            else:
+                names = self.preemption.preempt_one()
+                assert names, "no block is free and no sequence holds any"
+                preempted += names
+        changes: list[BlockChange] = []
+        copies: list[BlockCopy] = []
+        for sequence in due:
+            if sequence.row < 0:
+                continue
+            position = sequence.offset + step
+            # The last of those that share a block may have it to itself by now.
+            slots = kv_cache.allocate_slots(sequence.blocks, position, position + 1)
+            assert slots is not None
+            for column, block, copy in slots:
+                changes.append(BlockChange(sequence.row, column, block))
+                copies += [] if copy is None else [copy]
+            if not slots and position % BLOCK_TOKENS == 0:
+                # It enters a block that it has held for some steps.
+                column = position // BLOCK_TOKENS
+                changes.append(BlockChange(sequence.row, column, sequence.blocks[column]))
+            self.running.set_due(sequence, step)
+        return changes, copies
+
+    def _schedule_drafts(self, rows: tuple[int, ...], budget: int, changes: list[BlockChange]) -> tuple[int, ...]:
+        """Returns the draft tokens that each of ``rows`` may feed, at most ``budget`` together; empty where none may. Drafts take only
+        blocks that no other sequence is about to need: they never preempt. New blocks are added to ``changes``."""
+        speculating = self.running.speculating
+        if not speculating or len(rows) > self.config.speculative_batch_limit:
+            return ()
+        scheduled = []
+        for row in rows:
+            sequence = speculating.get(row)
+            if sequence is None or sequence.draft is None:
+                scheduled.append(0)
+                continue
+            position = sequence.offset + self.step
+            # The step draws one token more than was proposed.
+            count = max(0, min(sequence.draft.next(), sequence.request.max_length - position - 2, budget))
+            spare = max(0, self.kv_cache.num_free_blocks - len(self.running))
+            count = min(count, (len(sequence.blocks) + spare) * BLOCK_TOKENS - 1 - position)
+            for column, block, _ in self.kv_cache.allocate_slots(sequence.blocks, position + 1, position + 1 + count) or ():
+                changes.append(BlockChange(row, column, block))
+            scheduled.append(count)
+            budget -= count
+        return tuple(scheduled) if any(scheduled) else ()
+
+    # -- prefills ------------------------------------------------------------------------------------------------------
+
+    def _preempt_for_urgent(self) -> list[SequenceId]:
+        """Makes room for the prefill that goes first, where it is more urgent than what is running."""
+        first = self.waiting.peek()
+        if first is None or self.pause is not None or not self.preemption.outranks(first):
+            return []
+        return self.preemption.preempt_for(first, lambda num_running: self._num_reserved_blocks(first, num_running))
+
+    def _admit(self, budget: int) -> Prefill | None:
+        """Gives the prefill that goes first its rows and all its blocks; ``None`` where they do not suffice."""
+        self.running.free_held_when_idle()
+        is_idle = not self.running
+        prefill = self.waiting.peek()
+        if prefill is None or not self._may_begin(prefill, is_idle) or len(prefill.sequences) > len(self.running.free_rows):
+            self.batching.close(is_idle)
+            return None
+        computed = self.kv_cache.get_computed_blocks(prefill)
+        is_whole = not self.batching.splits_prompts and not prefill.host_blocks
+        if is_whole and len(prefill.tokens) - len(computed) * BLOCK_TOKENS > budget:
+            # It goes in a step of its own: the batch is still forming.
+            self.kv_cache.free(computed)
+            return None
+        if not self.kv_cache.allocate_prompt(prefill, computed, self._num_reserved_blocks(prefill, len(self.running))):
+            self.batching.close(is_idle)
+            return None
+        self.waiting.pop()
+        prefill.rows = [self.running.free_rows.pop() for _ in prefill.sequences]
+        for sequence in prefill.sequences:
+            move(sequence, Transition.SWAP_IN if prefill.host_blocks else Transition.ADMIT, self.counts)
+        return prefill
+
+    def _may_begin(self, prefill: Prefill, is_idle: bool) -> bool:
+        if self.pause is not None and not (self.pause is PauseMode.WAIT and prefill.has_begun):
+            return False
+        return prefill.has_begun or self.batching.may_join(is_idle)
+
+    def _num_reserved_blocks(self, prefill: Prefill, num_running: int) -> int:
+        """Returns the blocks that must stay free when ``prefill`` is admitted beside ``num_running`` sequences.
+
+        Every running sequence may need a block soon, and so may every fork; without that reserve the admission would be undone at once.
+        A sequence that runs alone needs none. Each preemption doubles what a sequence requires, up to its maximum length, so that running
+        sequences finish under memory pressure.
+        """
+        if not num_running or self.kv_cache.reservation:
+            return 0
+        first = prefill.sequences[0]
+        growth = blocks_for(first.request.max_length) - blocks_for(len(prefill.tokens))
+        patience = min((1 << min(first.preemptions, 30)) - 1, max(0, growth))
+        return num_running + len(prefill.sequences) + self.config.watermark_blocks + patience
+
+    def _schedule_chunk(self, prefill: Prefill, budget: int) -> ScheduledPrefill:
+        """Returns the next chunk, at most ``budget`` tokens. Its full blocks can be found at once: a step writes all its keys and values
+        before it reads any."""
+        start = prefill.computed
+        self.kv_cache.free_behind_window(prefill.blocks, start)
+        tokens = tuple(prefill.tokens[start : start + budget])
+        prefill.computed += len(tokens)
+        self.kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, prefill.computed)
+        request = prefill.sequences[0].request
+        rows = tuple(prefill.rows) if prefill.computed == len(prefill.tokens) else ()
+        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter)

@@ -1,7 +1,7 @@
-"""The flat state of everything that decodes: one row a sequence, one tensor a property.
+"""The input batch: the state of everything that decodes, one row a sequence.
 
-A step reads and writes these with a handful of vector operations; Python looks at a single sequence only when it joins,
-leaves or crosses a block.
+A step reads and writes it with a few vector operations; Python looks at a single sequence only when it joins, leaves or enters another
+block.
 """
 
 from collections.abc import Sequence as Series
@@ -11,78 +11,110 @@ import torch
 from torch import Tensor
 
 from tandem.engine.core.request import Sequence
+from tandem.engine.executor.model_input import padded_tables
+from tandem.engine.executor.row_tensors import RowTensors, to_device
 from tandem.engine.kv_cache.block_table import BlockChange, blocks_for
+from tandem.engine.sample.logits_processors import Position
+from tandem.engine.sample.logprobs import top_logprobs
+from tandem.kernels.api import BLOCK_TOKENS, SampledRows
 from tandem.types import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Rows of one step with what sampling needs of them, each tensor [R]. ``stop_tokens[R, K]`` is padded with -1."""
+class SelectedRows:
+    """The rows that draw in a step, and their sequences. On the CPU: ``index``, ``start``, ``limit`` [R] and ``stop_tokens[R, K]``, padded
+    with -1. On the device: ``device_index`` and what sampling needs, [R] each."""
 
     rows: tuple[int, ...]
+    sequences: tuple[Sequence, ...]
     index: Tensor
     start: Tensor
     limit: Tensor
+    stop_tokens: Tensor
+    device_index: Tensor
     random_key: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    stop_tokens: Tensor
     is_greedy: bool
 
 
-class RowTable:
-    """``rows`` sequences of up to ``max_model_len`` tokens.
+class InputBatch:
+    """``rows`` sequences of up to ``max_model_len`` tokens, in host memory and, as far as a step reads them, on ``device``.
 
-    ``length[r]``: tokens known of row r, prompt included; its last one, ``last_token[r]``, is the next to be fed.
-    ``start[r]``: its length when it joined; token ``start + i`` stands in column i of the ``drawn`` buffers until it is
-    read back. ``limit[r]``: the length at which it ends.
+    ``host`` is what the host knows: of a row in a step under way it lacks the token that the step draws. ``on_device`` is what the next
+    step feeds; it is ``host`` itself where each step ends before the next begins on a CPU. ``start[r]``: the length of row r when it joined;
+    token ``start + i`` is in column i of the ``drawn`` buffers until it is read back. ``limit[r]``: the length at which it ends.
+
+    Args:
+        rows: Sequences that decode at once.
+        max_model_len: Tokens of the longest sequence.
+        logprob_dtype: Of recorded log-probabilities.
+        device: Where steps run.
+        scratch_block: A block that no sequence has, for the padding row of steps that are launched ahead; ``None``: none are.
     """
 
-    def __init__(self, rows: int, max_model_len: int, logprob_dtype: torch.dtype = torch.float32) -> None:
-        self._integers = torch.zeros(6, rows, dtype=torch.int64)
-        self._numbers = torch.zeros(3, rows, dtype=torch.float32)
-        self.last_token, self.length, self.start, self.limit, self.random_key, self.top_k = self._integers
-        self.temperature, self.top_p, self.min_p = self._numbers
+    def __init__(
+        self, rows: int, max_model_len: int, logprob_dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+        scratch_block: int | None = None,
+    ) -> None:
+        cpu = torch.device("cpu")
+        columns = blocks_for(max_model_len)
+        self.host = RowTensors(rows, columns, cpu)
+        is_mirrored = scratch_block is not None or (device is not None and device.type != "cpu")
+        self.on_device = RowTensors(rows, columns, device or cpu, scratch_block) if is_mirrored else self.host
+        self.start, self.limit = torch.zeros(2, rows, dtype=torch.int64)
         self.stop_tokens = torch.full((rows, 1), -1, dtype=torch.int64)
-        self.block_tables = torch.zeros(rows, blocks_for(max_model_len), dtype=torch.int32)
         # Not zeroed: memory that no sequence reaches is never touched.
         self.drawn_tokens = torch.empty(rows, max_model_len, dtype=torch.int64)
         self.drawn_logprobs = torch.empty(2, rows, max_model_len, dtype=logprob_dtype)
         self._drawn_raw, self._drawn_sampling = self.drawn_logprobs
-        self.adjusted: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.with_logits_processors: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
-        self.with_text_watch: dict[int, Sequence] = {}
+        self.with_stop_checker: dict[int, Sequence] = {}
         self.streamed: dict[int, Sequence] = {}
         self.speculating: dict[int, Sequence] = {}
         self.with_adapter: dict[int, Sequence] = {}
 
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether steps read other tensors than the host does."""
+        return self.on_device is not self.host
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a row's next token needs more than logits and sampling settings."""
+        return bool(self.with_logits_processors or self.with_top_logprobs or self.with_adapter)
+
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
-        """Fill the rows of sequences of which ``lengths[i]`` tokens are known, and which are about to draw their first token
+        """Fills the rows of sequences of which ``lengths[i]`` tokens are known, and which are about to draw their first token
         here or, swapped in, to feed their last one."""
         index = torch.tensor([sequence.row for sequence in sequences])
-        integers, numbers, stops = [], [], []
+        integers, numbers, stops, limits = [], [], [], []
         for sequence, length in zip(sequences, lengths, strict=True):
             request, params = sequence.request, sequence.request.params
             last = sequence.token_ids[-1] if sequence.token_ids else 0
-            integers.append((last, length, length, request.max_length, sequence.random_key, params.top_k))
+            integers.append((last, length, sequence.random_key, params.top_k))
             numbers.append((params.temperature, params.top_p, params.min_p))
+            limits.append((length, request.max_length))
             stops.append(request.stop_token_ids)
-            if request.rules is not None:
-                self.adjusted[sequence.row] = sequence
+            self.sequences[sequence.row] = sequence
+            if request.logits_processors is not None:
+                self.with_logits_processors[sequence.row] = sequence
             if params.logprobs is not None:
                 self.with_top_logprobs[sequence.row] = sequence
-            if sequence.text_watch is not None:
-                self.with_text_watch[sequence.row] = sequence
+            if sequence.stop_checker is not None:
+                self.with_stop_checker[sequence.row] = sequence
             if params.is_streamed:
                 self.streamed[sequence.row] = sequence
             if request.draft_tokens:
                 self.speculating[sequence.row] = sequence
             if request.adapter:
                 self.with_adapter[sequence.row] = sequence
-        self._integers[:, index] = torch.tensor(integers).t()
-        self._numbers[:, index] = torch.tensor(numbers, dtype=torch.float32).t()
+        self.host.fill(index, torch.tensor(integers).t(), torch.tensor(numbers, dtype=torch.float32).t())
+        self.start[index], self.limit[index] = torch.tensor(limits).unbind(1)
         self._set_stops(index, stops)
         self._set_tables(index, [sequence.blocks for sequence in sequences])
 
@@ -97,76 +129,115 @@ class RowTable:
 
     def _set_tables(self, index: Tensor, tables: list[list[int]]) -> None:
         width = max(map(len, tables))
-        self.block_tables[index, :width] = padded_tables(tables, width)
+        self.host.block_tables[index, :width] = padded_tables(tables, width)
 
-    def change_blocks(self, changes: Series[BlockChange]) -> None:
-        row, column, block = torch.tensor(changes).unbind(1)
-        self.block_tables[row, column] = block.int()
+    def update(self, changes: Series[BlockChange], joined: tuple[int, ...]) -> None:
+        """Applies a step's changes to block tables; takes the rows that have ``joined`` with it to the device."""
+        self.host.change_blocks(changes)
+        if self.is_mirrored:
+            self.on_device.copy_rows(self.host, joined)
+            self.on_device.change_blocks([change for change in changes if change.row not in joined])
 
-    def select(self, rows: tuple[int, ...]) -> Selection:
-        index = torch.tensor(rows, dtype=torch.int64)
-        _, _, start, limit, random_key, top_k = self._integers.index_select(1, index)
-        temperature, top_p, min_p = self._numbers.index_select(1, index)
-        return Selection(
+    def append_on_device(self, selected: SelectedRows, tokens: Tensor) -> None:
+        """Lets the next step feed ``tokens[R]``, which this one draws, before the host has recorded them."""
+        if self.is_mirrored:
+            self.on_device.append(selected.device_index, tokens)
+
+    def width(self, rows: tuple[int, ...]) -> int:
+        """Returns the columns of block tables that the next step of decoding ``rows`` needs."""
+        if not rows:
+            return 1
+        longest = int(self.host.length[list(rows)].max()) + self.is_mirrored
+        return min((longest - 1) // BLOCK_TOKENS + 1, self.host.block_tables.shape[1])
+
+    def select(self, rows: tuple[int, ...]) -> SelectedRows:
+        index, device = torch.tensor(rows, dtype=torch.int64), self.on_device.device
+        (_, _, random_key, top_k), (temperature, top_p, min_p) = self.host.gather(index)
+        return SelectedRows(
             rows=rows,
+            sequences=tuple(self.sequences[row] for row in rows),
             index=index,
-            start=start,
-            limit=limit,
-            random_key=random_key,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            start=self.start.index_select(0, index),
+            limit=self.limit.index_select(0, index),
             stop_tokens=self.stop_tokens.index_select(0, index),
+            device_index=to_device(index, device),
+            random_key=to_device(random_key, device),
+            temperature=to_device(temperature, device),
+            top_k=to_device(top_k, device),
+            top_p=to_device(top_p, device),
+            min_p=to_device(min_p, device),
             is_greedy=not bool(temperature.any()),
         )
 
-    def narrow(self, selection: Selection, places: list[int]) -> Selection:
-        """The selected rows at ``places`` of ``selection``."""
-        return self.select(tuple(selection.rows[place] for place in places))
+    def narrow(self, selected: SelectedRows, places: list[int]) -> SelectedRows:
+        """Returns the selected rows at ``places`` of ``selected``."""
+        return self.select(tuple(selected.rows[place] for place in places))
 
     def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
-        """The tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
+        """Returns the tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
         index = torch.tensor([sequence.row for sequence in sequences])
-        counts = (self.length[index] - self.start[index]).tolist()
+        counts = (self.host.length[index] - self.start[index]).tolist()
         drawn = self.drawn_tokens[:, : max(counts)].index_select(0, index).unbind(0)
         return [
             torch.cat((torch.tensor(sequence.token_ids), tokens[:count])) if sequence.token_ids else tokens[:count]
             for sequence, tokens, count in zip(sequences, drawn, counts, strict=True)
         ]
 
-    def record(self, selection: Selection, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
-        """Take down one drawn token for each selected row; returns which rows [R] have ended by length or stop
-        token."""
-        index = selection.index
-        length = self.length.index_select(0, index)
-        column = length - selection.start
+    def positions_to_process(self, selected: SelectedRows) -> list[Position]:
+        """Returns the positions of the selected rows with logits processors."""
+        if not self.with_logits_processors:
+            return []
+        found = [(i, self.with_logits_processors[row]) for i, row in enumerate(selected.rows) if row in self.with_logits_processors]
+        outputs = self.outputs_of([sequence for _, sequence in found]) if found else []
+        return [
+            Position(i, sequence.request.logits_processors, sequence.cursor, output)
+            for (i, sequence), output in zip(found, outputs, strict=True)
+            if sequence.request.logits_processors is not None
+        ]
+
+    def note_top_logprobs(self, logits: Tensor, sampled: SampledRows, selected: SelectedRows) -> None:
+        """Records the most likely tokens of the selected rows whose requests ask for them."""
+        if not self.with_top_logprobs:
+            return
+        asking = [(i, self.with_top_logprobs[row]) for i, row in enumerate(selected.rows) if row in self.with_top_logprobs]
+        if asking:
+            index = torch.tensor([i for i, _ in asking], device=logits.device)
+            counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
+            found = top_logprobs(logits[index], sampled.tokens[index], sampled.raw[index], counts)
+            for (_, sequence), entries in zip(asking, found, strict=True):
+                sequence.top_logprobs.append(entries)
+
+    def record(self, selected: SelectedRows, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
+        """Records one drawn token for each selected row; returns which rows [R] have ended by length or stop token."""
+        index = selected.index
+        length = self.host.length.index_select(0, index)
+        column = length - selected.start
         # ``put_`` by the place in the flat buffer takes a third of the time of an index for each dimension.
         place = index * self.drawn_tokens.shape[1] + column
         self.drawn_tokens.put_(place, tokens)
         self._drawn_raw.put_(place, raw)
         self._drawn_sampling.put_(place, sampling)
-        self.last_token.put_(index, tokens)
+        self.host.last_token.put_(index, tokens)
         length += 1
         # The length comes last: an interrupted step leaves the rows as they were before it.
-        self.length.put_(index, length)
-        ended: Tensor = (length >= selection.limit) | (tokens.unsqueeze(1) == selection.stop_tokens).any(1)
+        self.host.length.put_(index, length)
+        ended: Tensor = (length >= selected.limit) | (tokens.unsqueeze(1) == selected.stop_tokens).any(1)
         return ended
 
     def read_back(self, sequences: Series[Sequence], version: WeightVersion) -> None:
-        """Move what the rows have drawn since they joined, all under ``version``, to the sequences' lists. The rows
-        have no sequence afterwards."""
+        """Moves what the rows have drawn since they joined, all under ``version``, to the sequences' lists. The rows have no sequence
+        afterwards."""
         if not sequences:
             return
         index = torch.tensor([sequence.row for sequence in sequences])
-        counts = (self.length[index] - self.start[index]).tolist()
-        # Whoever joins next and is interrupted before its row is filled must find nothing drawn in it.
-        self.start[index] = self.length[index]
+        counts = (self.host.length[index] - self.start[index]).tolist()
+        # A sequence that joins next and is interrupted before its row is filled must find nothing drawn in it.
+        self.start[index] = self.host.length[index]
         width = max(counts)
         tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
         raw, sampling = self.drawn_logprobs[:, :, :width].index_select(1, index).tolist()
         specials = (
-            self.adjusted, self.with_top_logprobs, self.with_text_watch, self.streamed, self.speculating, self.with_adapter,
+            self.sequences, self.with_logits_processors, self.with_top_logprobs, self.with_stop_checker, self.streamed, self.speculating, self.with_adapter,
         )
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             sequence.token_ids += tokens[i][:count]
@@ -180,10 +251,10 @@ class RowTable:
     def drawn_since(
         self, sequences: Series[Sequence], first: Series[int]
     ) -> list[tuple[list[int], list[float], list[float]]]:
-        """Tokens, raw and sampling log-probabilities of the completions ``sequences``, which have rows, from token number
+        """Returns tokens, raw and sampling log-probabilities of the completions ``sequences``, which have rows, from token number
         ``first[i]`` on. Nothing is read back."""
         index = torch.tensor([sequence.row for sequence in sequences])
-        counts = (self.length[index] - self.start[index]).tolist()
+        counts = (self.host.length[index] - self.start[index]).tolist()
         columns = [max(0, at - len(sequence.token_ids)) for sequence, at in zip(sequences, first, strict=True)]
         width = max(count - column for count, column in zip(counts, columns, strict=True))
         last = self.drawn_tokens.shape[1] - 1
@@ -201,10 +272,3 @@ class RowTable:
                 )
             )
         return found
-
-
-def padded_tables(tables: Series[Series[int]], width: int) -> Tensor:
-    """Block tables as [S, width] int32, short ones padded with 0."""
-    padded = [[*table, *[0] * (width - len(table))] for table in tables]
-    # A block that was given back is never read; its number must be one all the same.
-    return torch.tensor(padded, dtype=torch.int32).clamp_(min=0)

@@ -1,24 +1,27 @@
-"""From a decision to flat tensors, through the model, to one token for every row that draws."""
+"""From a scheduler output through the model to one token for every row that draws."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engine.core.scheduler import Decision
-from tandem.engine.executor.flat_batch import FlatBatch, add_chunks, advance, decode_batch, empty_batch, span_batch, to_device
+from tandem.engine.core.scheduler_output import SchedulerOutput
+from tandem.engine.executor.cuda_graphs import Bucket, DecodeGraphs, Replay
 from tandem.engine.executor.forward import Computed, forward
-from tandem.engine.executor.input_batch import RowTable, Selection
+from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep, to_host
+from tandem.engine.executor.input_batch import InputBatch, SelectedRows
+from tandem.engine.executor.model_input import ModelInput, add_prefills, advance, decode_input, empty_input, span_input
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.executor.step_message import encode_step
-from tandem.engine.kv_cache.block_copies import Moves, apply_moves
+from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
 from tandem.engine.lora.adapters import Adapters
-from tandem.engine.sample.logits_processors import Position, apply_rules
-from tandem.engine.sample.prompt_logprobs import PromptScores
-from tandem.engine.sample.random_numbers import top_logprobs, uniforms
+from tandem.engine.sample.logprobs import PromptLogprobs
+from tandem.engine.sample.random_numbers import uniforms
+from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer, SampledRows
 from tandem.model.decoder import Decoder
@@ -29,231 +32,269 @@ StopCheck = Callable[[tuple[int, ...]], list[int]]
 """Asked of rows that have just drawn a token which of them end for a reason that is neither length nor a stop token."""
 
 
-class Guessed(NamedTuple):
-    """Of row ``row`` ``proposed`` tokens were guessed in a step, and the first ``accepted`` were right."""
+class ModelRunner:
+    """Executes scheduler outputs on ``decoder`` over ``caches``.
 
-    row: int
-    proposed: int
-    accepted: int
+    ``execute_model`` launches a step and ``synchronize`` waits for it and records its tokens. A step may be launched before the one before is
+    synchronized: its tokens never leave the device in between. A row that turns out to have ended is then computed once more, in the block that it
+    holds until then, and the result is dropped; steps run in the order in which they were launched, so the next owner of that block writes after
+    it.
 
-
-class Runner:
-    """Runs decisions on ``decoder`` over ``caches``. While nobody joins, leaves or crosses a block, the tensors of the
-    last step are kept and moved on by one token. ``host``: the swap space, a layer for each of ``caches`` and of the
-    proposer's."""
+    While no sequence joins, leaves or enters another block, the input of the last step is kept and moved on by one token. ``host``: the swap
+    space, a layer for each of ``caches`` and of the proposer's. ``graphs``: replays steps in which every row only decodes.
+    """
 
     def __init__(
-        self, decoder: Decoder, caches: list[KVLayer], table: RowTable, adapters: Adapters, ranks: Ranks | None = None,
+        self, decoder: Decoder, caches: list[KVLayer], batch: InputBatch, adapters: Adapters, ranks: Ranks | None = None,
         host: list[KVLayer] | None = None, proposer: Proposer | None = None,
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
         self.ranks = ranks
         self.caches = caches
-        self.table = table
+        self.batch = batch
         self.host = host or []
         self.proposer = proposer
+        self.sampler = Sampler(decoder.kernels)
         self.device = decoder.embed_tokens.device
-        self.prompt_scores: dict[str, PromptScores] = {}
-        """By request: where the log-probabilities of its prompt go, until they are complete."""
-        self._selection: Selection | None = None
-        self._last: tuple[Selection, FlatBatch] | None = None
-        self._numbers: tuple[Selection | None, list[Tensor]] = (None, [])
+        self.graphs: DecodeGraphs | None = None
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
+        """By request: where the log-probabilities of its prompt are collected, until they are complete."""
+        self._selected: SelectedRows | None = None
+        self._last: tuple[SelectedRows, ModelInput] | None = None
+        self._uniforms: tuple[SelectedRows | None, list[Tensor]] = (None, [])
+
+    # -- one step ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, decision: Decision, ended: list[int], stopped: StopCheck) -> list[Guessed]:
-        """Compute one step and draw its tokens into the table; returns what became of guesses.
-
-        Rows that end are added to ``ended`` as they are found, also where the step fails later."""
-        moves = Moves(decision.swap_outs, decision.swap_ins, decision.copies)
-        apply_moves(self.caches + (self.proposer.caches if self.proposer is not None else []), self.host, moves)
-        if decision.changes:
-            self.table.change_blocks(decision.changes)
-        if not (decision.decode or decision.prefill):
+    def execute_model(self, output: SchedulerOutput) -> InFlightStep:
+        """Launches one step. The rows that join with it are in the batch already."""
+        moves = Moves(output.swap_outs, output.swap_ins, output.block_copies)
+        apply_moves(self._all_caches, self.host, moves)
+        self.batch.update(output.block_changes, output.joined_rows + output.resumed_rows)
+        if not (output.decode_rows or output.prefills):
             if self.ranks is not None and any(moves):
-                self._forward(moves, empty_batch(self.table), draws=False, scores=False)
-            return []
-        guesses = self._guesses(decision)
-        joined = tuple(row for chunk in decision.prefill for row in chunk.rows)
-        selection = self.select(decision.decode, joined)
-        batch = self._flat_batch(decision, selection, guesses)
-        scores = any(chunk.request_id in self.prompt_scores for chunk in decision.prefill)
-        hidden, logits = self._forward(moves, batch, bool(selection.rows), scores)
+                self._forward(moves, empty_input(self.device), draws=False, scores=False)
+            return InFlightStep(output)
+        drafts = self._propose_drafts(output)
+        selected = self._select(output)
+        if self.graphs is not None and not (output.prefills or drafts or self.batch.needs_host):
+            self._last = None
+            sampled = self.graphs.run(selected.device_index, self.batch.width(output.decode_rows))
+            return InFlightStep(output, selected, *to_host(sampled))
+        model_input = self._prepare_inputs(output, selected, drafts)
+        scores = any(chunk.request_id in self.prompt_logprobs for chunk in output.prefills)
+        hidden, logits = self._forward(moves, model_input, bool(selected.rows), scores)
         if scores:
-            self._score_prompts(decision, hidden, len(decision.decode) + sum(map(len, guesses)))
-        if decision.prefill and self.proposer is not None:
-            self.proposer.read(decision.prefill)
+            self._score_prompts(output, hidden, len(output.decode_rows) + sum(map(len, drafts)))
+        if output.prefills and self.proposer is not None:
+            self.proposer.read(output.prefills)
         if logits is None:
+            return InFlightStep(output)
+        if drafts:
+            return InFlightStep(output, selected, logits=logits, drafts=drafts + [[]] * (len(selected.rows) - len(drafts)))
+        return InFlightStep(output, selected, *to_host(self._sample(logits, selected)))
+
+    @torch.inference_mode()
+    def synchronize(self, step: InFlightStep, ended: list[int], stopped: StopCheck) -> list[DraftOutput]:
+        """Waits for ``step`` and records what it drew; returns what became of its draft tokens.
+
+        Rows that end are added to ``ended`` as they are found, also where the call fails later."""
+        selected, sampled = step.selected, step.sampled
+        if selected is None:
             return []
-        if guesses:
-            return self._draw_guessed(logits, selection, guesses + [[]] * len(joined), ended, stopped)
-        self._draw_once(logits, selection, ended, stopped)
+        if step.drafts is not None and step.logits is not None:
+            return self._verify_drafts(step.logits, selected, step.drafts, ended, stopped)
+        assert sampled is not None
+        if step.done is not None:
+            step.done.synchronize()
+        held = [place for place, (row, sequence) in enumerate(zip(selected.rows, selected.sequences, strict=True)) if sequence.row == row]
+        if len(held) < len(selected.rows):
+            # Those that left have ended with the step before.
+            if not held:
+                return []
+            selected = self.batch.narrow(selected, held)
+            places = torch.tensor(held)
+            sampled = SampledRows(*(values.index_select(0, places) for values in sampled))
+        self._record(selected, sampled, ended, stopped)
         return []
 
-    def _guesses(self, decision: Decision) -> list[list[int]]:
-        """What each decoding row feeds as a guess after its last token; empty where nobody guesses."""
-        asked = [(i, row, count) for i, (row, count) in enumerate(zip(decision.decode, decision.drafts, strict=False)) if count]
-        if self.proposer is None or not asked:
-            return []
-        found = self.proposer.propose([self.table.speculating[row] for _, row, _ in asked], [count for _, _, count in asked])
-        guesses: list[list[int]] = [[] for _ in decision.decode]
-        for (i, _, _), tokens in zip(asked, found, strict=True):
-            guesses[i] = tokens
-        return guesses if any(guesses) else []
+    def decode(self, index: Tensor, width: int) -> SampledRows:
+        """A step in which each of the rows ``index[R]`` feeds one token. Nothing waits for the device: this is what a graph holds."""
+        rows = self.batch.on_device
+        computed = forward(self.decoder, self.caches, decode_input(rows, index, width), draws=True, scores=False)
+        assert computed.logits is not None
+        sampled = self.sampler(computed.logits, rows.sampling_metadata(index))
+        rows.append(index, sampled.tokens)
+        return sampled
 
-    def _draw_once(self, logits: Tensor, selection: Selection, ended: list[int], stopped: StopCheck) -> Tensor:
-        """Draw a token for every selected row; returns them on the CPU."""
-        drawn = SampledRows(*(values.to("cpu") for values in self._draw(logits, selection)))
-        self.take_down(selection, drawn, ended, stopped)
-        return drawn.tokens
+    def make_graphs(self, capture: Callable[[Replay], Replay] | None = None) -> DecodeGraphs:
+        """Lets decoding steps be replayed from graphs, for a batch with a padding row. ``capture``: as ``DecodeGraphs`` has it."""
+        rows = self.batch.on_device
+        most = Bucket(rows.padding, rows.block_tables.shape[1])
+        self.graphs = DecodeGraphs(self.decode, rows.padding, most, self.device, lambda: (*self.decoder.packed, self.caches), capture)
+        return self.graphs
 
-    def take_down(self, selection: Selection, drawn: SampledRows, ended: list[int], stopped: StopCheck) -> None:
-        """Record what every selected row has drawn, which is on the CPU; rows that end by it are added to ``ended``."""
-        if not math.isfinite(float(drawn.raw.sum())):
-            raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
-        has_ended = self.table.record(selection, *drawn)
-        if has_ended.any():
-            ended += selection.index[has_ended].tolist()
-        ended += stopped(selection.rows)
+    # -- its input -----------------------------------------------------------------------------------------------------
 
-    def _draw_guessed(
-        self, logits: Tensor, selection: Selection, guesses: list[list[int]], ended: list[int], stopped: StopCheck
-    ) -> list[Guessed]:
-        """As ``_draw_once``, and again for the rows whose guess was the token drawn, as long as there are any.
-
-        Row r's ``len(guesses[r]) + 1`` positions follow one another in ``logits``. Each round draws what a step of its own would,
-        so all that ends or bends a completion, or watches it, sees one token at a time."""
-        starts, at = [], 0
-        for guess in guesses:
-            starts.append(at)
-            at += len(guess) + 1
-        accepted = [0] * len(guesses)
-        places = list(range(len(guesses)))
-        current = selection
-        while True:
-            own = torch.tensor([starts[place] + accepted[place] for place in places], device=self.device)
-            tokens = self._draw_once(logits.index_select(0, own), current, ended, stopped).tolist()
-            over = set(ended)
-            more = []
-            for place, token in zip(places, tokens, strict=True):
-                guess, count = guesses[place], accepted[place]
-                if count < len(guess) and guess[count] == token:
-                    accepted[place] += 1
-                    if selection.rows[place] not in over:
-                        more.append(place)
-            if not more:
-                break
-            places, current = more, self.table.narrow(selection, more)
-        return [
-            Guessed(row, len(guess), count)
-            for row, guess, count in zip(selection.rows, guesses, accepted, strict=True) if guess
-        ]
-
-    def select(self, decode: tuple[int, ...], joined: tuple[int, ...]) -> Selection:
-        """The rows that draw in a step: those that decode, and those that join with it."""
-        kept = self._selection
-        if kept is None or joined or kept.rows is not decode:
-            # The next decision's tuple is another object after a join, so a kept selection is never stale.
-            self._selection = kept = self.table.select(decode + joined if joined else decode)
+    def _select(self, output: SchedulerOutput) -> SelectedRows:
+        """The rows that draw: those that decode, and those that join with this step."""
+        kept, joined = self._selected, output.joined_rows
+        if kept is None or joined or kept.rows is not output.decode_rows:
+            # The tuple of the next step is another object after a join, so a kept selection is never stale.
+            self._selected = kept = self.batch.select(output.decode_rows + joined if joined else output.decode_rows)
         return kept
 
-    def _flat_batch(self, decision: Decision, selection: Selection, guesses: list[list[int]]) -> FlatBatch:
-        is_kept = self._last is not None and self._last[0] is selection
-        if is_kept and self._last is not None and not (decision.changes or decision.prefill or guesses):
-            return advance(self._last[1], self.table.last_token.index_select(0, selection.index))
-        index = selection.index[: len(decision.decode)]
-        if guesses:
-            last, lengths = self.table.last_token[index].tolist(), self.table.length[index].tolist()
-            spans = [[token, *guess] for token, guess in zip(last, guesses, strict=True)]
-            batch = span_batch(self.table, decision.decode, spans, [length - 1 for length in lengths])
+    def _prepare_inputs(self, output: SchedulerOutput, selected: SelectedRows, drafts: list[list[int]]) -> ModelInput:
+        rows, last = self.batch.on_device, self._last
+        is_kept = last is not None and last[0] is selected
+        if is_kept and last is not None and not (output.block_changes or output.prefills or drafts):
+            return advance(last[1], rows.last_token.index_select(0, selected.device_index))
+        count = len(output.decode_rows)
+        if drafts:
+            index, host = selected.index[:count], self.batch.host
+            fed, lengths = host.last_token[index].tolist(), host.length[index].tolist()
+            spans = [[token, *draft] for token, draft in zip(fed, drafts, strict=True)]
+            model_input = span_input(rows, index, spans, [length - 1 for length in lengths])
         else:
-            batch = decode_batch(self.table, index)
-        if decision.prefill:
-            batch = add_chunks(batch, decision.prefill)
-        batch = to_device(batch, self.device)
-        if self.table.with_adapter or any(chunk.adapter for chunk in decision.prefill):
-            batch = batch._replace(lora=self._lora(decision, guesses))
-        self._last = None if decision.prefill or guesses else (selection, batch)
-        return batch
+            model_input = decode_input(rows, selected.device_index[:count], self.batch.width(output.decode_rows))
+        if output.prefills:
+            model_input = add_prefills(model_input, output.prefills)
+        if self.batch.with_adapter or any(chunk.adapter for chunk in output.prefills):
+            model_input = model_input._replace(lora=self._lora(output, drafts))
+        self._last = None if output.prefills or drafts else (selected, model_input)
+        return model_input
 
-    def _lora(self, decision: Decision, guesses: list[list[int]]) -> LoraBatch | None:
-        adapted, slot = self.table.with_adapter, self.adapters.slot
+    def _propose_drafts(self, output: SchedulerOutput) -> list[list[int]]:
+        """The draft tokens that each decoding row feeds after its last token; empty where no row has any."""
+        asked = [(i, row, count) for i, (row, count) in enumerate(zip(output.decode_rows, output.num_draft_tokens, strict=False)) if count]
+        if self.proposer is None or not asked:
+            return []
+        proposed = self.proposer.propose([self.batch.speculating[row] for _, row, _ in asked], [count for _, _, count in asked])
+        drafts: list[list[int]] = [[] for _ in output.decode_rows]
+        for (i, _, _), tokens in zip(asked, proposed, strict=True):
+            drafts[i] = tokens
+        return drafts if any(drafts) else []
+
+    def _lora(self, output: SchedulerOutput, drafts: list[list[int]]) -> LoraBatch | None:
+        adapted, slot = self.batch.with_adapter, self.adapters.slot
         slots = []
-        for i, row in enumerate(decision.decode):
+        for i, row in enumerate(output.decode_rows):
             own = slot(adapted[row].request.adapter) if row in adapted else -1
-            slots += [own] * (1 + (len(guesses[i]) if guesses else 0))
-        for chunk in decision.prefill:
+            slots += [own] * (1 + (len(drafts[i]) if drafts else 0))
+        for chunk in output.prefills:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
-    def _forward(self, moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> Computed:
-        """Compute ``batch`` on every rank; the others make ``moves`` first, which are made here already."""
-        own = partial(forward, self.decoder, self.caches, batch, draws, scores)
+    def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool) -> Computed:
+        """Computes ``model_input`` on every rank; the others make ``moves`` first, which are made here already."""
+        own = partial(forward, self.decoder, self.caches, model_input, draws, scores)
         if self.ranks is None:
             return own()
-        return self.ranks.run("step", {}, own, {"step": encode_step(moves, batch, draws, scores)})
+        return self.ranks.run("step", {}, own, {"step": encode_step(moves, model_input, draws, scores)})
 
-    def _draw(self, logits: Tensor, selection: Selection) -> SampledRows:
-        table, to = self.table, self.device
-        uniform = self._uniforms(selection)
-        positions = self._positions(selection) if table.adjusted else []
-        drawn = self.decoder.kernels.sample_rows(
-            apply_rules(logits, positions) if positions else logits,
-            selection.temperature.to(to),
-            selection.top_k.to(to),
-            selection.top_p.to(to),
-            selection.min_p.to(to),
-            uniform.to(to),
-        )
-        if positions:
-            drawn = drawn._replace(raw=self.decoder.kernels.logits_logprobs(logits, drawn.tokens))
-        if table.with_top_logprobs:
-            self._note_top_logprobs(logits, drawn, selection)
-        return drawn
+    # -- its tokens ----------------------------------------------------------------------------------------------------
 
-    def _uniforms(self, selection: Selection) -> Tensor:
-        """The number of each row at its position. A kept selection takes them from a block of positions at a time."""
-        if selection.is_greedy:
-            return torch.zeros(len(selection.rows), dtype=torch.float64)
-        kept, ahead = self._numbers
-        if kept is not selection or not ahead:
-            positions = self.table.length.index_select(0, selection.index) + torch.arange(BLOCK_TOKENS).unsqueeze(1)
-            ahead = list(uniforms(selection.random_key, positions))
-            self._numbers = (selection, ahead)
-        return ahead.pop(0)
+    def _sample(self, logits: Tensor, selected: SelectedRows) -> SampledRows:
+        """Draws a token for every selected row from ``logits[R, V]``; the next step feeds them."""
+        positions = self.batch.positions_to_process(selected)
+        metadata = SamplingMetadata(selected.temperature, selected.top_k, selected.top_p, selected.min_p, self._next_uniforms(selected))
+        sampled = self.sampler(logits, metadata, positions)
+        self.batch.note_top_logprobs(logits, sampled, selected)
+        self.batch.append_on_device(selected, sampled.tokens)
+        return sampled
 
-    def _positions(self, selection: Selection) -> list[Position]:
-        """Where the selected rows with rules stand."""
-        adjusted = self.table.adjusted
-        found = [(i, adjusted[row]) for i, row in enumerate(selection.rows) if row in adjusted]
-        outputs = self.table.outputs_of([sequence for _, sequence in found]) if found else []
+    def _record(self, selected: SelectedRows, sampled: SampledRows, ended: list[int], stopped: StopCheck) -> None:
+        """Records what every selected row has drawn, which is on the CPU; rows that end by it are added to ``ended``."""
+        if not math.isfinite(float(sampled.raw.sum())):
+            raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
+        has_ended = self.batch.record(selected, *sampled)
+        if has_ended.any():
+            ended += selected.index[has_ended].tolist()
+        ended += stopped(selected.rows)
+
+    def _verify_drafts(
+        self, logits: Tensor, selected: SelectedRows, drafts: list[list[int]], ended: list[int], stopped: StopCheck
+    ) -> list[DraftOutput]:
+        """Draws a token for every selected row, and again for the rows whose draft token was the token drawn, as long as there are any.
+
+        Row r's ``len(drafts[r]) + 1`` positions follow one another in ``logits``. Each round draws what a step of its own would, so
+        stop conditions, logits processors and streams see one token at a time."""
+        starts, at = [], 0
+        for draft in drafts:
+            starts.append(at)
+            at += len(draft) + 1
+        accepted = [0] * len(drafts)
+        places = list(range(len(drafts)))
+        current = selected
+        while places:
+            own = torch.tensor([starts[place] + accepted[place] for place in places], device=self.device)
+            sampled = SampledRows(*(values.to("cpu") for values in self._sample(logits.index_select(0, own), current)))
+            self._record(current, sampled, ended, stopped)
+            over = set(ended)
+            more = []
+            for place, token in zip(places, sampled.tokens.tolist(), strict=True):
+                draft, count = drafts[place], accepted[place]
+                if count < len(draft) and draft[count] == token:
+                    accepted[place] += 1
+                    if selected.rows[place] not in over:
+                        more.append(place)
+            places = more
+            if more:
+                current = self.batch.narrow(selected, more)
         return [
-            Position(i, sequence.request.rules, sequence.cursor, output)
-            for (i, sequence), output in zip(found, outputs, strict=True)
-            if sequence.request.rules is not None
+            DraftOutput(row, len(draft), count) for row, draft, count in zip(selected.rows, drafts, accepted, strict=True) if draft
         ]
 
+    def _next_uniforms(self, selected: SelectedRows) -> Tensor:
+        """The random number of each row at its position. A kept selection computes those of a block of positions at a time."""
+        if selected.is_greedy:
+            return torch.zeros(len(selected.rows), dtype=torch.float64, device=self.device)
+        kept, ahead = self._uniforms
+        if kept is not selected or not ahead:
+            lengths = self.batch.on_device.length.index_select(0, selected.device_index)
+            ahead = list(uniforms(selected.random_key, lengths + torch.arange(BLOCK_TOKENS, device=self.device).unsqueeze(1)))
+            self._uniforms = (selected, ahead)
+        return ahead.pop(0)
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
     def _logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
-        """Logits of rows ``first .. last - 1`` of the step."""
+        """Logits of rows ``first`` to ``last - 1`` of the step."""
         own = partial(self.decoder.logits, hidden[first:last])
         return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
 
-    def _score_prompts(self, decision: Decision, hidden: Tensor, start: int) -> None:
-        """``start``: where the first chunk stands in ``hidden``."""
-        for chunk in decision.prefill:
-            scores = self.prompt_scores.get(chunk.request_id)
+    def _score_prompts(self, output: SchedulerOutput, hidden: Tensor, start: int) -> None:
+        """``start``: the first chunk's row of ``hidden``."""
+        for chunk in output.prefills:
+            scores = self.prompt_logprobs.get(chunk.request_id)
             if scores is not None:
                 scores.note(partial(self._logits, hidden), self.decoder, start, len(chunk.tokens), chunk.start)
                 if scores.is_complete:
-                    del self.prompt_scores[chunk.request_id]
+                    del self.prompt_logprobs[chunk.request_id]
             start += len(chunk.tokens)
 
-    def _note_top_logprobs(self, logits: Tensor, drawn: SampledRows, selection: Selection) -> None:
-        wanted = self.table.with_top_logprobs
-        asking = [(i, wanted[row]) for i, row in enumerate(selection.rows) if row in wanted]
-        if asking:
-            index = torch.tensor([i for i, _ in asking], device=self.device)
-            counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
-            found = top_logprobs(logits[index], drawn.tokens[index], drawn.raw[index], counts)
-            for (_, sequence), entries in zip(asking, found, strict=True):
-                sequence.top_logprobs.append(entries)
+    # -- the swap space ------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_caches(self) -> list[KVLayer]:
+        return self.caches + self.proposer.caches if self.proposer is not None else self.caches
+
+    @torch.inference_mode()
+    def measure_swap(self, num_blocks: int) -> float:
+        """Returns the seconds that copying ``num_blocks`` blocks to host memory takes; the cache is only read."""
+        host = host_pool(self._all_caches, num_blocks)
+        moves = Moves(swap_outs=[BlockCopy(block, block) for block in range(num_blocks)])
+        seconds = math.inf
+        # The first copies touch new memory.
+        for _ in range(3):
+            self._wait_for_device()
+            began = time.perf_counter()
+            apply_moves(self._all_caches, host, moves)
+            self._wait_for_device()
+            seconds = min(seconds, time.perf_counter() - began)
+        return seconds
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from tandem.engine.executor.flat_batch import to_device
 from tandem.engine.executor.forward import forward
+from tandem.engine.executor.model_input import input_to_device
 from tandem.engine.executor.ranks import RankSettings
 from tandem.engine.executor.step_message import decode_step
-from tandem.engine.kv_cache.block_copies import apply_moves, host_pool
-from tandem.engine.kv_cache.cache_tensors import make_cache
+from tandem.engine.kv_cache.cache_tensors import apply_moves, host_pool, make_cache
 from tandem.kernels import KVLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
@@ -50,7 +49,7 @@ class RankWorker:
             try:
                 function(meta, blobs)
             except (RuntimeError, RunError) as error:
-                # What an exchange raises when another rank is gone: the first rank finds out which.
+                # What an exchange raises when another rank has died: the first rank determines which.
                 logger.exception("a call failed")
                 raise RunError(f"a rank could not go on: {str(error).splitlines()[0]}") from None
             return {}, {}
@@ -77,7 +76,7 @@ class RankWorker:
     def step(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
         moves, batch, draws, scores, adapted = decode_step(blobs["step"])
-        batch = to_device(batch, device)
+        batch = input_to_device(batch, device)
         if adapted is not None:
             batch = batch._replace(lora=LoraBatch(self.lora_layers, *(part.to(device) for part in adapted)))
         with torch.inference_mode():

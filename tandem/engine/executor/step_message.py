@@ -5,15 +5,15 @@ import ctypes
 import torch
 from torch import Tensor
 
-from tandem.engine.executor.flat_batch import FlatBatch
-from tandem.engine.kv_cache.block_copies import Moves
+from tandem.engine.executor.model_input import ModelInput
 from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.cache_tensors import Moves
 from tandem.kernels.api import PagedBatch
 
 _COUNTS = 11
 
 
-def encode_step(moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> bytes:
+def encode_step(moves: Moves, batch: ModelInput, draws: bool, scores: bool) -> bytes:
     """(tokens, sequences, width of the block tables, the three kinds of moves, rows or -1, draws, scores, rows with an adapter,
     their bounds), then what they count."""
     paged, rows, lora = batch.paged, batch.logit_rows, batch.lora
@@ -28,7 +28,7 @@ def encode_step(moves: Moves, batch: FlatBatch, draws: bool, scores: bool) -> by
     return ctypes.string_at(flat.data_ptr(), flat.nbytes)
 
 
-def decode_step(data: bytes) -> tuple[Moves, FlatBatch, bool, bool, tuple[Tensor, Tensor] | None]:
+def decode_step(data: bytes) -> tuple[Moves, ModelInput, bool, bool, tuple[Tensor, Tensor] | None]:
     """What ``encode_step`` was given, on CPU; the adapters' rows and bounds apart from the batch, which has none here."""
     flat = torch.frombuffer(bytearray(data), dtype=torch.int64)
     tokens, sequences, width, out, back, copied, rows, draws, scores, adapted, bounds = flat[:_COUNTS].tolist()
@@ -37,5 +37,5 @@ def decode_step(data: bytes) -> tuple[Moves, FlatBatch, bool, bool, tuple[Tensor
     parts: tuple[Tensor, ...] = flat.split(sizes)
     paged = PagedBatch(parts[4].int(), parts[5].int(), parts[6].view(sequences, width).int(), parts[3])
     moves = Moves(*([BlockCopy(*pair) for pair in part.view(-1, 2).tolist()] for part in parts[7:10]))
-    batch = FlatBatch(parts[1], parts[2], paged, None if rows < 0 else parts[10])
+    batch = ModelInput(parts[1], parts[2], paged, None if rows < 0 else parts[10])
     return moves, batch, bool(draws), bool(scores), (parts[11], parts[12]) if bounds else None

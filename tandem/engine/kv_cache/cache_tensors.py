@@ -1,12 +1,66 @@
-"""The memory of keys and values, a layer at a time."""
+"""The tensors of keys and values: the cache, the swap space, and copies of blocks between them.
 
+Whatever a ``KVLayer`` holds, the first axis of each of its tensors numbers the blocks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kv_cache.block_table import BlockCopy
 from tandem.kernels import KVLayer, empty_cache, stored_dtype
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
 
 def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVLayer]:
-    """An empty cache of ``blocks`` blocks for the heads that ``decoder`` has on its rank, a layer for each of its own."""
+    """Returns an empty cache of ``blocks`` blocks for the heads that ``decoder`` has on its rank, a layer for each of its own."""
     local, weights = decoder.local, decoder.embed_tokens
-    sizes = (blocks, local.num_kv_heads, local.head_dim)
-    return empty_cache(sizes, local.num_layers, stored_dtype(kv_cache_dtype, weights.dtype), weights.device)
+    sizes = (blocks, local.num_key_value_heads, local.head_dim)
+    return empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, weights.dtype), weights.device)
+
+
+def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
+    """Returns ``blocks`` blocks of host memory for each layer of ``caches``; page-locked where those are on a GPU."""
+
+    def like(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        return torch.empty(blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    return [type(layer)(*map(like, layer)) for layer in caches]
+
+
+class Moves(NamedTuple):
+    """Copies that a step makes before it computes anything, in this order: out to host memory, in from there, and within the cache."""
+
+    swap_outs: Sequence[BlockCopy] = ()
+    swap_ins: Sequence[BlockCopy] = ()
+    copies: Sequence[BlockCopy] = ()
+
+
+def apply_moves(caches: Sequence[KVLayer], host: Sequence[KVLayer], moves: Moves) -> None:
+    """Makes ``moves`` between ``caches`` and the layers of ``host`` memory that belong to them."""
+    for sources, targets, copies in (
+        (caches, host, moves.swap_outs), (host, caches, moves.swap_ins), (caches, caches, moves.copies),
+    ):
+        if copies:
+            _copy_blocks(sources, targets, copies)
+
+
+def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies: Sequence[BlockCopy]) -> None:
+    """Copies block ``copy.source`` of each source layer to block ``copy.target`` of the target layer, through one staging
+    tensor for each tensor of a layer: one transfer between devices, however the blocks are scattered."""
+    source, target = torch.tensor(copies).unbind(1)
+    for old, new in zip(sources, targets, strict=True):
+        for from_tensor, to_tensor in zip(old.tensors(), new.tensors(), strict=True):
+            old_codes, new_codes = _plain(from_tensor), _plain(to_tensor)
+            staging = old_codes.index_select(0, source.to(old_codes.device))
+            new_codes.index_copy_(0, target.to(new_codes.device), staging.to(new_codes.device))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns numbers of 8 bits as bytes: torch cannot copy float8 by index on a CPU."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

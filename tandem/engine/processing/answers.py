@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from tandem.engine.core.request import Request, Sequence
 from tandem.engine.processing.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
-from tandem.engine.sample.prompt_logprobs import PromptScores
-from tandem.engine.sample.stop_checker import text_of
+from tandem.engine.processing.stop_checker import text_of
+from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason
 
@@ -20,7 +20,7 @@ class Answer:
     open: set[Sequence]
     times: RequestTimes
     cached_tokens: int = 0
-    prompt_scores: PromptScores | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_was_shown: bool = False
     """Whether a stream of deltas has handed out the prompt's log-probabilities."""
 
@@ -28,7 +28,7 @@ class Answer:
 def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
     """The answer to a request, with the completions that are there."""
     completions = [completion for completion in answer.completions if completion is not None]
-    request, scores = answer.request, answer.prompt_scores if with_prompt_logprobs else None
+    request, scores = answer.request, answer.prompt_logprobs if with_prompt_logprobs else None
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
@@ -52,8 +52,8 @@ def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
     if not sequence.token_ids:
         return FinishReason.LENGTH, None
     last = sequence.token_ids[-1]
-    if sequence.text_watch is not None and sequence.text_watch.stopped is not None:
-        return FinishReason.STOP, sequence.text_watch.stopped
+    if sequence.stop_checker is not None and sequence.stop_checker.stopped is not None:
+        return FinishReason.STOP, sequence.stop_checker.stopped
     if last in request.stop_token_ids:
         return FinishReason.STOP, None if last in request.end_token_ids else last
     return FinishReason.LENGTH, None
@@ -83,8 +83,8 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     params = sequence.request.params
     if tokenizer is None or not params.detokenize:
         return ""
-    if sequence.text_watch is not None:
-        return sequence.text_watch.text()
+    if sequence.stop_checker is not None:
+        return sequence.stop_checker.text()
     tokens = sequence.token_ids
     if tokens and is_hidden_stop(sequence.request, tokens[-1]):
         tokens = tokens[:-1]

@@ -4,18 +4,18 @@ from collections.abc import Sequence as Series
 
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
-from tandem.engine.sample.logits_processors import LogitRules, rules_of
+from tandem.engine.processing.stop_checker import StopChecker
+from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.sample.stop_checker import TextWatch
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_length import DraftLength
-from tandem.engine.structured_output.grammars import Grammars
+from tandem.engine.structured_output.manager import StructuredOutputManager
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 
 class InputProcessor:
-    """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how the engine guesses, ``None`` where it does not."""
+    """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed, ``None``: none are."""
 
     def __init__(
         self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeConfig | None
@@ -24,7 +24,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._speculative = speculative
-        self._grammars = Grammars(tokenizer, vocab_size)
+        self._structured_outputs = StructuredOutputManager(tokenizer, vocab_size)
         self._end_tokens = frozenset(tokenizer.eos_token_ids if tokenizer is not None else ())
         self._arrivals = 0
 
@@ -34,7 +34,7 @@ class InputProcessor:
     ) -> Request:
         """What ``Engine.add_request`` is asked for. Raises ``UserError`` where the engine cannot serve it."""
         tokens = self._truncated(prompt_token_ids, params)
-        rules = self._check(tokens, params)
+        processors = self._check(tokens, params)
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_tokens)
         longest = self._settings.max_model_len
         return Request(
@@ -52,17 +52,17 @@ class InputProcessor:
             cache_salt=cache_salt,
             adapter=adapter,
             max_length=longest if params.max_tokens is None else min(len(tokens) + params.max_tokens, longest),
-            rules=rules,
+            logits_processors=processors,
             draft_tokens=self._draft_tokens(num_draft_tokens),
         )
 
     def start(self, request: Request) -> list[Sequence]:
         """The completions of a request that is taken: the next one arrives after it."""
         self._arrivals += 1
-        params, rules = request.params, request.rules
+        params, processors = request.params, request.logits_processors
         keys = [random_key(request.seed, request.key, request.first_index + i) for i in range(params.n)]
         sequences = [
-            Sequence(request, i, key, text_watch=self._text_watch(params), cursor=rules.cursor() if rules is not None else None)
+            Sequence(request, i, key, stop_checker=self._stop_checker(params), cursor=processors.cursor() if processors is not None else None)
             for i, key in enumerate(keys)
         ]
         if request.draft_tokens and self._speculative is not None:
@@ -74,8 +74,8 @@ class InputProcessor:
         """Raise ``UserError`` for a request that the engine cannot serve."""
         self._check(self._truncated(prompt_token_ids, params), params)
 
-    def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitRules | None:
-        """As ``check`` for a prompt that is truncated already; returns its rules."""
+    def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitsProcessors | None:
+        """As ``check`` for a prompt that is truncated already; returns its logits processors."""
         length, longest, vocab = len(prompt_token_ids), self._settings.max_model_len, self._vocab_size
         if not length:
             raise UserError("the prompt is empty; give it at least one token")
@@ -91,7 +91,7 @@ class InputProcessor:
         if params.stop_texts and self._tokenizer is None:
             raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
         end_tokens = self._end_tokens.union(params.stop_token_ids or ())
-        return rules_of(params, prompt_token_ids, end_tokens, vocab, self._tokenizer, self._grammars)
+        return make_logits_processors(params, prompt_token_ids, end_tokens, vocab, self._tokenizer, self._structured_outputs)
 
     def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
         """The end of the prompt that ``truncate_prompt_tokens`` asks for."""
@@ -102,7 +102,7 @@ class InputProcessor:
         return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
 
     def _draft_tokens(self, asked: int | None) -> int:
-        """Guesses in one step for a request that asks for ``asked`` of them."""
+        """Returns the draft tokens in one step for a request that asks for ``asked`` of them."""
         most = 0 if self._speculative is None else self._speculative.num_speculative_tokens
         if asked is not None and not 0 <= asked <= most:
             raise UserError(
@@ -111,6 +111,6 @@ class InputProcessor:
             )
         return most if asked is None else asked
 
-    def _text_watch(self, params: SamplingParams) -> TextWatch | None:
+    def _stop_checker(self, params: SamplingParams) -> StopChecker | None:
         watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
-        return TextWatch(self._tokenizer, params) if watched and self._tokenizer is not None else None
+        return StopChecker(self._tokenizer, params) if watched and self._tokenizer is not None else None

@@ -1,32 +1,32 @@
-"""Requests under way, from their arrival to what is handed out of them."""
+"""Running requests, from their arrival to the outputs that are handed out."""
 
 import time
 
 from tandem.engine.core.lifecycle import ENDS, move
 from tandem.engine.core.request import Request, Sequence
-from tandem.engine.core.scheduler import Chunk
-from tandem.engine.core.state import SchedulerState
-from tandem.engine.executor.model_runner import Runner
-from tandem.engine.metrics.stats_logger import Meter
+from tandem.engine.core.scheduler import Scheduler
+from tandem.engine.core.scheduler_output import ScheduledPrefill
+from tandem.engine.executor.model_runner import ModelRunner
+from tandem.engine.metrics.stats_logger import StatsLogger
 from tandem.engine.processing.answers import Answer, completion_of, finish_of, output_of
 from tandem.engine.processing.outputs import RequestOutput, RequestTimes
 from tandem.engine.processing.streaming import Streams
-from tandem.engine.sample.prompt_logprobs import PromptScores
+from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import FinishReason
 
 
 class OutputProcessor:
-    """Collects completions until their request is answered. ``answers``: by the ids of the requests that are not. ``attended``: those of them
-    whose steps the host looks at one by one."""
+    """Collects completions until their request is answered. ``answers``: by the ids of the requests that are not. ``synchronous``: those of them
+    whose steps cannot be launched ahead."""
 
-    def __init__(self, state: SchedulerState, runner: Runner, tokenizer: Tokenizer | None, meter: Meter) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, logger: StatsLogger) -> None:
         self.answers: dict[str, Answer] = {}
-        self.attended: set[str] = set()
-        self._state = state
+        self.synchronous: set[str] = set()
+        self._scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
-        self._meter = meter
+        self._logger = logger
         self._ready: list[RequestOutput] = []
         self._streams = Streams(tokenizer)
 
@@ -35,49 +35,49 @@ class OutputProcessor:
         return [sequence for answer in self.answers.values() for sequence in answer.open]
 
     def expect(self, request: Request, sequences: list[Sequence]) -> None:
-        """A request arrives, of which these are the completions."""
+        """Takes a request that has arrived; ``sequences`` are its completions."""
         params = request.params
         answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         self.answers[request.id] = answer
-        if request.is_attended:
-            self.attended.add(request.id)
+        if request.is_synchronous:
+            self.synchronous.add(request.id)
         if params.prompt_logprobs is not None:
-            answer.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
-            self._runner.prompt_scores[request.id] = answer.prompt_scores
+            answer.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
+            self._runner.prompt_logprobs[request.id] = answer.prompt_logprobs
 
-    def note_scheduled(self, chunks: tuple[Chunk, ...]) -> None:
-        """These are in a step from now on."""
+    def note_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Notes that a step computes these."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.answers[chunk.request_id].times
             times.scheduled_s = times.scheduled_s or now
 
-    def note_first_tokens(self, chunks: tuple[Chunk, ...]) -> None:
-        """A step has computed these; whoever drew from them drew a first token, or the first since a preemption."""
+    def note_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Notes that a step has computed these; sequences that drew from them drew their first token, or the first since a preemption."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.answers[chunk.request_id].times
             if chunk.rows and not times.first_token_s:
                 times.first_token_s = now
-                self._meter.first_token(now - times.arrival_s)
+                self._logger.record_first_token(now - times.arrival_s)
 
     def note_running(self) -> None:
-        """Rows have drawn: those that are streamed have news."""
-        self._streams.running(self.answers, self._runner.table, self._state.version)
+        """Notes that rows have drawn: those that are streamed have new tokens."""
+        self._streams.running(self.answers, self._runner.batch, self._scheduler.kv_cache.weight_version)
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence that has left its row has ended by itself."""
+        """Completes a sequence that has ended by itself and left its row."""
         if sequence.request.params.max_tokens == 0:
-            sequence.forget_drawn()
+            sequence.discard_output()
         self._complete(sequence, *finish_of(sequence))
 
     def abort(self, sequence: Sequence) -> None:
-        """A sequence that holds nothing any more is answered as it is."""
+        """Completes an aborted sequence, which holds neither row nor blocks, with the tokens it has."""
         self._complete(sequence, FinishReason.ABORT, None)
 
     def _complete(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Note one completion; with its last one the request is answered."""
-        move(sequence, ENDS[reason], self._state.counts)
+        move(sequence, ENDS[reason], self._scheduler.counts)
         request = sequence.request
         answer = self.answers[request.id]
         completion = completion_of(sequence, reason, stop_reason, self._tokenizer)
@@ -89,8 +89,8 @@ class OutputProcessor:
             self._streams.ended(answer, completion, sequence)
         if not answer.open:
             del self.answers[request.id]
-            self.attended.discard(request.id)
-            self._runner.prompt_scores.pop(request.id, None)
+            self.synchronous.discard(request.id)
+            self._runner.prompt_logprobs.pop(request.id, None)
             if not is_streamed:
                 self._ready.append(output_of(answer, self._tokenizer))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tandem.engine.core.request import Sequence
-from tandem.engine.executor.input_batch import RowTable
+from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.processing.answers import Answer, logprobs_of, output_of
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sample.sampling_params import RequestOutputKind
@@ -26,13 +26,13 @@ class Streams:
             news = _rest(completion, sequence)
         self._note(answer, news)
 
-    def running(self, answers: dict[str, Answer], table: RowTable, version: WeightVersion) -> None:
-        """Note what the streamed rows of ``table`` have drawn, all of it under ``version`` where it was not read back."""
-        sequences = list(table.streamed.values())
+    def running(self, answers: dict[str, Answer], batch: InputBatch, version: WeightVersion) -> None:
+        """Note what the streamed rows of ``batch`` have drawn, all of it under ``version`` where it was not read back."""
+        sequences = list(batch.streamed.values())
         if not sequences:
             return
         first = [sequence.streamed_tokens if _is_delta(sequence) else 0 for sequence in sequences]
-        for sequence, at, drawn in zip(sequences, first, table.drawn_since(sequences, first), strict=True):
+        for sequence, at, drawn in zip(sequences, first, batch.drawn_since(sequences, first), strict=True):
             known = at + len(drawn[0])
             if known > sequence.streamed_tokens:
                 completion = self._completion(sequence, at, drawn, version)
@@ -69,8 +69,8 @@ class Streams:
         tokens, raw, sampling = drawn
         versions = sequence.weight_versions[at:]
         text = ""
-        if sequence.text_watch is not None:
-            text = sequence.text_watch.shown()
+        if sequence.stop_checker is not None:
+            text = sequence.stop_checker.shown()
             shown, sequence.streamed_characters = sequence.streamed_characters, len(text)
             text = text[shown:] if _is_delta(sequence) else text
         logprobs = None

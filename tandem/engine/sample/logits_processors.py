@@ -1,6 +1,6 @@
-"""What a request does to its logits before a token is drawn.
+"""Logits processors: what a request does to its logits before a token is drawn.
 
-Every rule is a function of the request and of the tokens drawn before the position, so it can be worked out for any
+Every processor is a function of the request and of the tokens drawn before the position, so it can be worked out for any
 position, in any order and again: after a preemption, or for several positions of one sequence in one step.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.structured_output.grammars import GrammarCursor, Grammars
+from tandem.engine.structured_output.manager import GrammarCursor, StructuredOutputManager
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LogitRules:
-    """A request's rules, resolved to token ids. ``bias``: (ids, values). ``seen[P]``: the prompt's distinct tokens, where
+class LogitsProcessors:
+    """A request's logits processors, resolved to token ids. ``bias``: (ids, values). ``seen[P]``: the prompt's distinct tokens, where
     ``repetition`` is not 1. ``allowed[W]``: the bits of the permitted tokens, 32 a word. ``bad_words``: the tokens of
     each. ``end_tokens`` cannot be drawn before ``min_tokens``. ``grammar``: a compiled matcher."""
 
@@ -41,30 +41,30 @@ class LogitRules:
         return self.frequency != 0 or self.presence != 0
 
     def cursor(self) -> GrammarCursor | None:
-        """A place in the grammar for one sequence, ``None`` where there is no grammar."""
+        """Returns the state of the grammar for one sequence, ``None`` where there is no grammar."""
         return None if self.grammar is None else GrammarCursor(self.grammar)
 
 
 class Position(NamedTuple):
-    """Row ``row`` of the logits is for the token after ``output[L]`` int64 (on the CPU), which ``rules`` govern."""
+    """Row ``row`` of the logits is for the token after ``output[L]`` int64 (on the CPU), which ``processors`` apply to."""
 
     row: int
-    rules: LogitRules
+    processors: LogitsProcessors
     cursor: GrammarCursor | None
     output: Tensor
 
 
-def rules_of(
+def make_logits_processors(
     params: SamplingParams, prompt: Sequence[int], end_tokens: Iterable[int], vocab_size: int, tokenizer: Tokenizer | None,
-    grammars: Grammars,
-) -> LogitRules | None:
-    """The rules of a request, ``None`` where its logits stay as they are. ``end_tokens``: all that can end a completion.
+    structured_outputs: StructuredOutputManager,
+) -> LogitsProcessors | None:
+    """Returns the logits processors of a request, ``None`` where its logits are not changed. ``end_tokens``: all that can end a completion.
     Raises ``UserError`` for bad words without a tokenizer and for a grammar that cannot be compiled."""
     bias = params.logit_bias or {}
     end = tuple(sorted(end_tokens)) if params.min_tokens else ()
     repeats = params.repetition_penalty != 1
     allowed = params.allowed_token_ids
-    rules = LogitRules(
+    processors = LogitsProcessors(
         bias=(tuple(bias), tuple(bias.values())),
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
@@ -74,14 +74,14 @@ def rules_of(
         bad_words=tuple(ids for word in params.bad_words or () for ids in _spellings(word, tokenizer) if ids),
         min_tokens=params.min_tokens if end else 0,
         end_tokens=end,
-        grammar=None if params.structured_outputs is None else grammars.compile(params.structured_outputs),
+        grammar=None if params.structured_outputs is None else structured_outputs.compile(params.structured_outputs),
     )
-    has_bans = rules.bad_words or rules.min_tokens or allowed is not None or rules.grammar is not None
-    return rules if bias or repeats or rules.counts_drawn or has_bans else None
+    has_bans = processors.bad_words or processors.min_tokens or allowed is not None or processors.grammar is not None
+    return processors if bias or repeats or processors.counts_drawn or has_bans else None
 
 
-def apply_rules(logits: Tensor, positions: Sequence[Position]) -> Tensor:
-    """A copy of ``logits[R, V]`` with every rule applied. A row's bits depend on its own position alone."""
+def apply_logits_processors(logits: Tensor, positions: Sequence[Position]) -> Tensor:
+    """Returns a copy of ``logits[R, V]`` with every processor applied. A row's bits depend on its own position alone."""
     rows = torch.tensor([position.row for position in positions], device=logits.device)
     own = logits.index_select(0, rows).to(torch.promote_types(logits.dtype, torch.float32))
     _add_biases(own, positions)
@@ -93,7 +93,7 @@ def apply_rules(logits: Tensor, positions: Sequence[Position]) -> Tensor:
 
 def _add_biases(own: Tensor, positions: Sequence[Position]) -> None:
     entries = [
-        (i, token, value) for i, p in enumerate(positions) for token, value in zip(*p.rules.bias, strict=True)
+        (i, token, value) for i, p in enumerate(positions) for token, value in zip(*p.processors.bias, strict=True)
     ]
     if entries:
         rows, tokens, values = zip(*entries, strict=True)
@@ -102,25 +102,25 @@ def _add_biases(own: Tensor, positions: Sequence[Position]) -> None:
 
 def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
     """The three penalties, in vLLM's order."""
-    repeats = [(i, p) for i, p in enumerate(positions) if p.rules.seen is not None]
+    repeats = [(i, p) for i, p in enumerate(positions) if p.processors.seen is not None]
     if repeats:
-        seen = [torch.cat((p.rules.seen, p.output)) for _, p in repeats if p.rules.seen is not None]
+        seen = [torch.cat((p.processors.seen, p.output)) for _, p in repeats if p.processors.seen is not None]
         rows, tokens, _ = _padded(own, [i for i, _ in repeats], seen)
-        penalty = torch.tensor([[p.rules.repetition] for _, p in repeats], dtype=own.dtype, device=own.device)
+        penalty = torch.tensor([[p.processors.repetition] for _, p in repeats], dtype=own.dtype, device=own.device)
         logits = own[rows, tokens]
         own[rows, tokens] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    drawn = [(i, p) for i, p in enumerate(positions) if p.rules.counts_drawn and p.output.numel()]
+    drawn = [(i, p) for i, p in enumerate(positions) if p.processors.counts_drawn and p.output.numel()]
     if drawn:
         rows, tokens, ordered = _padded(own, [i for i, _ in drawn], [p.output for _, p in drawn])
         count = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
-        penalty = torch.tensor([(p.rules.frequency, p.rules.presence) for _, p in drawn], dtype=own.dtype, device=own.device)
+        penalty = torch.tensor([(p.processors.frequency, p.processors.presence) for _, p in drawn], dtype=own.dtype, device=own.device)
         own[rows, tokens] = own[rows, tokens] - penalty[:, :1] * count - penalty[:, 1:]
 
 
 def _padded(own: Tensor, rows: list[int], tokens: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """(rows[P, 1], tokens[P, L], ordered[P, L]): ``tokens`` of each of ``rows``, none empty, short ones filled with their
-    first token, and sorted with what fills up sorted to the end. A token that stands several times is read and written
-    several times with the same value."""
+    first token, and sorted with the padding at the end. A token that occurs several times is read and written several times
+    with the same value."""
     past = own.shape[1]
     padded = pad_sequence(tokens, batch_first=True, padding_value=past).to(own.device)
     filled = torch.where(padded < past, padded, padded[:, :1])
@@ -129,15 +129,15 @@ def _padded(own: Tensor, rows: list[int], tokens: list[Tensor]) -> tuple[Tensor,
 
 def _mask(own: Tensor, positions: Sequence[Position]) -> None:
     """-inf for what allowed tokens and grammars do not permit."""
-    masked = [(i, p) for i, p in enumerate(positions) if p.rules.allowed is not None or p.cursor is not None]
+    masked = [(i, p) for i, p in enumerate(positions) if p.processors.allowed is not None or p.cursor is not None]
     if not masked:
         return
     words = torch.full((len(masked), _words(own.shape[1])), -1, dtype=torch.int32)
     for row, (_, position) in zip(words, masked, strict=True):
         if position.cursor is not None:
             position.cursor.fill(position.output.tolist(), row)
-        if position.rules.allowed is not None:
-            both = row & position.rules.allowed
+        if position.processors.allowed is not None:
+            both = row & position.processors.allowed
             # A grammar's end token, or the one way on that it leaves, is never forbidden by a list.
             row.copy_(both if bool(both.any()) else row)
     forbidden = _missing(words.to(own.device), own.shape[1])
@@ -161,12 +161,12 @@ def _ban(own: Tensor, positions: Sequence[Position]) -> None:
 
 
 def _banned(position: Position) -> list[int]:
-    rules, length = position.rules, position.output.numel()
-    tokens = list(rules.end_tokens) if length < rules.min_tokens else []
-    if rules.bad_words:
-        longest = max(map(len, rules.bad_words)) - 1
+    processors, length = position.processors, position.output.numel()
+    tokens = list(processors.end_tokens) if length < processors.min_tokens else []
+    if processors.bad_words:
+        longest = max(map(len, processors.bad_words)) - 1
         tail = position.output[max(0, length - longest) :].tolist()
-        tokens += [word[-1] for word in rules.bad_words if len(word) - 1 <= length and _ends_with(tail, word[:-1])]
+        tokens += [word[-1] for word in processors.bad_words if len(word) - 1 <= length and _ends_with(tail, word[:-1])]
     return tokens
 
 

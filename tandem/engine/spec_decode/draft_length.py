@@ -1,16 +1,17 @@
-"""How many tokens to guess for a sequence: more where guesses come true, fewer where they do not, none for a while where too few do."""
+"""How many draft tokens to propose for a sequence: more where they are accepted, fewer where they are rejected, none for a while where too
+few are accepted."""
 
 from dataclasses import dataclass
 
 _MEMORY = 0.8
-"""What the share of right first guesses keeps of itself with each proposal."""
+"""The weight that the share of accepted first draft tokens keeps with each proposal."""
 _LONGEST_REST = 64
 
 
 @dataclass(slots=True)
 class DraftLength:
-    """Of one sequence. ``most``: tokens to propose at most. ``worth``: the share of proposals whose first guess must be right to pay for
-    them; below it each proposal is followed by a rest, twice as long as the one before. ``length``: tokens to propose next. ``hits``: that
+    """Of one sequence. ``most``: tokens to propose at most. ``worth``: the share of proposals whose first token must be accepted to pay
+    for them; below it each proposal is followed by a rest, twice as long as the one before. ``length``: tokens to propose next. ``hits``: that
     share lately. ``rest``: steps without a proposal that are left."""
 
     most: int

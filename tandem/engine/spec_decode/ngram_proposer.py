@@ -1,10 +1,10 @@
-"""Guesses from what stands in a sequence already: prompt lookup."""
+"""Draft tokens from the sequence itself: prompt lookup."""
 
 from collections.abc import Iterable
 
 from tandem.engine.core.request import Sequence
-from tandem.engine.core.scheduler import Chunk
-from tandem.engine.executor.input_batch import RowTable
+from tandem.engine.core.scheduler_output import ScheduledPrefill
+from tandem.engine.executor.input_batch import InputBatch
 from tandem.kernels.api import KVLayer
 
 
@@ -26,7 +26,7 @@ class NgramIndex:
 
     def propose(self, count: int) -> list[int]:
         """``count`` tokens that followed the longest run that ends the sequence and stood before; none where none did. What would go
-        beyond the end goes on with the guesses themselves, so a loop is followed round."""
+        beyond the end continues with the draft tokens themselves, so a loop is followed round."""
         for size in self._sizes:
             end = self._ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
             if end is not None:
@@ -37,21 +37,21 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Guesses for the sequences in the rows of ``table``."""
+    """Proposes draft tokens for the sequences in the rows of ``batch``."""
 
-    def __init__(self, table: RowTable, low: int, high: int) -> None:
+    def __init__(self, batch: InputBatch, low: int, high: int) -> None:
         self.caches: list[KVLayer] = []
-        self._table = table
+        self._batch = batch
         self._low, self._high = low, high
 
-    def read(self, chunks: tuple[Chunk, ...]) -> None:
-        """Nothing: the tokens of a prompt are looked at when it first decodes."""
+    def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Does nothing: the tokens of a prompt are indexed when it first decodes."""
 
     def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
         indices = [self._index(sequence) for sequence in sequences]
         prompts = [len(sequence.request.prompt_token_ids) for sequence in sequences]
         first = [len(index.tokens) - prompt for index, prompt in zip(indices, prompts, strict=True)]
-        for index, (tokens, _, _) in zip(indices, self._table.drawn_since(sequences, first), strict=True):
+        for index, (tokens, _, _) in zip(indices, self._batch.drawn_since(sequences, first), strict=True):
             index.extend(tokens)
         return [index.propose(count) for index, count in zip(indices, counts, strict=True)]
 

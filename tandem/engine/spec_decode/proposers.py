@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tandem.config.engine import SpeculativeConfig
-from tandem.engine.executor.input_batch import RowTable
+from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
@@ -18,29 +18,29 @@ from tandem.types import UserError
 
 
 def make_proposer(
-    speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, table: RowTable
+    speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
 ) -> Proposer | None:
-    """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``table``; ``draft`` is packed. Raises ``UserError``
+    """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``batch``; ``draft`` is packed. Raises ``UserError``
     where the draft model does not belong to the model."""
     if (draft is not None) != (speculative is not None and speculative.method == "draft"):
         raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
     if speculative is None:
         return None
     if draft is None:
-        return NgramProposer(table, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+        return NgramProposer(batch, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if draft.shapes.vocab_size != shapes.vocab_size:
         raise UserError(
             f"the draft model has a vocabulary of {draft.shapes.vocab_size} tokens and the model of {shapes.vocab_size}; "
             "choose a draft model of the same family"
         )
-    if draft.shapes.max_positions < settings.max_model_len:
+    if draft.shapes.max_position_embeddings < settings.max_model_len:
         raise UserError(
-            f"the draft model has {draft.shapes.max_positions} positions and max_model_len is {settings.max_model_len}; "
+            f"the draft model has {draft.shapes.max_position_embeddings} positions and max_model_len is {settings.max_model_len}; "
             "lower max_model_len or choose another draft model"
         )
     if not draft.is_packed:
         draft.pack()
-    return DraftModel(draft, make_cache(draft, settings.num_blocks), table)
+    return DraftModel(draft, make_cache(draft, settings.num_blocks), batch)
 
 
 def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:

@@ -13,11 +13,14 @@ from tandem.types import UserError
 def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, iteration: int) -> Namespace:
     """Megatron's names for what ``shapes`` and ``mesh`` say."""
     found: dict[str, Any] = {
-        "num_layers": shapes.num_layers, "hidden_size": shapes.hidden_size, "ffn_hidden_size": shapes.intermediate_size,
-        "num_attention_heads": shapes.num_heads, "group_query_attention": shapes.num_kv_heads != shapes.num_heads,
-        "num_query_groups": shapes.num_kv_heads, "kv_channels": shapes.head_dim, "max_position_embeddings": shapes.max_positions,
-        "seq_length": shapes.max_positions, "vocab_size": shapes.vocab_size, "padded_vocab_size": padded_vocabulary(shapes, mesh.tensor),
-        "make_vocab_size_divisible_by": 128, "untie_embeddings_and_output_weights": not shapes.tie_embeddings,
+        "num_layers": shapes.num_hidden_layers, "hidden_size": shapes.hidden_size, "ffn_hidden_size": shapes.intermediate_size,
+        "num_attention_heads": shapes.num_attention_heads,
+        "group_query_attention": shapes.num_key_value_heads != shapes.num_attention_heads,
+        "num_query_groups": shapes.num_key_value_heads, "kv_channels": shapes.head_dim,
+        "max_position_embeddings": shapes.max_position_embeddings,
+        "seq_length": shapes.max_position_embeddings, "vocab_size": shapes.vocab_size,
+        "padded_vocab_size": padded_vocabulary(shapes, mesh.tensor),
+        "make_vocab_size_divisible_by": 128, "untie_embeddings_and_output_weights": not shapes.tie_word_embeddings,
         "normalization": "RMSNorm", "norm_epsilon": shapes.rms_norm_eps, "swiglu": True, "position_embedding_type": "rope",
         "rotary_base": shapes.rope_theta, "rotary_percent": 1.0, "add_bias_linear": shapes.mlp_bias, "add_qkv_bias": shapes.attention_bias,
         "qk_layernorm": shapes.qk_norm, "tensor_model_parallel_size": mesh.tensor, "pipeline_model_parallel_size": mesh.pipeline,
@@ -27,9 +30,10 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
     if shapes.experts is not None:
         experts = shapes.experts
         found |= {
-            "num_experts": experts.num_experts, "moe_router_topk": experts.experts_per_token, "moe_ffn_hidden_size": experts.intermediate_size,
+            "num_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok,
+            "moe_ffn_hidden_size": experts.intermediate_size,
             "moe_router_pre_softmax": not experts.normalised,
-            "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(shapes.num_layers)],
+            "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(shapes.num_hidden_layers)],
         }  # fmt: skip
     return Namespace(**found)
 

@@ -38,9 +38,9 @@ class MegatronMesh:
     def check(self, shapes: ModelShapes) -> None:
         """Raise ``UserError`` for a model that these ranks do not divide."""
         counts = [
-            ("tensor", self.tensor, "query groups (num_key_value_heads)", shapes.num_kv_heads),
+            ("tensor", self.tensor, "query groups (num_key_value_heads)", shapes.num_key_value_heads),
             ("tensor", self.tensor, "intermediate_size", shapes.intermediate_size),
-            ("pipeline", self.pipeline, "layers", shapes.num_layers),
+            ("pipeline", self.pipeline, "layers", shapes.num_hidden_layers),
         ]
         if shapes.experts is not None:
             counts.append(("tensor", self.tensor, "experts' intermediate_size", shapes.experts.intermediate_size))
@@ -92,7 +92,7 @@ class Entry(NamedTuple):
 
 def entries(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, spelling: Spelling, grouped: bool = False) -> Iterator[Entry]:
     """What the file of ``rank`` holds. ``grouped``: experts as grouped layers spell them."""
-    per_stage = shapes.num_layers // mesh.pipeline
+    per_stage = shapes.num_hidden_layers // mesh.pipeline
     if rank.pipeline == 0:
         yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", shapes)
     for local in range(per_stage):
@@ -100,7 +100,7 @@ def entries(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, spellin
         yield from _layer(shapes, mesh, rank, f"decoder.layers.{local}.", f"model.layers.{layer}.", layer, spelling, grouped)
     if rank.pipeline == mesh.pipeline - 1:
         yield _same("decoder.final_layernorm.weight", "model.norm.weight")
-        if not shapes.tie_embeddings:
+        if not shapes.tie_word_embeddings:
             yield _vocabulary("output_layer.weight", "lm_head.weight", shapes)
         elif mesh.pipeline > 1:
             yield _vocabulary("output_layer.weight", "model.embed_tokens.weight", shapes)
@@ -161,8 +161,8 @@ def _gated(name: str, of: tuple[str, ...]) -> Entry:
 
 
 def _qkv(name: str, of: tuple[str, ...], shapes: ModelShapes) -> Entry:
-    groups, head = shapes.num_kv_heads, shapes.head_dim
-    queries = shapes.num_heads // groups * head
+    groups, head = shapes.num_key_value_heads, shapes.head_dim
+    queries = shapes.num_attention_heads // groups * head
 
     def join(parts: list[Tensor], rank: int, size: int) -> Tensor:
         grouped = [part.unflatten(0, (groups, -1)) for part in parts]

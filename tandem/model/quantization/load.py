@@ -128,7 +128,7 @@ def _take(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
 def _check_rest(shapes: ModelShapes, tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         known = name.endswith(("rotary_emb.inv_freq", ".bias")) and not tensor.any()
-        if not known and not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and shapes.tie_embeddings):
+        if not known and not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and shapes.tie_word_embeddings):
             raise UserError(f"tensor '{name}' is not a parameter of this {shapes.architecture} model; check config.json")
 
 

@@ -122,7 +122,7 @@ def _quantize(
 ) -> dict[str, QuantizedWeight]:
     """The quantised weights by module. The decoder's own matrices become what the codes stand for, so that every layer is
     calibrated on what it will really see."""
-    scheme, layers = options.scheme(dtype), decoder.shapes.num_layers
+    scheme, layers = options.scheme(dtype), decoder.shapes.num_hidden_layers
     found: dict[str, QuantizedWeight] = {}
     chunks = list(calibration.chunks_of(decoder, sequences)) if options.method in CALIBRATED else []
     groups = projections(decoder)
@@ -180,7 +180,7 @@ def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], 
     gate_up = layer.gate_up_proj
     assert gate_up is not None and down is not None
     for stage, linear in enumerate((layer.qkv_proj, layer.o_proj, gate_up, down)):
-        if stage == calibration.OUTPUT and shapes.num_heads != shapes.num_kv_heads:
+        if stage == calibration.OUTPUT and shapes.num_attention_heads != shapes.num_key_value_heads:
             continue
         assert linear.weight is not None
         scales = search_scales(linear.weight.detach(), _sample(decoder, index, stage, chunks), scheme)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tandem.layout.training_bytes import ACTIVATIONS_IN_FLIGHT_BYTES
+from tandem.estimate.training_bytes import ACTIVATIONS_IN_FLIGHT_BYTES
 from tandem.model.decoder import Decoder
 from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError

@@ -76,7 +76,7 @@ class Pipeline:
     @property
     def has_tied_copy(self) -> bool:
         """Whether this rank and another have a copy each of a tied embedding."""
-        return self.model.shapes.tie_embeddings and self.ranks.size > 1 and (self.is_first or self.is_last)
+        return self.model.shapes.tie_word_embeddings and self.ranks.size > 1 and (self.is_first or self.is_last)
 
     def sum_tied_gradient(self, own: Tensor) -> Tensor:
         """The gradient of a tied embedding, or a part of it, from those of the first and of the last stage: the same bits on both. Once

@@ -2,9 +2,9 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
+from tandem.estimate.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
 
 PIECE_BYTES = 16 << 20
 """Of offloaded moments: one piece of one moment (``trainer.adamw_host``)."""
@@ -33,16 +33,16 @@ def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) ->
     if trainer.precision == "fp32":
         return saved_bytes(shapes, trainer, tokens)
     hidden, layers = shapes.hidden_size, []
-    for layer in range(shapes.num_layers):
+    for layer in range(shapes.num_hidden_layers):
         is_whole = trainer.recompute != "selective"
         halves = 2 * hidden + (2 if is_whole and shapes.qk_norm else 1) * shapes.qkv_size + shapes.query_size
         experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
         if experts is None:
             halves += kept * shapes.intermediate_size
         else:
-            halves += experts.experts_per_token * (2 * hidden + kept * experts.intermediate_size)
+            halves += experts.num_experts_per_tok * (2 * hidden + kept * experts.intermediate_size)
         router = 0 if experts is None else 8 * experts.num_experts
-        layers.append(2 * halves + 8 * hidden + 4 * shapes.num_heads + router)
+        layers.append(2 * halves + 8 * hidden + 4 * shapes.num_attention_heads + router)
     ends = 6 * hidden
     return tokens * (ends + (6 * hidden * len(layers) + max(layers) if trainer.recompute == "full" else sum(layers)))
 

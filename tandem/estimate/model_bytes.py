@@ -20,7 +20,7 @@ def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheD
     8 bits an fp32 scale for each head."""
     stored = {"auto": dtype, "fp8_e4m3": "int8"}.get(kv_cache_dtype, kv_cache_dtype)
     scale = 4 if kv_cache_dtype in ("int8", "fp8_e4m3") else 0
-    return 2 * shapes.num_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_kv_heads * scale)
+    return 2 * shapes.num_hidden_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_key_value_heads * scale)
 
 
 def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw") -> int:
@@ -43,14 +43,14 @@ def cut_by_zero(weights: int, moments: int, ranks: int, stage: int) -> int:
 
 def held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
     """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
-    layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
+    layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
     return [(count, False) for count in held_outside_layers(shapes)] + [found for layer in layers for found in layer]
 
 
 def held_outside_layers(shapes: ModelShapes) -> list[int]:
     """The numbers of the embedding, the last norm and a head of its own."""
     head = shapes.vocab_size * shapes.hidden_size
-    return [head, shapes.hidden_size] + ([] if shapes.tie_embeddings else [head])
+    return [head, shapes.hidden_size] + ([] if shapes.tie_word_embeddings else [head])
 
 
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
@@ -91,12 +91,12 @@ def largest_layer_activation_bytes_per_token(shapes: ModelShapes) -> int:
 def _layer_activations(shapes: ModelShapes, *, is_whole: bool) -> list[int]:
     """Numbers a token by layer; ``is_whole``: nothing is computed again."""
     hidden, layers = shapes.hidden_size, []
-    for layer in range(shapes.num_layers):
-        numbers = (4 if is_whole else 2) * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size + shapes.num_heads
+    for layer in range(shapes.num_hidden_layers):
+        numbers = (4 if is_whole else 2) * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size + shapes.num_attention_heads
         experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
         if experts is None:
             numbers += kept * shapes.intermediate_size
         else:
-            numbers += experts.experts_per_token * (2 * hidden + kept * experts.intermediate_size) + 2 * experts.num_experts
+            numbers += experts.num_experts_per_tok * (2 * hidden + kept * experts.intermediate_size) + 2 * experts.num_experts
         layers.append(numbers)
     return layers

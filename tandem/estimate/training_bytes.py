@@ -3,7 +3,7 @@
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.layout.bytes import (
+from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
     activation_bytes_per_token,
     cut_by_zero,
@@ -75,7 +75,7 @@ def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parallel
     """Weights, gradients and moments where the layers' are in a file: what stands outside of layers, the weights of two layers, the gradients of
     one that are on their way, two more gradients, and the pager's buffers. Where ranks cut them: this rank's part of the weights and gradients
     outside of layers beside the whole ones, and of two layers the part that is read ahead and that of gradients on their way."""
-    layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
+    layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
     largest = max(sum(count for count, _ in held) for held in layers)
     parameter = max(count for held in layers for count, _ in held)
     outside, replicas = 2 * sum(held_outside_layers(shapes)), parallel.data * parallel.context
@@ -98,7 +98,7 @@ def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Paralle
         return 0
     largest = 4 * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
     if trainer.optimizer == "muon":
-        layer = 4 * max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_layers))
+        layer = 4 * max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_hidden_layers))
         return 4 * largest + (layer // parallel.tensor if parallel.zero else 0)
     return 3 * largest // parallel.tensor if trainer.optimizer == "adamw8bit" else 0
 
@@ -118,7 +118,7 @@ def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, pa
     if trainer.offload == "nvme":
         found += (copies * optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)) * here // world
     if trainer.offload_parameters == "nvme":
-        layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_layers)]
+        layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
         found += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held) * here // world
         found += weight_bytes(shapes, trainer.dtype) if world > 1 else 0
     if trainer.offload_activations == "nvme":
@@ -142,11 +142,11 @@ def _rounded_bytes_per_token(shapes: ModelShapes, trainer: TrainerConfig) -> int
     if trainer.precision == "fp32":
         return 0
     hidden, total = shapes.hidden_size, shapes.hidden_size
-    for layer in range(shapes.num_layers):
+    for layer in range(shapes.num_hidden_layers):
         experts = shapes.experts_of(layer)
         if experts is None:
             inner = hidden + shapes.intermediate_size
         else:
-            inner = experts.experts_per_token * (hidden + experts.intermediate_size)
+            inner = experts.num_experts_per_tok * (hidden + experts.intermediate_size)
         total += hidden + shapes.query_size + inner
     return 4 * total

@@ -1,4 +1,4 @@
-"""Grammars of structured output, compiled and followed by ``llguidance`` (the extra ``structured``), which is imported when the
+"""StructuredOutputManager of structured output, compiled and followed by ``llguidance`` (the extra ``structured``), which is imported when the
 first request asks for one."""
 
 import json
@@ -16,9 +16,9 @@ _COMPILED_GRAMMARS = 128
 """Compiled grammars that an engine keeps, the least recently used going first."""
 
 
-class Grammars:
-    """Compiles what requests ask for against one tokenizer, and keeps what was compiled lately. ``vocab_size``: of the
-    model, which may have more ids than the tokenizer."""
+class StructuredOutputManager:
+    """Compiles the grammars of requests against one tokenizer, and caches them. ``vocab_size``: of the model, which may have more ids
+    than the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -54,8 +54,8 @@ class Grammars:
 
 
 class GrammarCursor:
-    """Where a sequence stands in its grammar. What ``fill`` writes is a function of ``output`` alone; the state in here
-    only saves reading again what was read for the position before."""
+    """The position of a sequence in its grammar. What ``fill`` writes is a function of ``output`` alone; the state kept here only
+    saves parsing again what was parsed for the position before."""
 
     def __init__(self, start: Any) -> None:
         self._start = start

@@ -17,19 +17,19 @@ from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
     """The shapes that ``config`` describes, with the habits of its architecture (Qwen3: q/k norms; Qwen2: qkv biases;
     mixtures of experts: in every layer, with normalised gates)."""
-    inner = config.expert_intermediate_size or config.intermediate_size
-    experts = ExpertShapes(config.num_experts, config.experts_per_token, inner) if config.architecture in EXPERT_NAMES else None
+    inner = config.moe_intermediate_size or config.intermediate_size
+    experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner) if config.architecture in EXPERT_NAMES else None
     return ModelShapes(
         architecture=config.architecture,
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
-        max_positions=config.max_positions,
-        tie_embeddings=config.tie_embeddings,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
         rope_theta=config.rope_theta,
         attention_bias=config.architecture == "qwen2",
         qk_norm=config.architecture in ("qwen3", "qwen3_moe"),

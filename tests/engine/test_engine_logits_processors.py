@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tandem.engine.llm import LLM
-from tandem.engine.sample.logits_processors import Position, apply_rules, rules_of
+from tandem.engine.sample.logits_processors import Position, apply_logits_processors, make_logits_processors
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.structured_output.grammars import Grammars
+from tandem.engine.structured_output.manager import StructuredOutputManager
 from tandem.types import UserError
 
 EOS = 2
@@ -51,24 +51,24 @@ def random_case(rng: random.Random, vocab: int) -> tuple[SamplingParams, list[in
 
 @pytest.mark.parametrize("vocab", [31, 64, 1000])
 def test_rules_follow_their_formulas_and_a_row_never_sees_the_rows_beside_it(vocab: int) -> None:
-    rng, grammars = random.Random(vocab), Grammars(None, vocab)
+    rng, grammars = random.Random(vocab), StructuredOutputManager(None, vocab)
     logits = torch.randn(80, vocab, generator=torch.Generator().manual_seed(1)) * 5
     cases = [random_case(rng, vocab) for _ in range(60)]
     positions = []
     for row, (params, prompt, output) in enumerate(cases):
-        rules = rules_of(params, prompt, [EOS], vocab, None, grammars)
+        rules = make_logits_processors(params, prompt, [EOS], vocab, None, grammars)
         if rules is not None:
             positions.append(Position(row, rules, None, torch.tensor(output, dtype=torch.int64)))
     assert 40 < len(positions) < 60
     before = logits.clone()
-    together = apply_rules(logits, positions)
+    together = apply_logits_processors(logits, positions)
     assert torch.equal(logits, before), "the logits themselves stay as they are"
     untouched = [row for row in range(80) if row not in {position.row for position in positions}]
     assert torch.equal(together[untouched], logits[untouched])
     for position in positions:
         params, prompt, output = cases[position.row]
         assert together[position.row].tolist() == pytest.approx(by_hand(logits[position.row], params, prompt, output), abs=1e-4)
-        alone = apply_rules(logits, [position])[position.row]
+        alone = apply_logits_processors(logits, [position])[position.row]
         assert torch.equal(alone, together[position.row])
 
 

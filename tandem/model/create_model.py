@@ -8,7 +8,7 @@ from tandem.kernels.reference import ReferenceKernels
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import save_model
 from tandem.model.initialise import initialise
-from tandem.pod.new_model import shapes_of, write_tokenizer
+from tandem.model.new_model import shapes_of, write_tokenizer
 from tandem.text.tokenizer import Tokenizer
 
 
@@ -21,5 +21,5 @@ def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
         write_tokenizer(config, Path(tokenizer_folder))
         tokenizer = Tokenizer.from_folder(Path(tokenizer_folder))
         model = Decoder(shapes_of(config, tokenizer.vocab_size), ReferenceKernels())
-        initialise(model, seed, config.initial_deviation)
+        initialise(model, seed, config.initializer_range)
         save_model(model, folder, Path(tokenizer_folder))

@@ -1,0 +1,57 @@
+"""What one step computes, as plain values that a test can compare."""
+
+from typing import NamedTuple
+
+from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy
+
+SequenceId = tuple[str, int]
+"""The id of a request and the index of one of its completions."""
+
+
+class ScheduledPrefill(NamedTuple):
+    """Tokens ``start`` to ``start + len(tokens) - 1`` of a prompt, or of a sequence that is computed again.
+
+    ``rows``: with the last chunk, the rows that draw their next token from it (one for each sequence of a group); empty before.
+    ``adapter``: the name of the request's LoRA adapter, empty for none.
+    """
+
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    rows: tuple[int, ...]
+    adapter: str = ""
+
+
+class SchedulerOutput(NamedTuple):
+    """One step.
+
+    ``decode_rows``: rows that feed one token each. ``num_draft_tokens``: how many draft tokens each of them may feed besides; empty where
+    none may. Before the step computes anything, ``swap_outs`` (to host memory), ``swap_ins`` (from there), ``block_copies`` and then
+    ``block_changes`` are applied to the caches and to the block tables. ``resumed_rows``: rows that are swapped in and decode from the next
+    step on. ``preempted``: sequences that lost their blocks.
+    """
+
+    decode_rows: tuple[int, ...] = ()
+    prefills: tuple[ScheduledPrefill, ...] = ()
+    block_changes: tuple[BlockChange, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
+    preempted: tuple[SequenceId, ...] = ()
+    swap_outs: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
+    resumed_rows: tuple[int, ...] = ()
+    num_draft_tokens: tuple[int, ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.decode_rows or self.prefills or self.swap_outs or self.resumed_rows)
+
+    @property
+    def joined_rows(self) -> tuple[int, ...]:
+        """Rows whose last prefill chunk is in this step."""
+        return tuple(row for chunk in self.prefills for row in chunk.rows)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that the step computes, without drafts."""
+        return len(self.decode_rows) + sum(len(chunk.tokens) for chunk in self.prefills)

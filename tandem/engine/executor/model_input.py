@@ -1,0 +1,117 @@
+"""The tensors that one step feeds to the model: decoding rows first, then prefill chunks."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.core.scheduler_output import ScheduledPrefill
+from tandem.engine.executor.row_tensors import RowTensors, to_device
+from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
+from tandem.model.lora import LoraBatch
+
+
+class ModelInput(NamedTuple):
+    """``tokens[T]`` and ``positions[T]`` int64. ``logit_rows`` (on the CPU): the rows of the hidden state whose logits are needed, one for
+    each row that draws; ``None``: all, in order. ``lora``: the tokens with an adapter."""
+
+    tokens: Tensor
+    positions: Tensor
+    paged: PagedBatch
+    logit_rows: Tensor | None
+    lora: LoraBatch | None = None
+
+
+def decode_input(rows: RowTensors, index: Tensor, width: int) -> ModelInput:
+    """Returns the next token of each of the rows ``index[R]``, with block tables of ``width`` columns. Nothing waits for the device."""
+    return ModelInput(*rows.next_tokens(index, width), None)
+
+
+def empty_input(device: torch.device) -> ModelInput:
+    """Returns an input without tokens."""
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    return ModelInput(empty, empty, PagedBatch(starts, empty.int(), empty.int().view(0, 1), empty), None)
+
+
+def advance(last: ModelInput, tokens: Tensor) -> ModelInput:
+    """Returns the input after ``last``, which is used up, for the same rows in the same blocks: everything is one token further."""
+    last.positions.add_(1)
+    last.paged.context_lens.add_(1)
+    last.paged.slots.add_(1)
+    return last._replace(tokens=tokens)
+
+
+def span_input(rows: RowTensors, index: Tensor, tokens: list[list[int]], starts: list[int]) -> ModelInput:
+    """Returns ``tokens[i]`` of row ``index[i]`` (on the CPU) at its positions from ``starts[i]`` on. All logits are needed."""
+    counts = torch.tensor([len(span) for span in tokens])
+    first = torch.tensor(starts)
+    ends = counts.cumsum(0)
+    owner = torch.repeat_interleave(torch.arange(len(index)), counts)
+    positions = torch.arange(len(owner)) - (ends - counts)[owner] + first[owner]
+    lengths = first + counts
+    width = (int(lengths.max()) - 1) // BLOCK_TOKENS + 1
+    query_start = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int()
+    flat = torch.tensor([token for span in tokens for token in span])
+    device = rows.device
+    tables = rows.block_tables[:, :width].index_select(0, to_device(index, device))
+    owner, positions = to_device(owner, device), to_device(positions, device)
+    slots = tables[owner, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    paged = PagedBatch(to_device(query_start, device), to_device(lengths.int(), device), tables, slots)
+    return ModelInput(to_device(flat, device), positions, paged, None)
+
+
+def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> ModelInput:
+    """Returns ``batch`` with prefill chunks after its decoding rows. The sequences of a group draw from the same row."""
+    count = len(batch.tokens)
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    ends: list[int] = []
+    logit_rows = list(range(count))
+    for chunk in chunks:
+        span = range(chunk.start, chunk.start + len(chunk.tokens))
+        tokens += chunk.tokens
+        positions += span
+        slots += [chunk.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in span]
+        ends.append(count + len(tokens))
+        logit_rows += [ends[-1] - 1] * len(chunk.rows)
+    contexts = [chunk.start + len(chunk.tokens) for chunk in chunks]
+    paged = batch.paged
+    width = max(paged.block_tables.shape[1], max(len(chunk.blocks) for chunk in chunks))
+    tables = padded_tables([chunk.blocks for chunk in chunks], width)
+    own_tables = torch.nn.functional.pad(paged.block_tables, (0, width - paged.block_tables.shape[1]))
+
+    def joined(own: Tensor, more: Tensor) -> Tensor:
+        return torch.cat((own, to_device(more, own.device)))
+
+    return ModelInput(
+        joined(batch.tokens, torch.tensor(tokens)),
+        joined(batch.positions, torch.tensor(positions)),
+        PagedBatch(
+            joined(paged.query_start, torch.tensor(ends, dtype=torch.int32)),
+            joined(paged.context_lens, torch.tensor(contexts, dtype=torch.int32)),
+            joined(own_tables, tables),
+            joined(paged.slots, torch.tensor(slots)),
+        ),
+        torch.tensor(logit_rows, dtype=torch.int64),
+    )
+
+
+def prefill_input(chunks: tuple[ScheduledPrefill, ...], device: torch.device) -> ModelInput:
+    """Returns prefill chunks without decoding rows."""
+    return add_prefills(empty_input(device), chunks)
+
+
+def input_to_device(batch: ModelInput, device: torch.device) -> ModelInput:
+    """Returns ``batch`` with every tensor that the model reads on ``device``."""
+    paged = batch.paged
+    moved = PagedBatch(*(to_device(x, device) for x in (paged.query_start, paged.context_lens, paged.block_tables, paged.slots)))
+    return batch._replace(tokens=to_device(batch.tokens, device), positions=to_device(batch.positions, device), paged=moved)
+
+
+def padded_tables(tables: list[tuple[int, ...]] | list[list[int]], width: int) -> Tensor:
+    """Returns block tables as [S, width] int32, short ones padded with 0."""
+    padded = [[*table, *[0] * (width - len(table))] for table in tables]
+    # A released block is never read, but its number must be valid.
+    return torch.tensor(padded, dtype=torch.int32).clamp_(min=0)
