@@ -21,7 +21,7 @@ from machine import HERE, machine, write_ratios, write_report
 
 from tandem.engine.engine import Engine
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
-from tandem.engine.settings import BATCHING, KV, EngineSettings
+from tandem.engine.settings import EngineSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
@@ -32,6 +32,8 @@ SHAPES = ModelShapes(
     intermediate_size=768,
     max_position_embeddings=512, tie_word_embeddings=True, qk_norm=True,
 )
+ADMISSIONS = ("static", "dynamic", "continuous", "chunked")
+CACHES = ("static", "paged")
 CACHE_TOKENS = 16 * SHAPES.max_position_embeddings
 Request = tuple[float, int, int]
 """Arrival in seconds, prompt tokens, new tokens."""
@@ -44,12 +46,12 @@ def workload(count: int, span_s: float) -> list[Request]:
     ]
 
 
-def measure(batching: str, kv: str, requests: list[Request]) -> dict[str, float]:
+def measure(admission: str, cache: str, requests: list[Request]) -> dict[str, float]:
     decoder = Decoder(SHAPES, select("auto"))
     initialise(decoder, 0)
     settings = EngineSettings(
-        SHAPES.max_position_embeddings, CACHE_TOKENS // 16, max_num_seqs=64, max_num_batched_tokens=1024, batching=batching, kv=kv,
-        enable_prefix_caching=False,
+        SHAPES.max_position_embeddings, CACHE_TOKENS // 16, max_num_seqs=64, max_num_batched_tokens=1024, admission=admission,
+        cache_implementation=cache, enable_prefix_caching=False,
     )
     engine = Engine(decoder, settings)
     first: dict[str, float] = {}
@@ -95,7 +97,7 @@ def main() -> None:
     alone = measure("chunked", "paged", workload(options.requests, 0.0))
     total = sum(new for _, _, new in workload(options.requests, 0.0))
     requests = workload(options.requests, 0.25 * total / alone["tokens_per_s"])
-    kinds = list(itertools.product(BATCHING, KV))
+    kinds = list(itertools.product(ADMISSIONS, CACHES))
     found: dict[tuple[str, str], list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(options.rounds):
         for kind in kinds:

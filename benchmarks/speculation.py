@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from machine import HERE, best_and_median, machine, write_ratios, write_report
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.engine import Engine
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
@@ -76,7 +76,7 @@ def engine_of(kind: str, strength: float) -> Engine:
     settings = EngineSettings(
         SHAPES.max_position_embeddings, 1024, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False
     )
-    speculative = None if given is None else SpeculativeSettings(**given)
+    speculative = None if given is None else SpeculativeConfig(**given)
     return Engine(model, settings, speculative=speculative, draft=draft if kind == "draft" else None)
 
 
@@ -131,8 +131,8 @@ def main() -> None:
                 what = f"speculation by {kind}, {work[0]}, {work[1]} sequence{'s' if work[1] > 1 else ''}, over none"
                 promises.append({"what": what, "ratio": ratios[0], "median": ratios[1], "target": 1.0})
     about = (
-        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is its first {DRAFT_LAYERS} of {SHAPES.num_hidden_layers} layers; "
-        f"the outputs of the others are scaled by {options.strength}. {options.tokens} tokens a sequence, up to 4 guesses, {options.threads} "
+        f"{parameter_count(SHAPES) / 1e6:.0f}M parameters, the draft model is its first {DRAFT_LAYERS} of {SHAPES.num_hidden_layers} layers; the "
+        f"outputs of the others are scaled by {options.strength}. {options.tokens} tokens a sequence, up to 4 guesses, {options.threads} "
         f"thread; best / median of {options.rounds} interleaved rounds, CPU time of the steps after the prefill. All kinds drew the same tokens."
     )
     header = "| work | sequences | guesses | tokens / CPU s, best | median | ratio, best | median | acceptance | tokens a step and sequence |"

@@ -53,8 +53,8 @@ class Ours:
 
     def __init__(self, shapes: ModelShapes, device: torch.device, precision: Any, offload: Any, micro_batch: int, folder: Path) -> None:
         self.micro_batch, self.device = micro_batch, device
-        attention = fast_attention(shapes.head_dim) if device.type == "cuda" and precision != "fp32" else None
-        kernels = select("auto", device=device, deterministic=device.type != "cuda", attention=attention)
+        fast = fast_attention(shapes.head_dim) if device.type == "cuda" and precision != "fp32" else None
+        kernels = select("auto", device=device, deterministic=device.type != "cuda", attention=fast or "auto")
         self.model = Decoder(shapes, in_precision(kernels, precision, device), device=device)
         fill(self.model)
         config = TrainerConfig(learning_rate=RATE, precision=precision, offload=offload, offload_folder=str(folder) if offload == "nvme" else "")

@@ -1,7 +1,7 @@
 """Complete prompts with a model.
 
 MODEL is a Hugging Face folder (a run's is runs/NAME/model), or the address of one in object storage (s3://bucket/folder),
-which is kept on the local disk. A prompt is continued as it stands; --chat puts it through the tokenizer's chat template first.
+which is kept on the local disk. A prompt is continued as given; --chat puts it through the tokenizer's chat template first.
 
 Prompts come from --prompt, from the lines of a --prompts file or from standard input. In a file that ends in .jsonl a line is
 an object with "prompt", "prompt_token_ids" or "messages".
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tandem.cli.engine_options import add_engine_options, engine_args
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from tandem.engine.processing.outputs import RequestOutput
     from tandem.engine.sample.sampling_params import SamplingParams
 
-GIB = 1 << 30
+LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora_rank")
+"""What the command's other options decide."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,32 +69,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--regex", help="a regular expression")
     form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; given several times")
     form.add_argument("--grammar", metavar="FILE", help="a grammar in Lark's syntax or GBNF")
-    machine = parser.add_argument_group("engine and weight cache")
-    machine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and completion together; the model's own")
-    machine.add_argument("--dtype", default="float32", help="float32, float64, bfloat16 or float16")
-    machine.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    machine.add_argument("--quantization", help="round plain weights: int8, fp8, int4, bf16 or fp16 (+head: the output head too)")
-    machine.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
-    machine.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that hold a part of the model each")
-    machine.add_argument("--download-dir", metavar="DIR", help="the weight cache; ~/.cache/tandem/weights")
-    machine.add_argument("--weight-cache-gib", type=float, default=0.0, help="its size at most; 0 is no limit")
+    drawn.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
+    add_engine_options(parser, LEFT_OUT)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.system is not None and not options.chat:
         raise UserError("--system needs --chat; it is the system message of the chat template")
-    if not 0 <= options.weight_cache_gib < float("inf"):
-        raise UserError(f"--weight-cache-gib is {options.weight_cache_gib}; it must be 0 (no limit) or more")
     asked = _prompts(options)
     params = _params(options)
     from tandem.engine.llm import LLM
 
     adapter, rank = _adapter(options.lora)
-    with LLM(
-        options.model, seed=options.seed, dtype=options.dtype, device=options.device, max_model_len=options.max_model_len,
-        download_dir=options.download_dir, weight_cache_bytes=int(options.weight_cache_gib * GIB),
-        tensor_parallel_size=options.tensor_parallel, quantization=options.quantization, enable_lora=adapter is not None, max_lora_rank=rank,
-    ) as llm, _writer(options) as out:  # fmt: skip
+    args = engine_args(options, model=options.model, seed=options.seed, enable_lora=adapter is not None, max_lora_rank=rank)
+    with LLM.from_engine_args(args) as llm, _writer(options) as out:
         inputs = [_input(llm, entry, options) for entry in asked]
         with _progress() as on_progress:
             outputs = llm.generate(inputs, params, use_tqdm=False, on_progress=on_progress, lora_request=adapter)
@@ -163,14 +153,14 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: a line is an object with one of prompt (a text), prompt_token_ids and messages (lists)")
     tokens = entry.get("prompt_token_ids", [])
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-        raise UserError(f"{where}: prompt_token_ids holds what is no token id")
+        raise UserError(f"{where}: prompt_token_ids has an invalid token id; give whole numbers")
     if not all(isinstance(message, dict) for message in entry.get("messages", [])):
-        raise UserError(f"{where}: messages holds what is no object with role and content")
+        raise UserError(f"{where}: every message must be an object with role and content")
     return entry
 
 
 def _input(llm: "LLM", entry: dict[str, Any], options: argparse.Namespace) -> "PromptInput":
-    """What the engine is asked: a prompt as it stands, or through the chat template."""
+    """Returns what the engine is asked: a prompt as given, or through the chat template."""
     messages = entry.get("messages")
     if messages is None and options.chat and "prompt" in entry:
         system = [] if options.system is None else [{"role": "system", "content": options.system}]

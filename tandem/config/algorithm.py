@@ -5,58 +5,57 @@ from typing import Literal
 
 from tandem.types.errors import UserError
 
-Advantage = Literal["grpo", "dr_grpo", "rloo"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
-    """GRPO and its relatives.
+    """GRPO and its relatives."""
 
-    ``name``: the algorithm.
-    ``group_size``: completions of each prompt.
-    ``advantage``: ``grpo`` (reward - group mean) / (group std + ``advantage_epsilon``), ``dr_grpo`` without the std,
-    ``rloo`` against the mean of the other samples.
-    ``clip_ratio_low``, ``clip_ratio_high``: the ratio pi / pi_old is clipped to [1 - clip_ratio_low, 1 + clip_ratio_high].
-    ``dual_clip``: bound on the ratio where the advantage is negative (3.0 is usual); empty turns it off.
-    ``aggregation``: from losses of tokens to the loss of the global batch; ``seq-mean-token-sum-norm`` divides by
-    ``length_constant`` (0 takes ``rollout.max_tokens``).
-    ``kl_coef``: weight of the KL to the reference model in the loss; 0 needs no reference model.
-    ``kl_estimator``: k1, k2, k3 (Schulman, 2020), or ``k3+``: the value of k3 with the gradient of k2.
-    ``tis_cap``: weight each token by min(pi_old / mu, cap), mu being the distribution that it was
-    drawn from (2.0 is usual); empty turns it off.
-    ``tis_level``: that weight of each token, or one for the whole sequence.
-    ``importance_level``: the ratio pi / pi_old of each token, or GSPO's length-normalised one of the sequence.
-    ``old_logprobs``: pi_old as the rollout reported it, or computed by the trainer before the first update.
-    ``minibatches``: optimizer updates that one batch is split into. ``epochs``: passes over the batch.
-    ``mask_truncated``: completions cut at the token limit count in their group's statistics but not in the loss.
-    """
-
-    name: Literal["grpo", "ppo", "dpo"] = "grpo"
+    name: AlgorithmName = "grpo"
+    """The algorithm, by its advantage estimator. `grpo`: (reward - group mean) / (group std + `advantage_epsilon`) (DeepSeekMath, 2024).
+    `dr_grpo`: reward - group mean (Liu et al., 2025). `rloo`: reward - mean of the group's other samples (Ahmadian et al., 2024).
+    `pretrain` and `sft` train on data and have sections of their own."""
     group_size: int = 8
-    advantage: Advantage = "grpo"
+    """Completions of each prompt, 2 at least."""
     advantage_epsilon: float = 1e-6
+    """Of `grpo`: added to the standard deviation."""
     clip_ratio_low: float = 0.2
+    """The ratio pi / pi_old is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]."""
     clip_ratio_high: float = 0.2
+    """The upper end of that interval."""
     dual_clip: float | None = None
-    loss_agg_mode: Aggregation = "token-mean"
+    """Bound on the ratio where the advantage is negative (3.0 is usual). Empty: off."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """From losses of tokens to the loss of the batch: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, or
+    `seq-mean-token-sum-norm`, which divides by `length_constant`."""
     length_constant: int = 0
+    """The divisor of `seq-mean-token-sum-norm`. 0: `rollout.max_tokens`."""
     kl_coef: float = 0.0
+    """Weight of the KL divergence from the start model in the loss. 0: no reference model is held."""
     kl_estimator: KLEstimator = "k3"
+    """`k1`, `k2`, `k3` (Schulman, 2020), or `k3+`: the value of k3 with the gradient of k2."""
     tis_cap: float | None = None
+    """Weight each token by min(pi_old / mu, cap), mu being the distribution it was drawn from (2.0 is usual). Empty: off."""
     tis_level: Level = "token"
+    """One such weight for each `token`, or one for the whole `sequence`."""
     importance_level: Level = "token"
+    """The ratio pi / pi_old of each `token`, or GSPO's length-normalised one of the `sequence`."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """Where pi_old comes from: as the `rollout` reported it, or `recompute`d by the trainer before the first update. With `top_k`, `top_p`
+    or `min_p` and a temperature other than 1 it must be `recompute`."""
     minibatches: int = 1
+    """Optimizer updates that one batch is split into."""
     epochs: int = 1
+    """Passes over the batch."""
     mask_truncated: bool = False
+    """Leave completions that were cut at the token limit out of the loss; they still count in their group's statistics."""
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""
-        if self.name != "grpo":
-            raise UserError(f"'algorithm.name' is '{self.name}', which this version does not train yet; use grpo")
         if self.group_size < 2:
             raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
         if not 0 <= self.advantage_epsilon < float("inf"):

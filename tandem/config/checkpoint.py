@@ -7,15 +7,18 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """A checkpoint after every ``every_steps`` optimizer steps, and after ``every_minutes`` without one (0: never for that); the
-    newest ``keep`` stay. ``asynchronous``: training goes on while it is written. ``upload``: a folder or URL (``s3://bucket/prefix``)
-    that each is copied to, of which as many stay there."""
+    """How often the state of a run is saved, where, and how many checkpoints are kept; `training.md` describes a checkpoint."""
 
     every_steps: int = 10
+    """Optimizer steps between two checkpoints."""
     every_minutes: float = 0.0
+    """A checkpoint is also written after so many minutes without one. 0: only by steps."""
     keep: int = 2
+    """Newest checkpoints that are kept, here and in `upload`."""
     asynchronous: bool = True
+    """Write checkpoints while training continues."""
     upload: str = ""
+    """A folder or URL that each checkpoint is copied to. Empty: none."""
 
     def check(self) -> None:
         for name in ("every_steps", "keep"):

@@ -7,16 +7,20 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """Sampled accuracy on ``prompts`` held-out prompts after every ``every_steps`` optimizer steps. Training ends when
-    ``consecutive`` evaluations in a row reach ``target_accuracy``; the final figure is taken on ``final_prompts``
-    others. ``examples``: completions that each evaluation keeps for the report."""
+    """How often the model is measured, on how much, and when it is good enough."""
 
     every_steps: int = 5
+    """Optimizer steps between two measurements of the sampled accuracy on held-out prompts."""
     prompts: int = 256
+    """Held-out prompts."""
     target_accuracy: float = 0.9
+    """Training ends when `consecutive` evaluations in a row reach this."""
     consecutive: int = 2
+    """Evaluations in a row that must reach `target_accuracy`."""
     final_prompts: int = 1024
+    """Other prompts, on which the final accuracy is measured."""
     examples: int = 8
+    """Completions that each evaluation keeps for the report."""
 
     def check(self) -> None:
         for name in ("every_steps", "prompts", "consecutive", "final_prompts"):

@@ -20,7 +20,7 @@ Section = TypeVar("Section")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, not a silent overwrite."""
+    """YAML in which a repeated key is an error, not a silent overwrite."""
 
 
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -82,8 +82,12 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def build(section: type[Section], data: Mapping[str, Any], where: str = "") -> Section:
-    """``data`` as the dataclass ``section``: types checked, unknown keys refused, nested sections built, ``check()`` called
-    where a section has one. ``where`` is the dotted path for messages."""
+    """Returns ``data`` as the dataclass ``section``: types checked, unknown keys refused, nested sections built, ``check()`` called
+    where a section has one. ``where`` is the dotted path for messages. Keys that ``section`` lists in ``refused_keys``, dotted, with the
+    reason for each, are refused with that reason even where the value is the default."""
+    for key, reason in refused_keys(section).items():
+        if _contains(data, key):
+            raise UserError(f"'{_join(where, key)}' cannot be set: {reason}; remove it")
     hints = typing.get_type_hints(section)
     fields = {f.name: f for f in dataclasses.fields(section) if f.init}  # type: ignore[arg-type]
     for key in data:
@@ -103,14 +107,38 @@ def build(section: type[Section], data: Mapping[str, Any], where: str = "") -> S
 
 
 def to_mapping(section: Any) -> Any:
-    """A configuration as plain data, as it is saved with a run; ``build`` reads it back."""
+    """Returns a configuration as plain data, as it is saved with a run; ``build`` reads it back."""
     if dataclasses.is_dataclass(section) and not isinstance(section, type):
-        return {f.name: to_mapping(getattr(section, f.name)) for f in dataclasses.fields(section) if f.init}
+        plain = {f.name: to_mapping(getattr(section, f.name)) for f in dataclasses.fields(section) if f.init}
+        for key in refused_keys(type(section)):
+            _remove(plain, key)
+        return plain
     if isinstance(section, Mapping):
         return {key: to_mapping(value) for key, value in section.items()}
     if isinstance(section, list | tuple):
         return [to_mapping(value) for value in section]
     return section
+
+
+def refused_keys(section: type) -> Mapping[str, str]:
+    """Returns the keys, dotted below ``section``, that a section inside it knows and ``section`` does not read, with the reason for each."""
+    found: Mapping[str, str] = getattr(section, "refused_keys", {})
+    return found
+
+
+def _contains(data: Any, dotted: str) -> bool:
+    for key in dotted.split("."):
+        if not isinstance(data, Mapping) or key not in data:
+            return False
+        data = data[key]
+    return True
+
+
+def _remove(data: dict[str, Any], dotted: str) -> None:
+    *parents, last = dotted.split(".")
+    for key in parents:
+        data = data.get(key) or {}
+    data.pop(last, None)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

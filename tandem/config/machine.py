@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.engine import AttentionBackend
 from tandem.types.errors import UserError
 
 MOST_THREADS = 1024
@@ -11,19 +12,22 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """``threads``: of each worker, 0 takes all cores that this process may use (the workers take turns);
-    the ranks of a run in several processes divide them.
-    ``memory_gib``: what both sidecars may take together, 0 takes 80 % of what is free at the start.
-    ``device``: what a run on data computes on: ``auto`` takes a GPU (``cuda``) where there is one, each rank its own, else the CPU. A pod
-    computes on the CPU.
-    ``kernels``: ``auto`` takes the C++ kernels where a compiler is found, and Triton's on a GPU. ``call_deadline_s``: the longest that one phase
-    of a step may take before the run says who is stuck."""
+    """What a run may use of the machine it is on."""
 
     threads: int = 0
+    """Threads of each worker. 0: all cores that this process may use (the workers take turns). The ranks of a run in several processes
+    divide them."""
     memory_gib: float = 0.0
+    """Memory that the run may take on this machine, in GiB. 0: 80 % of what is free at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`cuda` gives each rank a GPU, `auto` takes GPUs where there are any; a pod computes on the CPU. See `training.md`, On GPUs."""
     kernels: Literal["auto", "cpu", "reference"] = "auto"
+    """`cpu` are the C++ kernels, `reference` plain torch; `auto` takes the C++ ones where a compiler is found, and Triton's on a GPU."""
+    attention: AttentionBackend = "auto"
+    """Attention over packed sequences: `auto` is the kernels' own, or torch's in 16 bits on a GPU; `torch`, `flash3`, `flash4` and
+    `xformers` are those packages', on a GPU with a `trainer.precision` of 16 bits."""
     call_deadline_s: float = 1800.0
+    """Seconds that one phase of a pod's step may take before the run names the worker that is stuck and ends."""
 
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:
@@ -32,5 +36,7 @@ class MachineConfig:
             raise UserError(f"'machine.memory_gib' is {self.memory_gib}; it must be 0 (automatic) or more")
         if self.device == "cuda" and self.kernels == "cpu":
             raise UserError("'machine.kernels' is 'cpu' and machine.device is 'cuda'; set machine.kernels to auto or reference")
+        if self.device == "cpu" and self.attention != "auto":
+            raise UserError(f"'machine.attention' is '{self.attention}', which needs a GPU, and machine.device is 'cpu'; set one of them to auto")
         if self.call_deadline_s <= 0:
             raise UserError(f"'machine.call_deadline_s' is {self.call_deadline_s}; it must be above 0")

@@ -9,32 +9,41 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewModelConfig:
-    """A model with random weights, made from the recipe: nothing is downloaded.
-
-    ``architecture``: the ``model_type`` of a family in ``tandem.model.families``.
-    ``tokenizer``: a folder whose tokenizer it takes; empty makes one with a token a character. ``characters``: the
-    vocabulary of that besides the special tokens; ``ascii`` means the 95 printable ASCII characters and the line break.
-    ``initializer_range``: standard deviation of the random weights; narrow models learn faster from about
-    0.7 / sqrt(hidden_size). ``num_experts``, ``num_experts_per_tok`` and ``moe_intermediate_size`` (0: as
-    ``intermediate_size``): the mixture of experts in every layer, of families that have one.
-    """
+    """A model with random weights and a tokenizer of one token a character. Nothing is downloaded. It is untrained, so a recipe with
+    rollouts needs a section `sft`."""
 
     architecture: str = "qwen3"
+    """The `model_type` of a family in `tandem.model.families`: `llama`, `mistral`, `qwen2`, `qwen3`, `qwen3_moe` or `mixtral`."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     num_hidden_layers: int = 5
+    """Layers, 1000 at most."""
     num_attention_heads: int = 4
+    """Query heads; a multiple of `num_key_value_heads`."""
     num_key_value_heads: int = 2
+    """Heads of keys and values."""
     head_dim: int = 32
+    """Width of a head; even."""
     intermediate_size: int = 512
+    """Width of the feed-forward part."""
     max_position_embeddings: int = 256
+    """The context, in tokens (here: characters)."""
     tie_word_embeddings: bool = True
+    """Whether the output layer is the embedding."""
     rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
     tokenizer: str = ""
+    """A folder whose tokenizer the model takes; empty makes one with a token a character."""
     characters: str = "ascii"
+    """The vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
     initializer_range: float = 0.02
+    """Standard deviation of the random weights; narrow models learn faster from about 0.7 / sqrt(`hidden_size`)."""
     num_experts: int = 8
+    """Experts of a layer (`qwen3_moe` and `mixtral` only, as the next two)."""
     num_experts_per_tok: int = 2
+    """Experts that each token goes to."""
     moe_intermediate_size: int = 0
+    """Width of an expert; 0 takes `intermediate_size`."""
 
     def check(self) -> None:
         for name in (
@@ -45,8 +54,7 @@ class NewModelConfig:
                 raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
-                f"'model.create.num_attention_heads' is {self.num_attention_heads}; it must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
+                f"'model.create.num_attention_heads' is {self.num_attention_heads}; it must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
             )
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UserError(
@@ -54,6 +62,11 @@ class NewModelConfig:
             )
         if self.moe_intermediate_size < 0:
             raise UserError(f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; it must be 0 or more")
+        if self.architecture == "mixtral" and self.moe_intermediate_size not in (0, self.intermediate_size):
+            raise UserError(
+                f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; mixtral's experts have "
+                f"intermediate_size ({self.intermediate_size}): leave it out"
+            )
         if self.num_hidden_layers > MOST_LAYERS:
             raise UserError(f"'model.create.num_hidden_layers' is {self.num_hidden_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initializer_range < 10:
@@ -64,12 +77,14 @@ class NewModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Exactly one of ``path`` (a local Hugging Face folder) and ``create``. ``max_length``: prompt and completion
-    together, in tokens; 0 takes the model's own context."""
+    """A local Hugging Face folder, or the shape of a small model that the run makes itself. Exactly one of `path` and `create`."""
 
     path: str | None = None
+    """A local Hugging Face folder: Llama, Qwen2 or Qwen3, weights in safetensors, the tokenizer as `tokenizer.json`."""
     create: NewModelConfig | None = None
+    """A section of its own, below."""
     max_length: int = 0
+    """Prompt and completion together, in tokens. 0: the model's own context."""
 
     def check(self) -> None:
         if (self.path is None) == (self.create is None):

@@ -12,39 +12,39 @@ AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """``data``, ``tensor``, ``pipeline``, ``context``: ranks along each axis of the mesh; their product is the number of
-    processes. ``expert``: ranks that share the experts of a layer; it divides data x context.
-
-    ``schedule``: the order in which a pipeline works through its micro-batches. ``virtual_stages``: runs of layers on each of its
-    ranks; 2 or more with ``interleaved``. ``pipeline_layers``: the layers of each stage, the first virtual stage of every rank
-    before the second; empty splits by cost.
-
-    ``sequence_parallel``: the tensor-parallel ranks divide the tokens of the residual stream and its norms too. ``deterministic``: they
-    cut every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather of each input. Empty: in
-    reinforcement learning, whose rollout must find the same bits, and not in training on data.
-
-    ``zero``: what the data-parallel ranks cut between them: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the
-    parameters too. ``collective_timeout_s``: seconds after which a collective that does not end is a hang. ``heartbeat_timeout_s``: a rank
-    that gets on with nothing is a hang after 20 times the longest pause that this run has seen, but not before so many seconds.
-    ``ranks_per_node``: ranks on one machine, 0 for all. ``across_nodes``: whether ranks along ``tensor`` and ``context``, which exchange
-    something in every layer, may stand on several machines.
-    """
+    """How many processes train one model, and what each of them holds; `training.md` says how to choose."""
 
     data: int = 1
+    """Ranks between which every batch is divided."""
     tensor: int = 1
+    """Ranks between which every matrix is divided."""
     pipeline: int = 1
+    """Ranks between which the layers are divided."""
     context: int = 1
+    """Ranks between which the tokens of a micro-batch are divided."""
     expert: int = 1
+    """Ranks between which the experts of a layer are divided; it divides `data` x `context`."""
     schedule: ScheduleName = "1f1b"
+    """`1f1b`, `interleaved` or `gpipe`: the order in which a pipeline works."""
     virtual_stages: int = 1
+    """Stages on each rank of an interleaved pipeline, 2 or more there."""
     pipeline_layers: tuple[int, ...] = ()
+    """Layers of each stage, the first virtual stage of every rank before the second. Empty: split by cost."""
     sequence_parallel: bool = True
+    """Tensor-parallel ranks divide the tokens of the residual stream too."""
     deterministic: bool | None = None
+    """Tensor-parallel ranks divide every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather
+    of each input. Empty: in reinforcement learning, whose rollout must have the same bits, and not in training on data."""
     zero: Literal[0, 1, 2, 3] = 0
+    """What data-parallel ranks divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
     collective_timeout_s: float = 300.0
+    """Seconds after which a collective that does not end is a hang."""
     heartbeat_timeout_s: float = 30.0
+    """A rank without progress is a hang after 20 times the longest pause of this run, but not before this many seconds."""
     ranks_per_node: int = 0
+    """Ranks on one machine. 0: all."""
     across_nodes: bool = False
+    """Let ranks along `tensor` and `context`, which communicate in every layer, be on several machines."""
 
     @property
     def world(self) -> int:

@@ -1,7 +1,8 @@
 """A recipe for training on data, without a rollout: a model, tokenized data and how long."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.machine import MachineConfig
@@ -17,29 +18,33 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DatasetConfig:
-    """``path``: what ``tandem tokenize`` wrote, a folder or URL. ``weight``: its share of the mixture, beside the others'."""
+    """One dataset of the mixture."""
 
     path: str
+    """What `tandem tokenize` wrote, a folder or URL."""
     weight: float = 1.0
+    """Its share of the mixture, beside the others'."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """``train``: the datasets of the mixture. ``held_out``: a dataset that is only measured on; empty measures nothing.
-
-    ``sequence_length``: tokens that are trained on together; documents are laid end to end and cut, and never see each other. In
-    supervised fine-tuning: the most that an example may have, which is never cut. ``too_long``: what becomes of longer ones.
-    ``global_batch_size``: of one optimizer step; examples in supervised fine-tuning. ``cache``: the folder that shards of a URL are
-    brought to. ``read_ahead``: batches that wait ready.
-    """
+    """What is trained on. Documents are laid end to end and cut into sequences; attention does not cross a document's end. Examples of
+    supervised fine-tuning are never cut."""
 
     train: tuple[DatasetConfig, ...] = ()
+    """The datasets of the mixture, a list of sections `data.train`."""
     held_out: str = ""
+    """A dataset that is only measured on. Empty: none."""
     sequence_length: int = 512
+    """Tokens of a sequence; in supervised fine-tuning the most that an example may have."""
     global_batch_size: int = 8
+    """Sequences, or examples, of one optimizer step."""
     too_long: Literal["refuse", "leave_out"] = "refuse"
+    """Of `sft`: `refuse` a dataset with longer examples, or `leave_out` those."""
     cache: str = ""
+    """The folder that shards of a URL are downloaded to and verified in."""
     read_ahead: int = 4
+    """Batches that are prepared ahead."""
 
     def check(self) -> None:
         for dataset in self.train:
@@ -55,10 +60,12 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutConfig:
-    """The loss on ``sequences`` sequences of the held-out data after every ``every_steps`` optimizer steps and at the end."""
+    """How often the loss on the held-out data is measured, and on how much."""
 
     every_steps: int = 50
+    """Optimizer steps between two measurements; one more follows at the end."""
     sequences: int = 32
+    """Sequences, or examples, of the held-out data that are measured on."""
 
     def check(self) -> None:
         for name in ("every_steps", "sequences"):
@@ -68,9 +75,10 @@ class HeldOutConfig:
 
 @dataclass(frozen=True, slots=True)
 class PretrainConfig:
-    """``name`` says what is learned: every next token of documents, or with ``sft`` those that a dataset of examples marks."""
+    """Which tokens of the data are learned."""
 
     name: Literal["pretrain", "sft"]
+    """`pretrain`: every next token of documents. `sft`: the tokens that a dataset of examples marks (supervised fine-tuning)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,10 @@ class PretrainRecipe:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "machine.call_deadline_s": "ranks call each other by collectives, whose deadline is parallel.collective_timeout_s",
+    }
 
     @property
     def learns_from_examples(self) -> bool:
@@ -125,5 +137,10 @@ class PretrainRecipe:
             raise UserError(
                 f"'parallel.data' is {self.parallel.data} and a step has {self.data.global_batch_size} sequences; raise "
                 "data.global_batch_size, so that every rank has one"
+            )
+        if self.machine.attention != "auto" and self.trainer.precision == "fp32":
+            raise UserError(
+                f"'machine.attention' is '{self.machine.attention}', which computes in 16 bits, and trainer.precision is 'fp32'; set trainer.precision to "
+                "bf16 or fp16, or machine.attention to auto"
             )
         check_mesh(self.parallel, self.trainer)

@@ -1,10 +1,11 @@
 """A recipe: every section of a run in one frozen value, and the combinations that cannot work."""
 
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
@@ -51,8 +52,7 @@ class Recipe:
             )
         if create and self.model.max_length > create.max_position_embeddings:
             raise UserError(
-                f"'model.max_length' is {self.model.max_length}, more than "
-                f"model.create.max_position_embeddings ({create.max_position_embeddings})"
+                f"'model.max_length' is {self.model.max_length}, more than model.create.max_position_embeddings ({create.max_position_embeddings})"
             )
         filtered = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
         if filtered and self.algorithm.tis_cap is None:
@@ -66,32 +66,38 @@ class Recipe:
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
                 "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
-        is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
-        if self.rollout.quantization != "none" and not is_corrected:
-            raise UserError(
-                f"'rollout.quantization' is '{self.rollout.quantization}', which draws from another distribution than the trainer's; set "
-                "algorithm.tis_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or quantization to none"
-            )
-        if self.algorithm.group_size > self.rollout.max_sequences:
-            raise UserError(
-                f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.max_sequences "
-                f"({self.rollout.max_sequences}); a group runs at once"
-            )
+        self._check_engine(longest)
         if create and self.sft is None:
             raise UserError("a model made from the recipe knows nothing yet; add a section 'sft' (an empty one takes the defaults)")
+        if self.machine.attention != "auto":
+            raise UserError(f"'machine.attention' is '{self.machine.attention}', which needs a GPU; a pod computes on the CPU: set it to auto")
         if self.machine.device == "cuda":
             raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
         if self.trainer.dtype != "float32":
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; the rollout engine holds float32 weights: set it to float32")
-        if self.trainer.precision != "fp32" and not is_corrected:
-            raise UserError(
-                f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in fp32, which is another distribution; set "
-                "algorithm.tis_cap (2.0 is usual) and algorithm.old_logprobs to recompute, or precision to fp32"
-            )
         check_mesh(self.parallel, self.trainer)
 
+    def _check_engine(self, max_model_len: int) -> None:
+        """``max_model_len``: the context in tokens, 0 where only the model's folder says it."""
+        different = self.rollout.differs_from_trainer()
+        if not different and self.trainer.precision != "fp32":
+            different = f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in fp32"
+        is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
+        if different and not is_corrected:
+            raise UserError(
+                f"{different}, so samples come from another distribution than the trainer's; set algorithm.tis_cap (2.0 is usual) and "
+                "algorithm.old_logprobs to recompute, or take the option out"
+            )
+        if self.algorithm.group_size > self.rollout.engine.max_num_seqs:
+            raise UserError(
+                f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.engine.max_num_seqs "
+                f"({self.rollout.engine.max_num_seqs}); a group runs at once"
+            )
+        if max_model_len:
+            self.rollout.engine.check_length(max_model_len)
 
-IN_A_POD = ("grpo", "ppo", "dpo")
+
+IN_A_POD = typing.get_args(AlgorithmName)
 """Algorithms that train on rollouts."""
 ON_DATA = ("pretrain", "sft")
 """Algorithms that train on data and not on rollouts."""

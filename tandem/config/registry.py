@@ -7,12 +7,14 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RegistryConfig:
-    """``path``: the folder of a registry of our own, made where it is not there (empty: none). ``uri``: MLflow's tracking address
-    instead (``http://host:5000``, ``sqlite:///mlflow.db``). ``name``: what the model is called there; the run's name where empty."""
+    """The model registry that committed checkpoints are entered in."""
 
     path: str = ""
+    """The folder of a registry of our own, made where it does not exist. Empty: none."""
     uri: str = ""
+    """MLflow's tracking address instead (`http://host:5000`, `sqlite:///mlflow.db`). Empty: none."""
     name: str = ""
+    """The model's name there. Empty: the run's."""
 
     @property
     def is_on(self) -> bool:

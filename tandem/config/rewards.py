@@ -12,20 +12,19 @@ BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
 
 @dataclass(frozen=True, slots=True)
 class AnswerMatcherConfig:
-    """How a completion is compared with the ground truth.
-
-    ``after``: only what stands behind the last occurrence of this text counts (``####`` for GSM8K); empty: everything.
-    ``extract``: ``whole`` takes it as it is but for white space at both ends, ``last_number`` the last number in it,
-    ``boxed`` the inside of the last ``\\boxed{...}``. ``compare``: ``exact`` text, ``numeric`` value (1,000.0 equals
-    1e3 and 3/4 equals 0.75) or ``math_verify`` (needs the extra ``math``). ``tolerance``: relative, of ``numeric``; 0
-    is exact rational arithmetic.
-    """
+    """How a completion is compared with the ground truth."""
 
     extract: Literal["whole", "last_number", "boxed"] = "whole"
+    """`whole`: the completion without white space at both ends; `last_number`: the last number in it; `boxed`: the content of the last
+    `\\boxed{...}`."""
     compare: Literal["exact", "numeric", "math_verify"] = "exact"
+    """`exact` text, `numeric` value (1,000.0 equals 1e3 and 3/4 equals 0.75), or `math_verify` (needs `pip install 'tandem-rl[math]'`)."""
     after: str = ""
+    """Only the text after the last occurrence of this text counts (`####` for GSM8K). Empty: everything."""
     ignore_case: bool = False
+    """Whether upper and lower case are the same."""
     tolerance: float = 0.0
+    """Relative, of `numeric`. 0: exact rational arithmetic."""
 
     def check(self) -> None:
         if not 0 <= self.tolerance < 1:
@@ -38,13 +37,14 @@ class AnswerMatcherConfig:
 
 @dataclass(frozen=True, slots=True)
 class FormatCheckerConfig:
-    """Exactly one of ``pattern`` (a regular expression; ``.`` matches line breaks) and ``tags`` (each
-    ``<tag>...</tag>`` exactly once, in this order, none inside another). ``match``: ``full`` asks the whole completion
-    to have the form (white space at both ends and between tags aside), ``contains`` a part of it."""
+    """The form that a completion must have. Exactly one of `pattern` and `tags`."""
 
     pattern: str = ""
+    """A regular expression; `.` matches line breaks."""
     tags: tuple[str, ...] = ()
+    """Each `<tag>...</tag>` exactly once, in this order, none inside another."""
     match: Literal["full", "contains"] = "full"
+    """`full`: the whole completion has the form. `contains`: a part of it."""
 
     def check(self) -> None:
         if bool(self.pattern) == bool(self.tags):
@@ -61,23 +61,23 @@ class FormatCheckerConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardFunctionConfig:
-    """One judge. ``function``: ``task`` (the task's own judge: exact match, or ``score_answer`` of a ``reasoning_gym``
-    dataset), ``answer_matcher``, ``format_checker``, or a function of your own as ``module:function`` or
-    ``path/to/file.py:function``.
-
-    ``name``: what its value is called in metrics; empty takes the function's name. ``weight``: its factor in the
-    reward. ``signature``: of your own function, ``trl`` is ``f(prompts, completions, completion_ids, **columns)`` and
-    ``verl`` is ``compute_score(data_source, solution_str, ground_truth, extra_info)``; ``auto`` goes by the parameters'
-    names. ``arguments``: further keyword arguments for it. ``answer``, ``format``: settings of the built-in judges.
-    """
+    """One judge."""
 
     function: str
+    """`task` (the task's own), `answer_matcher`, `format_checker`, or your own as `module:function` or `path/to/file.py:function`."""
     name: str = ""
+    """What its value is called in metrics. Empty: the function's name."""
     weight: float = 1.0
+    """Its factor in the reward."""
     signature: Literal["auto", "trl", "verl"] = "auto"
+    """Of your own function: `trl` is `f(prompts, completions, completion_ids, **columns)`, `verl` is `compute_score(data_source,
+    solution_str, ground_truth, extra_info)`; `auto` goes by the parameters' names."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments for your own function."""
     answer: AnswerMatcherConfig = AnswerMatcherConfig()
+    """Settings of `answer_matcher` and `task`, below."""
     format: FormatCheckerConfig | None = None
+    """Settings of `format_checker`, below."""
 
     @property
     def label(self) -> str:
@@ -105,27 +105,27 @@ class RewardFunctionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardsConfig:
-    """The reward of a sample is the weighted sum of ``functions`` (none: the task's own judge).
-
-    ``accuracy``: the name of the function that says whether a sample is correct (empty: the first), which it is where
-    its value reaches ``accuracy_threshold``. ``model_fault_value``: what the answer matcher gives a completion in which
-    there is nothing to compare.
-
-    ``workers``: processes that judge. ``deadline_s``: the longest that judging one batch may take;
-    ``sample_deadline_s``: the longest that one function may take over one sample before its process is ended.
-    ``start_deadline_s``: for a worker to load the functions. A sample whose judge failed is masked; past
-    ``max_fault_share`` of a step's samples the run stops.
-    """
+    """Who judges a sample, and what happens when a judge fails. The reward is the weighted sum of the functions; a sample whose judge
+    failed is masked."""
 
     functions: tuple[RewardFunctionConfig, ...] = ()
+    """A list; the keys of an entry are below. None: the task's own judge."""
     accuracy: str = ""
+    """The function that says whether a sample is correct. Empty: the first."""
     accuracy_threshold: float = 1.0
+    """A sample is correct where that function's value is at least this."""
     model_fault_value: float = 0.0
+    """What the answer matcher gives a completion in which there is nothing to compare."""
     workers: int = 1
+    """Processes that judge."""
     deadline_s: float = 120.0
+    """Seconds that judging one batch may take."""
     sample_deadline_s: float = 10.0
+    """Seconds that one function may take for one sample before its process is ended."""
     start_deadline_s: float = 60.0
+    """Seconds in which a worker must have loaded the functions."""
     max_fault_share: float = 0.1
+    """The share of a step's samples that may remain without a verdict; above it the run ends."""
 
     @property
     def composition(self) -> tuple[RewardFunctionConfig, ...]:

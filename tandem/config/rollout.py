@@ -1,41 +1,55 @@
-"""Section ``rollout``: how samples are drawn, and what becomes of the engine between two steps."""
+"""Section ``rollout``: how samples are drawn, the engine that draws them, and what happens to it between two steps."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
+from tandem.config.engine import EngineArgs
 from tandem.types.errors import UserError
-from tandem.types.kv_cache import KVCacheDtype
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """``prompts_per_step`` prompts, each sampled ``algorithm.group_size`` times with up to ``max_tokens`` new tokens.
-
-    ``sleep_mode``: ``keep`` leaves the engine in memory, ``terminate`` ends its process after every rollout and starts
-    it again with dummy weights, ``auto`` keeps it where the memory plan says that trainer and engine fit together.
-    ``kv_cache_tokens``: size of the KV cache; 0 takes what one step can use at most. ``kv_cache_dtype``: what keys and values are kept in,
-    and what the trainer rounds them to. ``max_batched_tokens``: the token budget of one engine step. ``stop``: texts that end a
-    completion. ``quantization``: the engine rounds the trainer's weights to 8 bits as they arrive, and its inputs with them: faster
-    rollouts from another distribution than the trainer's, which the recipe must correct for.
-    """
+    """How samples are drawn, the engine that draws them, and what happens to it between two steps."""
 
     prompts_per_step: int = 32
+    """Prompts of a step; each is sampled `algorithm.group_size` times."""
     max_tokens: int = 32
+    """New tokens of a completion at most."""
     temperature: float = 1.0
+    """Above 0."""
     top_k: int = 0
+    """Sample from the k most likely tokens. 0: off."""
     top_p: float = 1.0
+    """Nucleus sampling. 1: off. With `top_k`, `top_p` or `min_p`, set `algorithm.tis_cap`."""
     min_p: float = 0.0
+    """Drop tokens below this share of the most likely one's probability. 0: off."""
     stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
     sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
-    kv_cache_tokens: int = 0
-    kv_cache_dtype: KVCacheDtype = "auto"
-    max_sequences: int = 256
-    max_batched_tokens: int = 4096
-    prefix_cache: bool = True
-    quantization: Literal["none", "int8", "fp8"] = "none"
+    """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and starts it again, `auto` keeps it where the memory plan
+    says that trainer and engine fit together."""
+    engine: EngineArgs = field(default_factory=EngineArgs)
+    """The options of the engine, as `tandem serve` and `LLM` have them; a section of its own, below."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "engine.model": "the engine samples from the model that is trained, section 'model'",
+        "engine.tokenizer": "prompts are encoded with the tokenizer of the model that is trained",
+        "engine.skip_tokenizer_init": "rewards read the completions as text",
+        "engine.load_format": "the engine takes its weights from the trainer",
+        "engine.download_dir": "the engine takes its weights from the trainer",
+        "engine.weight_cache_gib": "the engine takes its weights from the trainer",
+        "engine.dtype": "trainer.dtype and trainer.precision are those of the rollout too",
+        "engine.seed": "run.seed is the seed of every request",
+        "engine.max_model_len": "model.max_length is the context of trainer and rollout",
+        "engine.kernels": "machine.kernels are those of trainer and rollout, whose bits must agree",
+        "engine.attention": "machine.attention is that of trainer and rollout, whose bits must agree",
+        "engine.threads": "machine.threads are those of trainer and rollout, which take turns",
+    }
 
     def check(self) -> None:
-        for name in ("prompts_per_step", "max_tokens", "max_sequences", "max_batched_tokens"):
+        """Raises ``UserError`` for a value that cannot sample."""
+        for name in ("prompts_per_step", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"'rollout.{name}' is {getattr(self, name)}; it must be at least 1")
         if not 0 < self.temperature <= 100:
@@ -46,7 +60,16 @@ class RolloutConfig:
             raise UserError(f"'rollout.min_p' is {self.min_p}; it must be at least 0 and below 1 (0 turns it off)")
         if self.top_k < 0:
             raise UserError(f"'rollout.top_k' is {self.top_k}; it must be 0 (off) or more")
-        if self.kv_cache_tokens < 0:
-            raise UserError(f"'rollout.kv_cache_tokens' is {self.kv_cache_tokens}; it must be 0 (automatic) or more")
         if any(not text for text in self.stop):
-            raise UserError("'rollout.stop' holds an empty text, which would end every completion at once; remove it")
+            raise UserError("'rollout.stop' contains an empty text, which would end every completion at once; remove it")
+
+    def differs_from_trainer(self) -> str:
+        """Returns the option, as ``key is value``, that makes the engine's log-probabilities differ from the trainer's; empty where none does."""
+        engine = self.engine
+        if engine.quantization is not None:
+            return f"'rollout.engine.quantization' is '{engine.quantization}'"
+        if engine.device != "cpu":
+            return f"'rollout.engine.device' is '{engine.device}' and the trainer's is 'cpu'"
+        if not engine.deterministic and engine.tensor_parallel_size > 1:
+            return f"'rollout.engine.deterministic' is false with tensor_parallel_size {engine.tensor_parallel_size}"
+        return ""

@@ -8,18 +8,20 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """``name``: the folder under ``directory``; empty takes the recipe's name and, where that exists, the next free
-    ``NAME-2``, ``NAME-3``. ``seed``: every random number of the run follows from it. ``max_steps``: optimizer steps after
-    the warm-up at most. ``max_restarts``: how often a run in several processes starts its ranks again from the newest checkpoint,
-    because one died or hung, before it gives up. ``trace_steps``: steps of which every rank writes down what it does when, to
-    ``traces/``."""
+    """What the run is called, where it lives and how long it may go on."""
 
     name: str = ""
+    """The folder under `directory`. Empty: the recipe's name, then `NAME-2`, `NAME-3` and so on. A name that exists is refused."""
     directory: str = "runs"
+    """The folder of all runs."""
     seed: int = 0
+    """Every random number of the run follows from it."""
     max_steps: int = 200
+    """Optimizer steps at most, after those of section `sft`."""
     max_restarts: int = 20
+    """How often the processes of a run are started again because one died or hung, before the run gives up (see `training.md`)."""
     trace_steps: tuple[int, ...] = ()
+    """Steps of which every rank of the trainer records what it does when, in `traces/`: see `training.md`."""
 
     def check(self) -> None:
         if self.name and not re.fullmatch(r"[\w][\w.+-]*", self.name):

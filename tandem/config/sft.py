@@ -8,13 +8,15 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationsConfig:
-    """``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn. ``seed``: of the
-    demonstrations and their order, besides the run's own."""
+    """What the demonstrations of a task show."""
 
     corrupted_share: float = 0.0
+    """Share of the demonstrations that have a wrong answer."""
     seed: int = 0
+    """Of the demonstrations and their order, besides the run's own."""
 
     def check(self, where: str = "demonstrations") -> None:
+        """Raise ``UserError`` for a value that cannot be."""
         if not 0 <= self.corrupted_share < 1:
             raise UserError(f"'{where}.corrupted_share' is {self.corrupted_share}; it must be at least 0 and below 1")
         if not 0 <= self.seed < 2**63:
@@ -23,24 +25,25 @@ class DemonstrationsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SFTConfig:
-    """The rest of the optimizer's settings are those of section ``trainer``.
-
-    ``steps``: optimizer steps. ``batch_size``: demonstrations in each.
-    ``learning_rate``, ``warmup_steps``, ``schedule``: as in ``trainer``; a schedule that falls ends at ``steps``.
-    ``corrupted_share``: of the demonstrations, how many have a wrong answer, so that something is left to learn.
-    ``seed``: of the demonstrations and their order, besides the run's own.
-    ``max_accuracy``: held-out sampled accuracy above which the start of reinforcement learning is refused: a run that begins near its
-    target shows nothing.
-    """
+    """Supervised fine-tuning on the task's demonstrations before reinforcement learning. The optimizer's other settings are those of section
+    `trainer`."""
 
     steps: int = 225
+    """Optimizer steps."""
     batch_size: int = 48
+    """Demonstrations of a step."""
     learning_rate: float = 2e-3
+    """After the warm-up."""
     warmup_steps: int = 10
+    """Steps in which the learning rate rises in a straight line."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What it does after the warm-up; one that falls ends at `steps`."""
     corrupted_share: float = 0.5
+    """Share of the demonstrations that have a wrong answer, so that something is left to learn."""
     seed: int = 0
+    """Of the demonstrations and their order, besides the run's own."""
     max_accuracy: float = 0.55
+    """Held-out sampled accuracy above which the start of reinforcement learning is refused: a run that begins near its target shows nothing."""
 
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot train."""

@@ -13,32 +13,33 @@ REASONING_GYM = "reasoning_gym:"
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """``name``: ``sort``, ``addition``, ``jsonl`` or ``reasoning_gym:DATASET``.
-
-    ``min_digits``, ``max_digits``: how many digits a list to sort has (3 to 6 unless told), or each operand of an
-    addition (1 to 2 unless told). ``path``: the JSONL file, one object a line, with the prompt under ``prompt_key`` and
-    the ground truth under ``answer_key`` (empty: there is none); every other key reaches reward functions as a column.
-    ``eval_path``: a second such file for evaluation; without one, ``held_out_share`` of all instances is held out for
-    the evaluations of a run and as many again for its final figure, by a hash of the instance (0.1 unless told; 1/3 of
-    a ``reasoning_gym`` dataset, whose instances may be slow to make). ``settings``: of the ``reasoning_gym`` dataset,
-    as it names them.
-
-    ``prompt_template``: what the model reads, with ``{prompt}`` where the task's own text stands. ``chat``: put it
-    through the tokenizer's chat template, behind ``system_prompt`` where that is not empty.
-    """
+    """What the model is taught."""
 
     name: str
+    """`sort`, `addition`, `jsonl`, or `reasoning_gym:DATASET` (needs `pip install 'tandem-rl[reasoning-gym]'`)."""
     min_digits: int | None = None
+    """Of `sort`: digits of a list at least (3 unless told). Of `addition`: digits of an operand (1)."""
     max_digits: int | None = None
+    """The same, at most (6; 2)."""
     path: str | None = None
+    """Of `jsonl`: the file, one JSON object a line. All of it is checked before work begins."""
     eval_path: str | None = None
+    """Of `jsonl`: a second file for evaluations and the final figure."""
     prompt_key: str = "prompt"
+    """Of `jsonl`: the key that holds the prompt."""
     answer_key: str = "answer"
+    """Of `jsonl`: the key that holds the ground truth; empty: there is none. Every other key reaches reward functions as a column."""
     held_out_share: float | None = None
+    """Without `eval_path`, this share of all instances is held out for evaluations and as many again for the final figure, by a hash of the
+    instance. 0.1 unless told, 1/3 of a `reasoning_gym` dataset."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of `reasoning_gym`: the dataset's own settings, as it names them."""
     prompt_template: str = "{prompt}"
+    """What the model reads, with `{prompt}` in the place of the task's text."""
     chat: bool = False
+    """Put the prompt through the tokenizer's chat template (needs `pip install 'tandem-rl[chat]'`)."""
     system_prompt: str = ""
+    """With `chat`: the system message in front."""
 
     def check(self) -> None:
         """Raise ``UserError`` for an unknown task, a value out of range or a key that belongs to another task."""

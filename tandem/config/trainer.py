@@ -12,65 +12,69 @@ OptimizerName = Literal["adamw", "muon", "adamw8bit"]
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """The optimizer and the step around it.
-
-    ``optimizer``: AdamW (Loshchilov and Hutter, 2019), Muon (Jordan et al., 2024) for the layers' matrices with AdamW for the rest, or AdamW
-    with its moments in 8 bits (Dettmers et al., 2022).
-    ``learning_rate``: after the warm-up.
-    ``warmup_steps``: steps in which the learning rate rises in a straight line; 0 begins with all of it.
-    ``schedule``: what it does after the warm-up: stays, falls in a straight line, falls along half a cosine, or stays and falls in
-    a straight line in the last ``decay_steps`` (``wsd``: Hu et al., 2024).
-    ``total_steps``: the step at which all but ``constant`` reach their end; ``constant`` does not read it.
-    ``min_lr_ratio``: the share of ``learning_rate`` that is left at ``total_steps`` and after.
-    ``beta1``, ``beta2``, ``epsilon``, ``weight_decay``: AdamW's own; norms and biases are never decayed.
-    ``muon_momentum``, ``muon_iterations``: of Muon, which shares ``learning_rate`` and ``weight_decay``.
-    ``max_grad_norm``: global norm to which gradients are clipped; 0 turns clipping off.
-    ``micro_batch_tokens``: tokens in one forward and backward at most (a single longer sequence has its own).
-    ``recompute``: what the backward pass computes again instead of keeping: nothing, what costs little (``selective``: norms, rotation, the
-    gate), or whole layers (``full``). The bits of gradients do not change.
-    ``router_balance_loss``: the coefficient of the load-balancing loss of a mixture of experts (Fedus et al., 2021); 0: none.
-    ``router_bias_rate``: what the bias on the choice of experts moves by after each step (DeepSeek-V3; 0.001 there); 0: no bias.
-    ``dtype``: of weights, gradients and moments.
-    ``precision``: what linear layers multiply in: ``fp32`` (``dtype``), or 16 bits (``bf16``, ``fp16``) or 8 (``fp8``) with weights, moments
-    and gradients of weights in fp32.
-    ``loss_scale``, ``loss_scale_growth_steps``: of ``fp16``: what the loss is multiplied by at first, a power of two, and the steps
-    without an overflow after which that doubles.
-    ``max_skipped_steps``: steps in a row whose loss or gradient is not finite that pretraining leaves out before it stops; in a pod the
-    first one ends the run.
-    ``offload``: where AdamW's moments live: beside the weights, in the host's memory (``cpu``; where the weights are there too, nothing
-    changes), or in a file of ``offload_folder`` (``nvme``; empty: of the run's own folder), from which each step pages them.
-    ``offload_parameters``: where the layers' weights and their gradients live: in memory, or in that file too (``nvme``), from which a layer
-    is read ahead of its forward and of its backward.
-    ``offload_activations``: where what a forward saves for its backward waits: in memory, or in a file of that folder (``nvme``).
-    """
+    """The optimizer and the step around it; `training.md` says how to choose."""
 
     optimizer: OptimizerName = "adamw"
+    """`adamw`, `muon` for the layers' matrices with AdamW for the rest, or `adamw8bit`: AdamW with its moments in 8 bits."""
     learning_rate: float = 1e-6
+    """The learning rate after the warm-up."""
     warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly from 0. 0: no warm-up."""
     schedule: Schedule = "constant"
+    """The learning rate after the warm-up: `constant`, falling linearly (`linear`) or along half a `cosine`, or constant and falling
+    linearly in the last `decay_steps` (`wsd`: Hu et al., 2024)."""
     total_steps: int = 0
+    """The step at which `linear`, `cosine` and `wsd` end; `constant` does not read it."""
     decay_steps: int = 0
+    """Steps in which `wsd` falls."""
     min_lr_ratio: float = 0.0
+    """The share of `learning_rate` that is left at `total_steps` and after."""
     beta1: float = 0.9
+    """AdamW's decay of the first moment."""
     beta2: float = 0.999
+    """AdamW's decay of the second moment."""
     epsilon: float = 1e-8
+    """AdamW's epsilon."""
     weight_decay: float = 0.0
+    """AdamW's weight decay; norms and biases are never decayed."""
     muon_momentum: float = 0.95
+    """Muon's momentum."""
     muon_iterations: int = 5
+    """Newton-Schulz iterations of an update."""
     max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped. 0: off."""
     micro_batch_tokens: int = 16384
+    """Tokens in one forward and backward at most. Loss and gradients do not depend on it."""
     recompute: Literal["none", "full", "selective"] = "none"
+    """What the backward pass computes again instead of keeping: nothing, what costs little (`selective`: norms, rotation, the gate), or
+    whole layers (`full`). The bits of gradients do not change."""
     router_balance_loss: float = 0.0
+    """The coefficient of the load-balancing loss of a mixture of experts. 0: none."""
     router_bias_rate: float = 0.0
+    """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001). 0: no bias; a Hugging Face folder cannot store
+    it."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Of weights, gradients and moments; `float32` in a pod."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """What linear layers multiply in: `fp32`, `bf16`, `fp16` with dynamic loss scaling, or `fp8`; weights, moments and their gradients stay
+    in fp32."""
     loss_scale: float = 65536.0
+    """With `fp16`: what the loss is multiplied by at first, a power of two."""
     loss_scale_growth_steps: int = 2000
+    """With `fp16`: steps without an overflow after which it doubles."""
     max_skipped_steps: int = 3
+    """Steps in a row that are skipped because their loss or gradient is not finite, before the run stops."""
     offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where AdamW's moments live: `none` beside the weights, `cpu` in the host's memory (nothing changes where the weights are there too),
+    `nvme` in a file from which each step pages them."""
     offload_parameters: Literal["none", "nvme"] = "none"
+    """Where the layers' weights and gradients live: `none` in memory, `nvme` in that file too, from which a layer is read ahead of its
+    forward and of its backward. Needs `offload: nvme`, and on ranks `parallel.zero: 3`."""
     offload_activations: Literal["none", "nvme"] = "none"
+    """Where what a forward saves for its backward waits: `none` in memory, `nvme` in a file, written behind the forward and read ahead of
+    the backward. Not with `recompute: selective`; in a pipeline with `schedule: 1f1b` only."""
     offload_folder: str = ""
+    """The folder of those files. Empty: the run's own."""
 
     @property
     def offloads(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core import sleeping
 from tandem.engine.core.engine_core import EngineCore
 from tandem.engine.core.integrity import sequences_of
@@ -23,7 +24,6 @@ from tandem.engine.processing.output_processor import OutputProcessor
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.weight_digests import weight_digests
@@ -43,7 +43,7 @@ class Engine:
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
         version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
-        speculative: SpeculativeSettings | None = None, draft: Decoder | None = None,
+        speculative: SpeculativeConfig | None = None, draft: Decoder | None = None,
     ) -> None:
         settings.check(decoder.shapes.max_position_embeddings)
         self.settings = settings

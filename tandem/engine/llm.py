@@ -2,31 +2,29 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tandem.config.engine import EngineArgs
 from tandem.engine.engine import FIRST_VERSION, Engine
-from tandem.engine.executor.load import LoadFormat, check_quantization, load_decoder
+from tandem.engine.executor.load import check_quantization, load_decoder
 from tandem.engine.executor.ranks import Ranks, RankSettings
-from tandem.engine.kv_cache.block_table import blocks_for
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
-from tandem.engine.llm_start import cache_blocks, check_device, check_ranks, dtype_of, tokenizer_of
+from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tokenizer_of
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.settings import EngineSettings
-from tandem.engine.spec_decode.speculative import speculative_settings
-from tandem.kernels import KernelChoice
+from tandem.engine.settings import resolve
 from tandem.model.huggingface import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
-from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
 
 DUMMY_VERSION = WeightVersion(-1, -1)
 """The version of random weights: what ``load_format="dummy"`` starts with."""
@@ -35,104 +33,71 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model, ready to generate. As a context manager it is closed at the end.
-
-    ``model``: a Hugging Face folder, or the address of one in object storage (``s3://bucket/folder``), which is kept in the
-    weight cache ``download_dir`` (``None``: ``~/.cache/tandem/weights``) of at most ``weight_cache_bytes`` (0: no limit).
-    ``max_model_len``: tokens of prompt and completion together; ``None`` takes the model's own context.
-    ``kv_cache_tokens``: size of the KV cache; 0 takes what ``max_num_seqs`` sequences can fill, but not more
-    than 1 GiB (and never less than one sequence). ``kv_cache_dtype``: ``auto`` (the model's), ``bfloat16``, ``int8`` or
-    ``fp8_e4m3``. ``max_num_batched_tokens``: tokens that one step computes at most,
-    in one forward pass. ``load_format="dummy"`` reads shapes and tokenizer but no weights. ``tokenizer``: a folder, a
-    ``Tokenizer``, or ``None`` for the model's own (without one, prompts are token ids). ``seed``: of requests that
-    bring none. ``enable_lora``: requests may have adapters, of which ``max_loras`` are held at once, each of a rank up to
-    ``max_lora_rank``. ``quantization``: int8, fp8, int4, bf16 or fp16 rounds plain matrices on arrival, those of later
-    updates too (``int8+head``: the output head as well); a quantised folder is found out by itself.
-
-    ``tensor_parallel_size``: ranks that hold a part of the model each; this process is the first, the others are started
-    and end with it, or with ``close``. ``deterministic``: cut so that every bit is that of one rank alone (with the compiled
-    kernels), and refuse what else would change bits; else with fewer exchanges. A rank that is silent for ``rank_deadline_s``
-    ends the engine. ``digest_weights``: keep digests of the weights in ``engine.weight_digests``.
-
-    ``batching``, ``kv``, ``preemption``, ``watermark``, ``overlap`` and ``cuda_graphs``: see ``EngineSettings``. ``swap_tokens``: tokens whose keys and values
-    host memory holds of sequences that are swapped out. ``speculative``: how tokens are guessed, as vLLM's
-    ``speculative_config``: ``{"method": "ngram"}`` or ``{"method": "draft", "model": folder}`` and what else
-    ``SpeculativeSettings`` has. """
+    """A model, ready to generate. As a context manager it is closed at the end."""
 
     def __init__(
-        self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, skip_tokenizer_init: bool = False,
-        dtype: str | torch.dtype = "float32", device: str = "cpu", seed: int = 0, max_model_len: int | None = None,
-        kv_cache_tokens: int = 0, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096,
-        enable_prefix_caching: bool = True, enable_chunked_prefill: bool = True,
-        load_format: LoadFormat = "auto", kernels: KernelChoice = "auto", kv_cache_dtype: KVCacheDtype = "auto",
-        weight_version: WeightVersion | None = None, download_dir: str | Path | None = None, weight_cache_bytes: int = 0,
-        tensor_parallel_size: int = 1, deterministic: bool = True, rank_deadline_s: float = 120.0,
-        enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16, digest_weights: bool = False,
-        quantization: str | None = None,
-        batching: str = "chunked", kv: str = "paged", preemption: str = "auto", swap_tokens: int = 0, watermark: float = 0.01,
-        speculative: Mapping[str, Any] | None = None, overlap: str = "auto", cuda_graphs: str = "auto",
+        self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
+        digest_weights: bool = False, **options: Any,
     ) -> None:
-        if load_format not in ("auto", "dummy"):
-            raise UserError(f"engine load_format is {load_format!r}; it must be 'auto' or 'dummy'")
-        check_kv_cache_dtype(kv_cache_dtype)
-        torch_dtype = dtype_of(dtype)
-        check_device(device)
-        guessing = None if speculative is None else speculative_settings(speculative)
+        """Loads ``model``, a Hugging Face folder or the address of one in object storage.
+
+        Args:
+            tokenizer: A folder, a ``Tokenizer``, or ``None`` for the model's own. Without one, prompts are token ids.
+            weight_version: What the engine calls these weights; by default ``FIRST_VERSION``, or ``DUMMY_VERSION`` for random ones.
+            digest_weights: Keep digests of the weights in ``engine.weight_digests``.
+            options: Every other field of ``tandem.config.engine.EngineArgs``, for example ``max_num_seqs=64``. ``dtype`` may be a ``torch.dtype``.
+
+        Raises:
+            UserError: An option that is unknown or cannot work, before the weights are read.
+        """
+        args = engine_args(model, tokenizer, options)
+        dtype = dtype_of(args)
+        check_device(args.device)
         self._held: HeldModel | None = None
-        if is_remote(model):
-            store = WeightStore(download_dir, weight_cache_bytes, _show_download if sys.stderr.isatty() else None)
-            self._held = store.hold(str(model))
-            model = self._held.path
-        shapes = read_shapes(model)
-        check_ranks(shapes, tensor_parallel_size, deterministic, rank_deadline_s, device)
-        check_quantization(model, quantization, tensor_parallel_size, deterministic)
-        length = shapes.max_position_embeddings if max_model_len is None else max_model_len
-        settings = EngineSettings(
-            max_model_len=length,
-            num_blocks=cache_blocks(shapes, torch_dtype, kv_cache_dtype, kv_cache_tokens, length, max_num_seqs),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            enable_chunked_prefill=enable_chunked_prefill,
-            seed=seed,
-            max_loras=max_loras if enable_lora else 0,
-            max_lora_rank=max_lora_rank,
-            kv_cache_dtype=kv_cache_dtype,
-            batching=batching,
-            kv=kv,
-            preemption=preemption,
-            swap_blocks=blocks_for(swap_tokens),
-            watermark=watermark,
-            deterministic=deterministic,
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
-        )
-        settings.check(shapes.max_position_embeddings)
-        found = None if skip_tokenizer_init else tokenizer_of(tokenizer, model)
-        if found is not None and found.vocab_size > shapes.vocab_size:
-            raise UserError(f"the tokenizer has {found.vocab_size} tokens and '{model}' {shapes.vocab_size}; they do not belong together")
+        folder = Path(args.model)
+        if is_remote(args.model):
+            store = WeightStore(args.download_dir, int(args.weight_cache_gib * 2**30), _show_download if sys.stderr.isatty() else None)
+            self._held = store.hold(args.model)
+            folder = self._held.path
+        shapes = read_shapes(folder)
+        check_ranks(shapes, args)
+        check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
+        settings = resolve(args, shapes, dtype)
+        own_tokenizer = None if args.skip_tokenizer_init else tokenizer_of(tokenizer, folder)
+        if own_tokenizer is not None and own_tokenizer.vocab_size > shapes.vocab_size:
+            raise UserError(
+                f"the tokenizer has {own_tokenizer.vocab_size} tokens and '{folder}' {shapes.vocab_size}; they do not belong together"
+            )
         ranks = None
-        if tensor_parallel_size > 1:
+        if args.tensor_parallel_size > 1:
             ranks = Ranks(
                 RankSettings(
-                    str(model), kernels, str(torch_dtype).removeprefix("torch."), device, load_format, seed, tensor_parallel_size,
-                    deterministic, rank_deadline_s, quantization,
+                    str(folder), args.kernels, str(dtype).removeprefix("torch."), args.device, args.load_format, args.seed, args.tensor_parallel_size,
+                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention,
                 )
             )
             decoder = ranks.decoder
         else:
             decoder = load_decoder(
-                model, kernels, torch_dtype, torch.device(device), load_format, seed, pack=not digest_weights, quantization=quantization,
-                deterministic=deterministic,
+                folder, args.kernels, dtype, torch.device(args.device), args.load_format, args.seed, pack=not digest_weights,
+                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention,
             )
         if weight_version is None:
-            weight_version = DUMMY_VERSION if load_format == "dummy" else FIRST_VERSION
-        draft = None
-        if guessing is not None and guessing.model is not None:
-            draft = load_decoder(guessing.model, kernels, torch_dtype, decoder.embed_tokens.device, "auto", seed, deterministic=deterministic)
-        self._engine: Engine | None = Engine(decoder, settings, found, weight_version, ranks, digest_weights, guessing, draft)
-        self._tokenizer_folder = Path(model if tokenizer is None or isinstance(tokenizer, Tokenizer) else tokenizer)
+            weight_version = DUMMY_VERSION if args.load_format == "dummy" else FIRST_VERSION
+        speculative, draft = args.speculative_config, None
+        if speculative is not None and speculative.model is not None:
+            draft = load_decoder(
+                speculative.model, args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic
+            )
+        self._engine: Engine | None = Engine(decoder, settings, own_tokenizer, weight_version, ranks, digest_weights, speculative, draft)
+        self._tokenizer_folder = folder if args.tokenizer is None else Path(args.tokenizer)
         self._requests = 0
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, **more: Any) -> "LLM":
+        """Returns an ``LLM`` with the options of ``args``; ``more`` are the arguments of ``LLM`` that are no fields of ``EngineArgs``."""
+        given = {field.name: getattr(args, field.name) for field in fields(EngineArgs)}
+        return cls(given.pop("model"), **given, **more)
 
     @property
     def engine(self) -> Engine:

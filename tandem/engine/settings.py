@@ -1,37 +1,27 @@
-"""What an engine can be told, apart from its model."""
+"""``EngineSettings``: what an engine needs of its ``EngineArgs``, resolved for one model."""
 
 from dataclasses import dataclass
 
-from tandem.engine.kv_cache.block_table import blocks_for
-from tandem.types import UserError
-from tandem.types.kv_cache import KVCacheDtype, check_kv_cache_dtype
+import torch
 
-BATCHING = ("static", "dynamic", "continuous", "chunked")
-KV = ("static", "paged")
-PREEMPTION = ("auto", "swap", "recompute")
-OVERLAP = ("auto", "on", "off")
-CUDA_GRAPHS = ("auto", "off")
+from tandem.config.engine import EngineArgs
+from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.estimate.model_bytes import kv_bytes_per_token
+from tandem.kernels import BLOCK_TOKENS
+from tandem.layout.shapes import ModelShapes
+from tandem.types import UserError
+from tandem.types.kv_cache import KVCacheDtype
+
+DEFAULT_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """``max_model_len``: tokens of one sequence, prompt and completion together. ``num_blocks``: blocks of the KV
-    cache. ``max_num_seqs``: sequences that decode at once. ``max_num_batched_tokens``: tokens that one step computes
-    at most. ``seed``: of requests that bring none. ``max_loras``: adapters held at once (0: none are taken), each of a rank
-    up to ``max_lora_rank``. ``kv_cache_dtype``: what keys and values are kept in.
+    """The options of ``EngineArgs`` that planning and computing steps depend on, under the same names; sizes in blocks of ``BLOCK_TOKENS``.
 
-    ``batching``: who may join those that run. ``static``: nobody; a batch keeps its rows and blocks until its last sequence
-    ends. ``dynamic``: nobody, but who ends gives them back. ``continuous``: everybody, a prompt in one piece. ``chunked``:
-    everybody, a prompt in the pieces that the budget leaves. ``enable_chunked_prefill=False`` makes ``chunked``
-    ``continuous``. ``kv``: ``paged``, or ``static``: at its admission a sequence reserves ``max_model_len`` tokens side
-    by side, and finds no prefix.
-
-    ``preemption``: ``swap`` (as far as ``swap_blocks`` blocks of host memory go), ``recompute``, or ``auto``, whichever costs
-    less. ``watermark``: the share of the blocks that an admission leaves free while others run. ``deterministic``: refuse
-    what makes a token's bits depend on more than its prefix, weights and settings.
-
-    ``overlap``: a step is planned and launched while the device computes the one before (``auto``: on a GPU). ``cuda_graphs``: steps in which
-    everybody decodes are replayed from graphs, on a GPU and with ``overlap``.
+    ``num_blocks``: blocks of the KV cache. ``swap_blocks``: blocks of host memory for swapped-out sequences. ``max_loras``: adapters held at
+    once, 0 without LoRA. ``admission``: which sequences join a running batch: ``static``, ``dynamic``, ``continuous`` (whole prompts) or
+    ``chunked``.
     """
 
     max_model_len: int
@@ -39,60 +29,67 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
     seed: int = 0
     max_loras: int = 0
     max_lora_rank: int = 16
     kv_cache_dtype: KVCacheDtype = "auto"
-    batching: str = "chunked"
-    kv: str = "paged"
-    preemption: str = "auto"
+    admission: str = "chunked"
+    cache_implementation: str = "paged"
+    preemption_mode: str = "auto"
     swap_blocks: int = 0
     watermark: float = 0.01
     deterministic: bool = True
-    overlap: str = "auto"
-    cuda_graphs: str = "auto"
-
-    @property
-    def joins(self) -> str:
-        """``batching``, with ``enable_chunked_prefill`` seen to."""
-        return "continuous" if self.batching == "chunked" and not self.enable_chunked_prefill else self.batching
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False
 
     @property
     def finds_prefixes(self) -> bool:
-        return self.enable_prefix_caching and self.kv == "paged"
+        """Whether prompts reuse cached blocks; a contiguous reservation has none to share."""
+        return self.enable_prefix_caching and self.cache_implementation == "paged"
 
     def check(self, max_position_embeddings: int) -> None:
-        """Raise ``UserError`` for a value that cannot work with a model of ``max_position_embeddings`` positions."""
-        lowest = {
-            "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_loras": 0, "max_lora_rank": 1, "swap_blocks": 0,
-        }
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
-        check_kv_cache_dtype(self.kv_cache_dtype)
-        switches = {"batching": BATCHING, "kv": KV, "preemption": PREEMPTION, "overlap": OVERLAP, "cuda_graphs": CUDA_GRAPHS}
-        for name, known in switches.items():
-            if getattr(self, name) not in known:
-                raise UserError(f"engine {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
-        if not 0 <= self.watermark < 1:
-            raise UserError(f"engine watermark is {self.watermark}; it must be a share of the blocks, from 0 to below 1")
-        if self.preemption == "swap" and not self.swap_blocks:
-            raise UserError("engine preemption is 'swap' and there is no swap space; raise swap_tokens or choose 'recompute'")
+        """Raises ``UserError`` for a size that cannot work with a model of ``max_position_embeddings`` positions."""
         if self.max_model_len > max_position_embeddings:
             raise UserError(f"engine max_model_len is {self.max_model_len}; the model has {max_position_embeddings} positions")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise UserError(
-                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
-                f"({self.max_num_seqs}), one token for each sequence"
-            )
-        if self.joins != "chunked" and self.max_num_batched_tokens < self.max_model_len:
-            raise UserError(
-                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked prefill it must be "
-                f"at least max_model_len ({self.max_model_len})"
-            )
         if self.num_blocks < blocks_for(self.max_model_len):
             raise UserError(
                 f"engine KV cache has {self.num_blocks} blocks; one sequence of max_model_len ({self.max_model_len}) "
-                f"tokens needs {blocks_for(self.max_model_len)}: enlarge the cache or lower max_model_len"
+                f"tokens needs {blocks_for(self.max_model_len)}: raise kv_cache_tokens or lower max_model_len"
             )
+
+
+def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> EngineSettings:
+    """Returns the settings of an engine for a model of ``shapes`` in ``dtype``. Raises ``UserError`` for what the model does not allow."""
+    length = shapes.max_position_embeddings if args.max_model_len is None else args.max_model_len
+    args.check_length(length)
+    block_bytes = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) * BLOCK_TOKENS
+    settings = EngineSettings(
+        max_model_len=length,
+        num_blocks=_cache_blocks(args, length, block_bytes),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        seed=args.seed,
+        max_loras=args.max_loras if args.enable_lora else 0,
+        max_lora_rank=args.max_lora_rank,
+        kv_cache_dtype=args.kv_cache_dtype,
+        admission=args.admission,
+        cache_implementation=args.cache_implementation,
+        preemption_mode=args.preemption_mode,
+        swap_blocks=int(args.swap_space * 2**30) // block_bytes,
+        watermark=args.watermark,
+        deterministic=args.deterministic,
+        async_scheduling=args.async_scheduling,
+        enforce_eager=args.enforce_eager,
+    )
+    settings.check(shapes.max_position_embeddings)
+    return settings
+
+
+def _cache_blocks(args: EngineArgs, max_model_len: int, block_bytes: int) -> int:
+    """Returns the blocks of the KV cache: those of ``kv_cache_tokens``, or by default what all sequences fill within
+    ``DEFAULT_CACHE_BYTES``, and never less than one sequence."""
+    if args.kv_cache_tokens:
+        return blocks_for(args.kv_cache_tokens)
+    one = blocks_for(max_model_len)
+    return max(one, min(one * args.max_num_seqs, DEFAULT_CACHE_BYTES // block_bytes))

@@ -36,11 +36,13 @@ class PodMemory:
 
 def predict(
     shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool,
-    kv_cache_dtype: KVCacheDtype = "auto", optimizer: str = "adamw", recompute: str = "none",
+    kv_cache_dtype: KVCacheDtype = "auto", optimizer: str = "adamw", recompute: str = "none", swap_bytes: int = 0,
+    engine_ranks: int = 1,
 ) -> PodMemory:
     """The plan for one pod on one device.
 
     ``micro_batch_tokens`` bounds what a forward saves for its backward under ``recompute``, ``batch_tokens`` (if smaller) is all there is.
+    ``swap_bytes``: the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache.
     ``optimizer``: ``trainer.optimizer``. ``reference``: a frozen copy of the weights stands beside the actor.
     """
     weights = weight_bytes(shapes, dtype)
@@ -51,7 +53,7 @@ def predict(
     return PodMemory(
         trainer=PROCESS_BYTES + held + working,
         trainer_idle=PROCESS_BYTES + held,
-        rollout=PROCESS_BYTES + 2 * weights + kv_cache_tokens * kv_bytes_per_token(shapes, dtype, kv_cache_dtype),
+        rollout=engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_tokens * kv_bytes_per_token(shapes, dtype, kv_cache_dtype) + swap_bytes,
         segments=2 * weights,
     )
 

@@ -160,11 +160,12 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Liste
 
 
 def _kernels(recipe: PretrainRecipe, device: torch.device, head_dim: int) -> Kernels:
-    if device.type != "cuda":
-        return select(recipe.machine.kernels)
+    machine = recipe.machine
+    if device.type != "cuda" or machine.attention != "auto":
+        return select(machine.kernels, device=device, deterministic=device.type != "cuda", attention=machine.attention)
     # No engine has to find the same bits: products and attention of 16 bits are those of torch's libraries.
-    is_free = recipe.machine.kernels == "auto" and recipe.trainer.precision != "fp32"
-    return select(recipe.machine.kernels, device=device, deterministic=False, attention=fast_attention(head_dim) if is_free else None)
+    fast = fast_attention(head_dim) if machine.kernels == "auto" and recipe.trainer.precision != "fp32" else None
+    return select(machine.kernels, device=device, deterministic=False, attention=fast or "auto")
 
 
 def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:

@@ -42,17 +42,19 @@ __all__ = [
 
 def select(
     choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", deterministic: bool = True,
-    attention: str | None = None,
+    attention: str = "auto",
 ) -> Kernels:
     """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 on a CPU where they can be built, and Triton's on a CUDA device
     where they are installed (and says in the log why not otherwise), else the reference. ``deterministic``: keep the law of ``api``, which
-    only Triton's can do without. ``attention``: packed attention of another package (``attention_backends``). Raises ``UserError`` where
-    ``cpu``, ``triton`` or ``attention`` is asked for and cannot be had."""
+    only Triton's can do without. ``attention``: ``auto`` is their own, else packed attention of another package
+    (``attention_backends``). Raises ``UserError`` where ``cpu``, ``triton`` or ``attention`` is asked for and cannot be had."""
     found = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
-    if attention is None:
+    if attention == "auto":
         return found
-    from tandem.kernels.attention_backends import with_attention
+    from tandem.kernels.attention_backends import check_device, load_backend, with_attention
 
+    load_backend(attention)
+    check_device(attention, torch.device(device))
     return with_attention(found, attention, dtype, torch.device(device), deterministic)
 
 

@@ -1,8 +1,8 @@
-"""Other people's attention, where it is installed and asked for: FlashAttention 3 and 4, xFormers, and that which torch brings.
+"""Attention of other packages, where it is installed and asked for: FlashAttention 3 and 4, xFormers, and torch's own.
 
-They take the packed attention of the trainer. The engine's cache has a layout of its own, which none of them reads, so paged attention stays with the
-kernels they are put before. Bits then differ between trainer and engine, unless a backend happens to round alike: in deterministic mode it
-is tried before it is used, and refused where it does not.
+They compute packed attention: the trainer's, and whole prompts in the engine. The engine's cache has a layout of its own, which none of them reads, so
+decoding and continued prompts stay with the kernels that a backend is put before. Bits then differ between trainer and engine, unless the backend
+rounds alike: in deterministic mode it is tried before it is used, and refused where it does not.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import BLOCK_TOKENS, Kernels, PagedBatch, empty_cache
+from tandem.kernels.api import BLOCK_TOKENS, Kernels, KVLayer, PagedBatch, empty_cache
 from tandem.types import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
@@ -84,22 +84,28 @@ def _torch(module: Any) -> Attention:
 
 
 BACKENDS = {
-    "flash_attention_3": _Backend("flash_attn_interface", "FlashAttention's hopper folder", _flash),
-    "flash_attention_4": _Backend("flash_attn.cute.interface", "flash-attn-4", _flash_4),
+    "flash3": _Backend("flash_attn_interface", "FlashAttention's hopper folder", _flash),
+    "flash4": _Backend("flash_attn.cute.interface", "flash-attn-4", _flash_4),
     "torch": _Backend("torch.nn.attention.varlen", "torch 2.13 or a later one", _torch),
     "xformers": _Backend("xformers.ops", "xformers", _xformers),
 }
 
 
 def load_backend(name: str) -> Attention:
-    """The attention called ``name``. Raises ``UserError`` where there is none of that name, or it is not installed."""
+    """Returns the attention called ``name``. Raises ``UserError`` where there is none of that name, or it is not installed."""
     if name not in BACKENDS:
-        raise UserError(f"attention backend is {name!r}; it must be one of {', '.join(BACKENDS)}")
+        raise UserError(f"attention is {name!r}; it must be one of auto, {', '.join(BACKENDS)}")
     backend = BACKENDS[name]
     try:
         return backend.make(importlib.import_module(backend.module))
     except ImportError as error:
-        raise UserError(f"attention backend {name!r} cannot be imported ({error}); install {backend.install}, or leave it out") from None
+        raise UserError(f"attention {name!r} cannot be imported ({error}); install {backend.install}, or set attention to auto") from None
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raises ``UserError`` where ``device`` is not a GPU, which the backend ``name`` needs."""
+    if device.type != "cuda":
+        raise UserError(f"attention {name!r} needs a GPU and the device is '{device}'; set attention to auto")
 
 
 def fast_attention(head_dim: int) -> str | None:
@@ -119,16 +125,39 @@ def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torc
     attention = load_backend(name)
     broken = broken_law(kernels, attention, dtype, device) if deterministic else ""
     if broken:
-        raise UserError(f"attention backend {name!r} is refused in deterministic mode: {broken}; leave it out, or set deterministic to False")
+        raise UserError(f"attention {name!r} is refused in deterministic mode: {broken}; set attention to auto, or deterministic to False")
     return _replaced(kernels, attention)
 
 
 def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
-    """Kernels that do what ``kernels`` do, but for packed attention."""
-    kind: Any = type("WithAttention", (type(kernels),), {"packed_attention": staticmethod(attention)})
+    """Returns kernels that do what ``kernels`` do, but for packed attention and for steps of whole prompts over a cache."""
+    paged = kernels.paged_attention
+    checked: list[tuple[PagedBatch, int]] = []  # the last batch and its longest prompt: every layer asks again
+
+    def paged_attention(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+        # A step that only decodes has one token a sequence: nothing is asked of the device, so that graphs can hold it.
+        if len(q) == len(batch.context_lens) or cache.keys.dtype != q.dtype:
+            return paged(q, cache, batch, scale, window)
+        if not checked or checked[0][0] is not batch:
+            checked[:] = [(batch, longest_whole_prompt(batch))]
+        longest = checked[0][1]
+        if not longest:
+            return paged(q, cache, batch, scale, window)
+        block, offset = batch.slots // BLOCK_TOKENS, batch.slots % BLOCK_TOKENS
+        keys, values = cache.keys[block, :, :, offset], cache.values[block, :, offset]
+        return attention(q, keys.contiguous(), values.contiguous(), batch.query_start, longest, scale, window)
+
+    functions = {"packed_attention": staticmethod(attention), "paged_attention": staticmethod(paged_attention)}
+    kind: Any = type("WithAttention", (type(kernels),), functions)
     changed: Kernels = kind.__new__(kind)
-    vars(changed).update(vars(kernels))
+    vars(changed).update({name: value for name, value in vars(kernels).items() if name not in functions})
     return changed
+
+
+def longest_whole_prompt(batch: PagedBatch) -> int:
+    """Returns the tokens of the longest sequence where all sequences of ``batch`` are computed from their first token on, else 0."""
+    lengths = batch.query_start.diff()
+    return int(lengths.max()) if len(lengths) and torch.equal(lengths, batch.context_lens) else 0
 
 
 @torch.no_grad()

@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 def kv_cache_tokens(recipe: Recipe, max_length: int) -> int:
-    """Tokens of KV cache: what the recipe says, or what the sequences that run at once can use at most."""
-    if recipe.rollout.kv_cache_tokens:
-        return recipe.rollout.kv_cache_tokens
-    wanted = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
-    return min(recipe.rollout.max_sequences, max(wanted, 1)) * (max_length + 16)
+    """Returns the tokens of the KV cache: what the recipe says, or what the sequences that run at once can fill."""
+    engine = recipe.rollout.engine
+    if engine.kv_cache_tokens:
+        return engine.kv_cache_tokens
+    sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+    return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 
 def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemory, str]:
     """The predicted bytes of every phase and ``keep`` or ``terminate``. Raises ``RunError`` where not even taking turns
     fits."""
+    engine = recipe.rollout.engine
+    engine.check_length(max_length)
     sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
     memory = predict(
         shapes,
@@ -36,7 +39,9 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         recompute=recipe.trainer.recompute,
         batch_tokens=sequences * max_length,
         kv_cache_tokens=kv_cache_tokens(recipe, max_length),
-        kv_cache_dtype=recipe.rollout.kv_cache_dtype,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        swap_bytes=int(engine.swap_space * 2**30),
+        engine_ranks=engine.tensor_parallel_size,
         optimizer=recipe.trainer.optimizer,
         reference=recipe.algorithm.kl_coef > 0,
     )
@@ -44,7 +49,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
     if memory.largest_phase > available:
         raise RunError(
             f"this run needs {memory.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
-            "lower rollout.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
+            "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
         )
     chosen = recipe.rollout.sleep_mode
     return memory, sleep_mode(memory, available) if chosen == "auto" else chosen

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.load import build, read_yaml
@@ -36,22 +37,20 @@ class RolloutWorker:
         return {name: getattr(self, name) for name in CALLS}
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """An engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not."""
-        folder, rollout = Path(meta["folder"]), self.recipe.rollout
+        """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not."""
+        folder, machine = Path(meta["folder"]), self.recipe.machine
         length = context_tokens(self.recipe, folder)
-        self.llm = LLM(
-            folder,
+        args = replace(
+            self.recipe.rollout.engine,
+            model=str(folder),
             load_format="dummy",
             seed=self.recipe.run.seed,
             max_model_len=length,
             kv_cache_tokens=kv_cache_tokens(self.recipe, length),
-            kv_cache_dtype=rollout.kv_cache_dtype,
-            max_num_seqs=rollout.max_sequences,
-            max_num_batched_tokens=max(rollout.max_batched_tokens, rollout.max_sequences),
-            enable_prefix_caching=rollout.prefix_cache,
-            kernels=self.recipe.machine.kernels,
-            quantization=None if rollout.quantization == "none" else rollout.quantization,
+            kernels=machine.kernels,
+            attention=machine.attention,
         )
+        self.llm = LLM.from_engine_args(args)
         return {}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

@@ -117,7 +117,7 @@ class TrainerWorker:
         if self.actor is not None:
             self.actor.checkpoints.close()
         most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe, start))
-        settings = ReplicaSettings(start, self.directory, recipe.trainer, recipe.parallel, most, recipe.rollout.kv_cache_dtype)
+        settings = ReplicaSettings(start, self.directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
         replica, guard = build_replica(settings, ranks, self.kernels), GradScaler(recipe.trainer)
         checkpoints = ReplicaCheckpoints(
             self.directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, self.rank.saving,

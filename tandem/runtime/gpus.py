@@ -48,7 +48,14 @@ def probe() -> Probe:
 
 def chosen_device(machine: MachineConfig, ranks: int) -> Device:
     """``machine.device`` for a run of so many ranks, all of this machine; each takes a GPU of its own. Raises ``UserError`` where ``cuda`` is
-    asked for and there are too few."""
+    asked for and there are too few, and where ``machine.attention`` needs a GPU and there is none."""
+    device = _device(machine, ranks)
+    if device == "cpu" and machine.attention != "auto":
+        raise UserError(f"'machine.attention' is '{machine.attention}', which needs a GPU, and none is found; set it to auto")
+    return device
+
+
+def _device(machine: MachineConfig, ranks: int) -> Device:
     if machine.device == "cpu" or (machine.device == "auto" and (machine.kernels == "cpu" or not any(path.exists() for path in DRIVER))):
         return "cpu"
     found = probe()

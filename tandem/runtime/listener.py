@@ -10,7 +10,7 @@ class Listener:
         """The run has its directory and is about to work. ``target``: held-out accuracy it trains to, if it does."""
 
     def phase(self, name: str, step: int) -> None:
-        """The pod entered ``name`` (a state of the figure, or a stage such as ``warm_up``) in ``step``."""
+        """The pod entered ``name`` (a state of the figure, or a stage such as ``sft``) in ``step``."""
 
     def progress(self, name: str, done: float, total: float, text: str = "") -> None:
         """Long work inside a phase: ``done`` of ``total``."""

@@ -1,11 +1,10 @@
 """The process of one engine: ``python -m tandem.serving.engine_process --channel FD ARGUMENTS``.
 
-``ARGUMENTS`` is a JSON object, the fields of ``EngineArguments``. The process ends when the server closes the channel.
+``ARGUMENTS`` is a JSON object, the fields of ``EngineArgs``. The process ends when the server closes the channel.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -16,6 +15,8 @@ import threading
 
 import torch
 
+from tandem.config.engine import EngineArgs
+from tandem.config.load import build
 from tandem.engine.llm import LLM
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import parameter_count
@@ -23,14 +24,13 @@ from tandem.runtime.calls import error_meta, message_meta
 from tandem.runtime.channel import BrokenFrame, Channel
 from tandem.serving.engine_loop import EngineLoop
 from tandem.serving.messages import EngineInfo
-from tandem.serving.settings import EngineArguments
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("arguments", type=lambda text: EngineArguments(**json.loads(text)))
+    parser.add_argument("arguments", type=lambda text: build(EngineArgs, json.loads(text), "engine"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
     # A terminal's Ctrl-C reaches the whole group: the server decides when its engines end.
@@ -43,10 +43,10 @@ def main() -> None:
         serve(server, options.arguments)
 
 
-def serve(server: Channel, arguments: EngineArguments) -> None:
+def serve(server: Channel, args: EngineArgs) -> None:
     """Loads the model, says what it is, and serves until the channel is closed."""
     try:
-        llm = LLM(**dataclasses.asdict(arguments), digest_weights=True)
+        llm = LLM.from_engine_args(args, digest_weights=True)
     except Exception as error:
         with contextlib.suppress(OSError):
             server.send(error_meta(error), kind="error", method="load")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import socket
@@ -10,11 +9,12 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+from tandem.config.engine import EngineArgs
+from tandem.config.load import to_mapping
 from tandem.runtime.calls import Meta, message_from, message_meta
 from tandem.runtime.channel import BrokenFrame, receive_from
 from tandem.runtime.processes import Threads, describe_exit, kill, spawn, terminate
 from tandem.serving.messages import Abort, EngineInfo, EngineRequest, Step, step_of
-from tandem.serving.settings import EngineArguments
 from tandem.types import RunError, UserError
 from tandem.types.wire import Frame, encode
 
@@ -28,14 +28,14 @@ class InstanceDied(RunError):
 class Instance:
     """A running engine process. Lives in one event loop; ``on_step`` is called with what each step made known."""
 
-    def __init__(self, name: str, arguments: EngineArguments, threads: int, on_step: Callable[[Step], None]) -> None:
+    def __init__(self, name: str, args: EngineArgs, threads: int, on_step: Callable[[Step], None]) -> None:
         self.name = name
         self._on_step = on_step
         ours, theirs = socket.socketpair()
         with theirs:
             self.process: subprocess.Popen[bytes] = spawn(
                 "tandem.serving.engine_process",
-                ["--channel", str(theirs.fileno()), "--threads", str(threads), json.dumps(dataclasses.asdict(arguments))],
+                ["--channel", str(theirs.fileno()), "--threads", str(threads), json.dumps(to_mapping(args))],
                 threads=Threads(threads), pass_fds=[theirs.fileno()],
             )  # fmt: skip
         self._socket = ours

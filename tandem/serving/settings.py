@@ -2,48 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tandem.config.engine import EngineArgs
 from tandem.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class EngineArguments:
-    """What each engine is started with; names, meanings and defaults are those of ``tandem.LLM``."""
-
-    model: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    kernels: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 4096
-    kv_cache_tokens: int = 0
-    enable_prefix_caching: bool = True
-    tensor_parallel_size: int = 1
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    swap_tokens: int = 0
-    speculative: dict[str, Any] | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    overlap: str = "auto"
-    cuda_graphs: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """``port`` 0 takes a free one. ``served_model_names``: the names that clients may ask for; the first is answered.
+    """``engine``: the options of each engine. ``port`` 0 takes a free one. ``served_model_names``: the names that clients may ask for; the first is answered.
     ``adapters``: the name and the folder of each LoRA adapter that is served from the start.
-    ``api_keys``: a request needs one of them (none: anybody may ask). ``control_key``: needed by control calls; without
+    ``api_keys``: a request needs one of them (empty: no key is needed). ``control_key``: needed by control calls; without
     one they are refused. ``instances``: engines, each in a process of its own with ``threads`` threads.
     ``max_waiting``: requests under way at once, besides those that the engines' rows hold; more are answered with 429.
     ``max_body_bytes`` of a request. ``request_s``: how long a client may take to send a request. ``stall_s``: how long a
     reader may take no byte of its answer. ``drain_s``: how long requests under way may go on after SIGTERM."""
 
-    engine: EngineArguments
+    engine: EngineArgs
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()

@@ -108,7 +108,7 @@ def score(of, value):
 def test_a_batch_compares_within_prompts_and_masks_what_has_no_reward():
     samples = [sample("a", 0), sample("a", 1), sample("a", 2), sample("b", 0), sample("b", 1), sample("b", 2)]
     values = [1.0, None, 0.0, 1.0, None, None]
-    config = AlgorithmConfig(group_size=3, advantage="dr_grpo")
+    config = AlgorithmConfig(group_size=3, name="dr_grpo")
     scores = [score(s, v) for s, v in zip(samples, values, strict=True)]
     batch = make_batch(5, samples, list(reversed(scores)), config, max_tokens=32)
     # Group a: rewards 1 and 0 count, mean 1/2. Group b: one reward is left, which compares with nothing.
@@ -125,7 +125,7 @@ def test_a_truncated_sample_is_compared_with_but_not_trained_on_where_that_is_as
     samples = [sample("a", 0), sample("a", 1, FinishReason.LENGTH)]
     scores = [score(samples[0], 1.0), score(samples[1], 0.0)]
     for asked in (False, True):
-        batch = make_batch(0, samples, scores, AlgorithmConfig(advantage="dr_grpo", mask_truncated=asked), 32)
+        batch = make_batch(0, samples, scores, AlgorithmConfig(name="dr_grpo", mask_truncated=asked), 32)
         assert batch.sequences[0].advantages[-1] == 0.5
         assert sum(batch.sequences[1].loss_mask) == (0 if asked else 2)
 
@@ -133,6 +133,6 @@ def test_a_truncated_sample_is_compared_with_but_not_trained_on_where_that_is_as
 def test_an_aborted_sample_is_masked_and_leaves_the_statistics():
     samples = [sample("a", 0), sample("a", 1), sample("a", 2, FinishReason.ABORT)]
     scores = [score(samples[0], 1.0), score(samples[1], 0.0), score(samples[2], 100.0)]
-    batch = make_batch(0, samples, scores, AlgorithmConfig(advantage="dr_grpo"), 32)
+    batch = make_batch(0, samples, scores, AlgorithmConfig(name="dr_grpo"), 32)
     assert [s.advantages[-1] for s in batch.sequences] == [0.5, -0.5, 0]
     assert sum(batch.sequences[2].loss_mask) == 0

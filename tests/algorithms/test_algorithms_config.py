@@ -16,8 +16,6 @@ def test_the_defaults_can_train(section):
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        (AlgorithmConfig(name="ppo"), "'algorithm.name' is 'ppo'"),
-        (AlgorithmConfig(name="dpo"), "'algorithm.name' is 'dpo'"),
         (AlgorithmConfig(group_size=1), "'algorithm.group_size' is 1"),
         (AlgorithmConfig(clip_ratio_low=0), "'algorithm.clip_ratio_low' is 0"),
         (AlgorithmConfig(clip_ratio_high=-1), "'algorithm.clip_ratio_high' is -1"),

@@ -56,9 +56,8 @@ def recipe(tmp_path: Path) -> Path:
     """A recipe in order, whose runs go to a folder of the test's own."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        f"model:\n  create: {{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, "
-        f"head_dim: 8, intermediate_size: 32}}\n"
-        f"task: {{name: sort}}\nwarm_up: {{steps: 2, warmup_steps: 1, batch_size: 2, max_accuracy: 1.0}}\n"
+        f"model:\n  create: {{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, intermediate_size: 32}}\n"
+        f"task: {{name: sort}}\nsft: {{steps: 2, warmup_steps: 1, batch_size: 2, max_accuracy: 1.0}}\n"
         f"rollout: {{prompts_per_step: 2, max_tokens: 8}}\nalgorithm: {{group_size: 2}}\n"
         f"evaluation: {{prompts: 4, final_prompts: 4}}\nrun: {{max_steps: 1, directory: {json.dumps(str(tmp_path / 'runs'))}}}\n"
         f"machine: {{threads: 1}}\n",

@@ -52,16 +52,16 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--model.create.hiden_size=4", "did you mean 'model.create.hidden_size'?"),
         ("--algorithm.group_size=four", "'algorithm.group_size' is"),
         ("--algorithm.group_size=1", "at least 2"),
-        ("--algorithm.advantage=gprо", "must be one of"),
+        ("--algorithm.name=gprо", "must be one of"),
         ("--trainer.learning_rate=nan", "must be a number"),
         ("--trainer.learning_rate=-1", "above 0"),
         ("--task.name=srt", "did you mean 'sort'?"),
         ("--task.name=größer", "größer"),
         ("--rollout.max_tokens=256", "leaves no room"),
         ("--rollout.top_p=0.9", "tis_cap"),
-        ("--rollout.quantization=int8", "old_logprobs to recompute"),
-        ("--rollout.quantization=int4", "must be one of"),
-        ("--rollout.max_sequences=1", "a group runs at once"),
+        ("--rollout.engine.quantization=int8", "old_logprobs to recompute"),
+        ("--rollout.engine.quantization=int3", "must be one of"),
+        ("--rollout.engine.max_num_seqs=1", "a group runs at once"),
         ("--sft=null", "add a section 'sft'"),
         ("--model.path=x", "both are given"),
         ("--model.create=null", "neither is given"),
@@ -86,7 +86,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.threads=-1", "machine.threads"),
         ("--machine.threads=100000", "at most 1024"),
         ("--trainer.dtype=float64", "float32"),
-        ("--algorithm.name=ppo", "use grpo"),
+        ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
     ],
 )
 def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, recipe, override, says) -> None:
@@ -98,7 +98,7 @@ def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, re
     "override",
     [
         "--model.create.hidden_size=1000000000", "--model.create.max_position_embeddings=1000000000",
-        "--rollout.kv_cache_tokens=100000000000000",
+        "--rollout.engine.kv_cache_tokens=100000000000000",
         "--model.create.intermediate_size=10000000000000", "--machine.memory_gib=0.001",
     ],
 )
@@ -221,7 +221,7 @@ def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, t
         (("--prompt", "1", "--chat"), "chat template"),
         (("--prompt", "1", "--stop", ""), "stop"),
         (("--prompt", "1", "--lora", "nowhere"), "adapter_config.json"),
-        (("--prompt", "1", "--tensor-parallel", "3"), "does not divide by 3"),
+        (("--prompt", "1", "--tensor-parallel-size", "3"), "does not divide by 3"),
     ],
 )
 def test_generate_refuses_what_the_model_cannot_do(command, model, arguments, says) -> None:

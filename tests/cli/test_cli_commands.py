@@ -70,7 +70,7 @@ def test_json_holds_token_ids_and_why_a_completion_ended(command, model) -> None
 
 def test_two_processes_with_a_part_of_the_model_each_give_the_same_text(command, model) -> None:
     given = ("generate", model, "--prompt", "7=", "--prompt", "12+3=", "--max-tokens", "6")
-    assert command(*given, "--tensor-parallel", "2").out == command(*given).out
+    assert command(*given, "--tensor-parallel-size", "2").out == command(*given).out
 
 
 def questions(path: Path, answers: dict[str, str]) -> Path:

@@ -92,7 +92,7 @@ def test_a_model_in_object_storage_gives_the_same_completions(command, model, tm
         (("--prompt", "1", "--json-schema", "nowhere.json"), "'nowhere.json' does not exist"),
         (("--prompt", "1", "--regex", "a", "--choice", "b"), "not allowed with"),
         (("--prompt", "1", "--max-tokens", "0"), "max_tokens is 0"),
-        (("--prompt", "1", "--weight-cache-gib", "-1"), "--weight-cache-gib is -1"),
+        (("--prompt", "1", "--weight-cache-gib", "-1"), "weight_cache_gib is -1"),
         (("--prompt", "1", "--presence-penalty", "3"), "presence_penalty is 3"),
         (("--prompt", "1", "--max-model-len", "1000"), "max_model_len is 1000"),
         (("--prompt", "1", "--output", "no/such/folder/x"), "No such file"),

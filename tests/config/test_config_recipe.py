@@ -1,12 +1,16 @@
 """Combinations of a recipe's sections that would train on something else than they say."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.config.load import build
+from tandem.config.engine import EngineArgs, SpeculativeConfig
+from tandem.config.load import build, to_mapping
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe, load_config
+from tandem.config.rollout import RolloutConfig
 from tandem.types import UserError
 
 
@@ -31,4 +35,78 @@ def test_a_filter_at_another_temperature_needs_old_logprobs_of_the_trainer(filte
 def test_an_unknown_algorithm_is_named_before_the_sections_of_another_kind_of_recipe(name: Any) -> None:
     with pytest.raises(UserError) as caught:
         load_config(Path(__file__).parents[2] / "recipes" / "sft.yaml", [f"--algorithm.name={name}"])
-    assert str(caught.value) == f"'algorithm.name' is {name!r}; it must be one of grpo, ppo, dpo, pretrain, sft"
+    assert str(caught.value) == f"'algorithm.name' is {name!r}; it must be one of grpo, dr_grpo, rloo, pretrain, sft"
+
+
+def test_every_option_of_the_engine_is_reached_from_the_recipe() -> None:
+    given = {
+        "max_num_seqs": 64, "max_num_batched_tokens": 512, "batching": "dynamic", "enable_chunked_prefill": False, "enable_prefix_caching": False,
+        "cache_implementation": "static", "kv_cache_tokens": 4096, "kv_cache_dtype": "int8", "preemption_mode": "swap", "swap_space": 0.5,
+        "watermark": 0.1, "tensor_parallel_size": 2, "rank_timeout_s": 9.0, "enable_lora": True, "max_loras": 3, "max_lora_rank": 4,
+        "async_scheduling": False, "enforce_eager": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "quantization": "int8+head", "deterministic": False, "device": "cuda:0",
+    }
+    engine = recipe({"engine": given}, {"tis_cap": 2.0, "old_logprobs": "recompute"}).rollout.engine
+    assert {name: value for name, value in to_mapping(engine).items() if name in given} == {
+        **given, "speculative_config": to_mapping(SpeculativeConfig("ngram", num_speculative_tokens=3)),
+    }  # fmt: skip
+    decided = {key.removeprefix("engine.") for key in RolloutConfig.refused_keys}
+    assert given.keys() | decided == {field.name for field in fields(EngineArgs)} | {"threads"} and not given.keys() & decided
+
+
+@pytest.mark.parametrize("key", RolloutConfig.refused_keys)
+def test_what_the_rollout_decides_itself_is_refused_by_name_with_the_reason(key: str) -> None:
+    name = key.removeprefix("engine.")
+    default = getattr(EngineArgs(), name, 1)
+    with pytest.raises(UserError) as caught:
+        recipe({"engine": {name: default}}, {})
+    assert str(caught.value) == f"'rollout.engine.{name}' cannot be set: {RolloutConfig.refused_keys[key]}; remove it"
+
+
+@pytest.mark.parametrize(
+    "different", [{"quantization": "int8"}, {"quantization": "bf16"}, {"device": "cuda"}, {"deterministic": False, "tensor_parallel_size": 2}]
+)
+def test_an_engine_with_other_log_probabilities_needs_importance_sampling(different: dict[str, Any]) -> None:
+    for algorithm in ({}, {"tis_cap": 2.0}, {"old_logprobs": "recompute"}):
+        with pytest.raises(UserError, match=r"'rollout.engine.\w+' is .*old_logprobs to recompute"):
+            recipe({"engine": different}, algorithm)
+    recipe({"engine": different}, {"tis_cap": 2.0, "old_logprobs": "recompute"})
+
+
+def test_batching_without_chunks_needs_a_budget_of_a_whole_prompt() -> None:
+    for batching in ({"batching": "static"}, {"batching": "dynamic"}, {"enable_chunked_prefill": False}):
+        small = {"engine": {"max_num_batched_tokens": 256, **batching}}
+        data = {"model": {"path": "m", "max_length": 257}, "task": {"name": "sort"}}
+        with pytest.raises(UserError, match=r"max_num_batched_tokens is 256; without chunked prefill it must be at least max_model_len \(257\)"):
+            build(Recipe, {**data, "rollout": small})
+        build(Recipe, {**data, "model": {"path": "m", "max_length": 256}, "rollout": small})
+
+
+def test_a_key_that_a_job_does_not_read_is_refused_by_name() -> None:
+    folder = Path(__file__).parents[2] / "recipes"
+    for name, kind in (("sort", Recipe), ("sft", PretrainRecipe), ("pretrain", PretrainRecipe)):
+        for key, reason in kind.refused_keys.items():
+            with pytest.raises(UserError) as caught:
+                load_config(folder / f"{name}.yaml", [f"--{key}=1"])
+            assert str(caught.value) == f"'{key}' cannot be set: {reason}; remove it"
+
+
+def test_a_recipe_is_read_back_from_what_is_saved_with_a_run() -> None:
+    for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"):
+        loaded = load_config(path, ["model.path=m", "task.path=x"] if path.stem == "jsonl" else ())
+        saved = to_mapping(loaded)
+        assert build(type(loaded), saved) == loaded
+        assert "model" not in saved.get("rollout", {}).get("engine", {})
+
+
+@pytest.mark.parametrize("backend", ["torch", "flash3", "flash4", "xformers"])
+def test_an_attention_backend_is_refused_where_it_cannot_compute(backend: str) -> None:
+    recipes = Path(__file__).parents[2] / "recipes"
+    for name, overrides, says in (
+        ("sort", (), "a pod computes on the CPU"),
+        ("pretrain", (), "computes in 16 bits, and trainer.precision is 'fp32'"),
+        ("pretrain", ("machine.device=cpu",), "needs a GPU, and machine.device is 'cpu'"),
+    ):
+        with pytest.raises(UserError, match=f"'machine.attention' is '{backend}', which .*{says}"):
+            load_config(recipes / f"{name}.yaml", [f"machine.attention={backend}", *overrides])
+    load_config(recipes / "pretrain.yaml", [f"machine.attention={backend}", "trainer.precision=bf16"])

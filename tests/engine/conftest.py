@@ -11,7 +11,6 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.families import mixtral
 from tandem.model.huggingface import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
@@ -22,11 +21,10 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 VOCABULARY = len(CHARACTERS) + 3
 TRAITS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
-    "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "qwen3_moe": {"tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
-    "mixtral": {"tie_word_embeddings": False, "experts": ExpertShapes(4, 2, 48, names=mixtral.NAMES)},
+    "mixtral": {"tie_word_embeddings": False, "experts": ExpertShapes(4, 2, 48)},
 }
 
 
@@ -68,16 +66,16 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture
 def make_llm(make_folder: Callable[..., Path]) -> Callable[..., LLM]:
-    """``make_llm(architecture, seed, **engine settings)``. A ``speculative`` model may be named by its seed; batches of any size
-    guess."""
+    """``make_llm(architecture, seed, **engine settings)``. The model of a ``speculative_config`` may be named by its seed; batches of any size
+    guess. A token's keys and values take 512 bytes in fp32, so a ``swap_space`` of 2**-12 GiB holds 512 tokens."""
 
     def make(architecture: str = "qwen3", weights: int = 0, **settings: Any) -> LLM:
         settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
-        speculative = settings.get("speculative")
+        speculative = settings.get("speculative_config")
         if speculative is not None:
             model = speculative.get("model")
             found = {"model": make_folder(architecture, model)} if isinstance(model, int) else {}
-            settings["speculative"] = {"disable_by_batch_size": 64, **speculative, **found}
+            settings["speculative_config"] = {"disable_by_batch_size": 64, **speculative, **found}
         return LLM(make_folder(architecture, weights), **settings)
 
     return make

@@ -152,5 +152,5 @@ def test_figures_of_waste_follow_from_block_and_sequence_lengths(make_llm: Calla
     figures = run(make_llm).engine.cumulative_stats()
     assert (figures.kv_slots, figures.kv_unused) == (held, held - sum(map(sum, sampled)))
     reserved = sum(128 * len(lengths) for lengths in sampled)
-    figures = run(make_llm, kv="static").engine.cumulative_stats()
+    figures = run(make_llm, cache_implementation="static").engine.cumulative_stats()
     assert (figures.kv_slots, figures.kv_unused) == (reserved, reserved - sum(map(sum, sampled)))

@@ -73,22 +73,22 @@ def expected(
         {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
         {"kv_cache_tokens": 128},
         {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
-        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
-        {"kv_cache_tokens": 128, "swap_tokens": 64, "preemption": "swap", "enable_prefix_caching": False, "max_num_batched_tokens": 17},
-        {"kv_cache_tokens": 128, "swap_tokens": 512, "batching": "continuous", "max_num_batched_tokens": 128},
+        {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
+        {"kv_cache_tokens": 128, "swap_space": 2**-15, "preemption_mode": "swap", "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+        {"kv_cache_tokens": 128, "swap_space": 2**-12, "enable_chunked_prefill": False, "max_num_batched_tokens": 128},
         {"batching": "dynamic", "max_num_batched_tokens": 128, "max_num_seqs": 4},
         {"batching": "static", "max_num_batched_tokens": 128, "max_num_seqs": 4},
         {"batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 192},
-        {"kv": "static", "kv_cache_tokens": 512},
-        {"kv": "static", "batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 384},
-        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
-        {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, "kv_cache_tokens": 128},
-        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
-        {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
-        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv": "static", "enable_prefix_caching": False},
-        {"speculative": {"method": "draft", "model": 0}},
-        {"speculative": {"method": "draft", "model": 1}, "max_num_batched_tokens": 16, "kv_cache_tokens": 128},
-        {"speculative": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+        {"cache_implementation": "static", "kv_cache_tokens": 512},
+        {"cache_implementation": "static", "batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 384},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, "kv_cache_tokens": 128},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "cache_implementation": "static", "enable_prefix_caching": False},
+        {"speculative_config": {"method": "draft", "model": 0}},
+        {"speculative_config": {"method": "draft", "model": 1}, "max_num_batched_tokens": 16, "kv_cache_tokens": 128},
+        {"speculative_config": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
     ],
     ids=lambda settings: ",".join(f"{name.replace('enable_', '')}={value}" for name, value in settings.items()),
 )
@@ -118,22 +118,22 @@ def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
     assert completions(llm.generate(PROMPTS, list(PARAMS.values()))) == expected, "warm"
     assert generate(make(max_num_batched_tokens=23)) == expected, "in chunks"
     assert generate(make(kv_cache_tokens=128, enable_prefix_caching=False, max_num_batched_tokens=17)) == expected, "preempted"
-    assert generate(make(kv_cache_tokens=128, preemption="swap", swap_tokens=512)) == expected, "swapped"
-    assert generate(make(kv_cache_tokens=128, preemption="swap", swap_tokens=512, speculative=SPECULATION["draft"])) == expected, "guessed"
+    assert generate(make(kv_cache_tokens=128, preemption_mode="swap", swap_space=2**-12)) == expected, "swapped"
+    assert generate(make(kv_cache_tokens=128, preemption_mode="swap", swap_space=2**-12, speculative_config=SPECULATION["draft"])) == expected, "guessed"
     alone = [generate(make(), [prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
     assert alone == expected
     assert (generate(make_llm(kernels=kernels)) == expected) == (kv_cache_dtype == "auto")
 
 
 def test_an_unknown_kv_cache_dtype_is_refused(make_llm: Callable[..., LLM]) -> None:
-    with pytest.raises(UserError, match="kv_cache_dtype is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3"):
+    with pytest.raises(UserError, match="kv_cache_dtype' is 'int3'; it must be one of auto, bfloat16, int8, fp8_e4m3"):
         make_llm(kv_cache_dtype="int3")
 
 
 MEMORY: dict[str, dict[str, Any]] = {
     "roomy": {},
-    "recompute": {"kv_cache_tokens": 128, "preemption": "recompute"},
-    "swap": {"kv_cache_tokens": 128, "preemption": "swap", "swap_tokens": 512},
+    "recompute": {"kv_cache_tokens": 128, "preemption_mode": "recompute"},
+    "swap": {"kv_cache_tokens": 128, "preemption_mode": "swap", "swap_space": 2**-12},
 }
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "alone": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5}, "draft": {"method": "draft", "model": 0},
@@ -152,7 +152,7 @@ def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., P
     for _ in range(15):
         llm.engine.step()
     new = dict(read_tensors(make_folder("qwen3", 1)))
-    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative") or {}).get("method") == "draft" else None)
+    llm.update_weights(new, WeightVersion(0, 1), new if (settings.get("speculative_config") or {}).get("method") == "draft" else None)
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
         llm.engine.check_integrity()
@@ -168,7 +168,7 @@ def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., P
 def test_every_combination_draws_the_same_bits(
     make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, chunk: int, memory: str, speculation: str
 ) -> None:
-    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative": SPECULATION[speculation]}
+    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative_config": SPECULATION[speculation]}
     check_combination(make_llm, make_folder, kernels, **settings)
 
 
@@ -176,12 +176,12 @@ def test_every_combination_draws_the_same_bits(
 def test_some_combinations_draw_the_same_bits(
     make_llm: Callable[..., LLM], make_folder: Callable[..., Path], chunk: int, memory: str, speculation: str
 ) -> None:
-    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative": SPECULATION[speculation]}
+    settings = {"max_num_batched_tokens": chunk, **MEMORY[memory], "speculative_config": SPECULATION[speculation]}
     check_combination(make_llm, make_folder, "auto", **settings)
 
 
 def test_a_small_cache_really_preempts(make_llm: Callable[..., LLM]) -> None:
-    for settings, how in (({}, "recompute"), ({"swap_tokens": 512, "preemption": "swap"}, "swap_out")):
+    for settings, how in (({}, "recompute"), ({"swap_space": 2**-12, "preemption_mode": "swap"}, "swap_out")):
         llm = make_llm(kv_cache_tokens=128, **settings)
         generate(llm)
         found = llm.engine.transitions()

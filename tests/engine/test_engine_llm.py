@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.config.engine import EngineArgs
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.weight_store import WeightStore
@@ -83,9 +84,23 @@ def test_a_model_in_object_storage_is_held_while_it_is_open(make_folder: Callabl
     other: dict[str, Any] = {"directory": tmp_path / "cache", "max_bytes": limit}
     copy = tmp_path / "other"
     shutil.copytree(folder, copy)
-    with LLM(url, weight_cache_bytes=limit, **settings) as llm:
+    with LLM(url, weight_cache_gib=limit / 2**30, **settings) as llm:
         assert llm.generate("abc", PARAMS)[0].outputs == expected
         with pytest.raises(UserError, match="models in use"):
             WeightStore(**other).hold(f"file://{copy}")
     with WeightStore(**other).hold(f"file://{copy}") as held:
         assert len(list((tmp_path / "cache").glob("*/model"))) == 1 and held.path.is_dir()
+
+
+def test_an_unknown_option_is_named_with_the_nearest_known_one(make_folder: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=r"unknown key 'engine.max_num_seq'; did you mean 'engine.max_num_seqs'\?"):
+        LLM(make_folder(), max_num_seq=3)
+
+
+def test_an_llm_of_engine_args_is_that_of_the_same_keywords(make_folder: Callable[..., Path]) -> None:
+    options: dict[str, Any] = {"max_num_seqs": 3, "batching": "dynamic", "kv_cache_tokens": 512, "swap_space": 2**-12, "enable_lora": True, "max_loras": 2}
+    with LLM(make_folder(), **options) as one, LLM.from_engine_args(EngineArgs(model=str(make_folder()), **options)) as other:
+        assert one.engine.settings == other.engine.settings
+        # 2 layers x 2 (key, value) x 2 heads x 16 components x 4 bytes: 512 bytes a token, 8 KiB a block of 16 tokens.
+        assert one.engine.settings.swap_blocks == 2**18 // 2**13 and one.engine.settings.num_blocks == 512 // 16
+        assert one.engine.settings.admission == "dynamic" and one.engine.settings.max_loras == 2

@@ -86,7 +86,7 @@ def test_an_adapter_does_what_merged_weights_do(lora_llm, make_folder, adapters,
     "settings",
     [
         {}, {"max_num_batched_tokens": 16}, {"kv_cache_tokens": 128}, {"max_num_seqs": 3, "enable_prefix_caching": False},
-        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap", "speculative": {"method": "draft", "model": 0}},
+        {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap", "speculative_config": {"method": "draft", "model": 0}},
     ],
     ids=str,
 )

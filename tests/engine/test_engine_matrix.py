@@ -24,13 +24,13 @@ KEYS = list(range(len(PROMPTS)))
 NUMBERS: dict[str, dict[str, Any]] = {"fp32": {}, "int8": {"quantization": "int8"}, "awq": {}, "int8 keys and values": {"kv_cache_dtype": "int8"}}
 MEMORY: dict[str, dict[str, Any]] = {
     "roomy": {},
-    "recompute": {"kv_cache_tokens": 128, "preemption": "recompute"},
-    "swap": {"kv_cache_tokens": 128, "preemption": "swap", "swap_tokens": 512},
+    "recompute": {"kv_cache_tokens": 128, "preemption_mode": "recompute"},
+    "swap": {"kv_cache_tokens": 128, "preemption_mode": "swap", "swap_space": 2**-12},
 }
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
-    "ngram": {"speculative": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5, "disable_by_batch_size": 64}},
-    "draft": {"speculative": {"method": "draft", "disable_by_batch_size": 64}},
+    "ngram": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5, "disable_by_batch_size": 64}},
+    "draft": {"speculative_config": {"method": "draft", "disable_by_batch_size": 64}},
 }
 Completions = list[list[CompletionOutput]]
 
@@ -45,8 +45,8 @@ def folders(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 def start(folders: dict[str, Path], numbers: str, **settings: Any) -> LLM:
-    if settings.get("speculative", {}).get("method") == "draft":
-        settings["speculative"] = {**settings["speculative"], "model": folders["draft"]}
+    if settings.get("speculative_config", {}).get("method") == "draft":
+        settings["speculative_config"] = {**settings["speculative_config"], "model": folders["draft"]}
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **NUMBERS[numbers], **settings}
     return LLM(folders["awq" if numbers == "awq" else "plain"], **settings)
 

@@ -39,7 +39,7 @@ def known() -> dict[str, list[list[CompletionOutput]]]:
 @pytest.fixture
 def expected(make_llm: Callable[..., LLM], known: dict[str, Any]) -> list[list[CompletionOutput]]:
     if not known:
-        known["plain"] = generate(make_llm(overlap="off"))
+        known["plain"] = generate(make_llm(async_scheduling=False))
     return known["plain"]  # type: ignore[no-any-return]
 
 
@@ -57,9 +57,9 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"max_num_seqs": 3, "max_num_batched_tokens": 16},
     {"kv_cache_tokens": 128, "enable_prefix_caching": False},
-    {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
+    {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
     {"batching": "static", "max_num_batched_tokens": 128, "max_num_seqs": 4},
-    {"kv": "static", "kv_cache_tokens": 512, "max_num_seqs": 4},
+    {"cache_implementation": "static", "kv_cache_tokens": 512, "max_num_seqs": 4},
 ]
 
 
@@ -67,11 +67,11 @@ SETTINGS: list[dict[str, Any]] = [
 def test_steps_launched_ahead_change_no_bit(
     make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]], settings: dict[str, Any]
 ) -> None:
-    llm = make_llm(overlap="on", **settings)
+    llm = make_llm(async_scheduling=True, **settings)
     ahead = Ahead(llm)
     assert generate(llm) == expected
     assert ahead.launched_ahead > 0
-    if "kv_cache_tokens" in settings and "kv" not in settings:
+    if "kv_cache_tokens" in settings and "cache_implementation" not in settings:
         counts = llm.engine.transitions()
         assert counts[Transition.RECOMPUTE] + counts[Transition.SWAP_OUT] > 0
     assert generate(llm) == expected, "warm"
@@ -98,7 +98,7 @@ class Ahead:
 
 
 def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]]) -> None:
-    llm = make_llm(overlap="on", max_num_seqs=6)
+    llm = make_llm(async_scheduling=True, max_num_seqs=6)
     graphs = with_graphs(llm)
     assert generate(llm) == expected
     assert generate(llm) == expected
@@ -112,7 +112,7 @@ def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callab
 def test_graphs_are_made_anew_after_an_update_and_a_sleep(
     make_llm: Callable[..., LLM], make_folder: Callable[..., Path], expected: list[list[CompletionOutput]]
 ) -> None:
-    llm = make_llm(weights=1, overlap="on")
+    llm = make_llm(weights=1, async_scheduling=True)
     graphs = with_graphs(llm)
     generate(llm)
     assert graphs._graphs
@@ -134,7 +134,7 @@ def test_graphs_are_made_anew_after_an_update_and_a_sleep(
 def test_a_step_that_cannot_be_captured_goes_on_without_graphs(
     make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = make_llm(overlap="on")
+    llm = make_llm(async_scheduling=True)
     graphs = with_graphs(llm)
 
     def fails(step: Replay) -> Replay:
@@ -142,8 +142,8 @@ def test_a_step_that_cannot_be_captured_goes_on_without_graphs(
 
     graphs._capture = fails
     assert generate(llm) == expected
-    assert [record.message for record in caplog.records if "cuda_graphs" in record.message] == [
-        "cuda_graphs: a decoding step cannot be captured (operation not permitted when stream is capturing); going on without graphs"
+    assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
+        "CUDA graphs: a decoding step cannot be captured (operation not permitted when stream is capturing); going on without graphs"
     ]
 
 
@@ -158,9 +158,9 @@ def test_a_bucket_holds_what_it_is_asked_for_and_little_more() -> None:
 
 def test_requests_whose_tokens_the_host_must_see_stand_among_others(make_llm: Callable[..., LLM]) -> None:
     mixed = [PARAMS[0], SamplingParams(max_tokens=9, logprobs=2, seed=3), SamplingParams(max_tokens=12, frequency_penalty=0.7, seed=1), PARAMS[3]]
-    llm = make_llm(overlap="on")
+    llm = make_llm(async_scheduling=True)
     ahead = Ahead(llm)
-    assert generate(llm, mixed) == generate(make_llm(overlap="off"), mixed)
+    assert generate(llm, mixed) == generate(make_llm(async_scheduling=False), mixed)
     # Once they are answered the others go ahead.
     assert ahead.launched_ahead > 0
 
@@ -168,8 +168,8 @@ def test_requests_whose_tokens_the_host_must_see_stand_among_others(make_llm: Ca
 def test_an_urgent_request_preempts_and_changes_no_bit(make_llm: Callable[..., LLM]) -> None:
     params = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
     found = []
-    for overlap in ("off", "on"):
-        llm = make_llm(overlap=overlap, max_num_seqs=2)
+    for is_ahead in (False, True):
+        llm = make_llm(async_scheduling=is_ahead, max_num_seqs=2)
         engine, answers = llm.engine, {}
         for i in range(2):
             engine.add_request(f"late {i}", [3 + i] * 20, params, key=i, priority=5)
@@ -188,8 +188,8 @@ def test_streams_aborts_pauses_and_updates_meet_a_step_under_way(make_llm: Calla
     streamed = SamplingParams(max_tokens=30, seed=1, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     whole = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     results = []
-    for overlap in ("off", "on"):
-        engine = make_llm(overlap=overlap).engine
+    for is_ahead in (False, True):
+        engine = make_llm(async_scheduling=is_ahead).engine
         engine.add_request("stream", [4, 5, 6], streamed, key=0)
         engine.add_request("whole", [7, 8, 9], whole, key=1)
         engine.add_request("gone", [7, 8], whole, key=2)
@@ -217,7 +217,7 @@ def test_streams_aborts_pauses_and_updates_meet_a_step_under_way(make_llm: Calla
 
 @pytest.mark.parametrize("where", ["execute_model", "synchronize"])
 def test_a_step_that_fails_ahead_loses_nothing(make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]], where: str) -> None:
-    llm = make_llm(overlap="on")
+    llm = make_llm(async_scheduling=True)
     engine, runner = llm.engine, llm.engine._runner
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(str(i), llm.get_tokenizer().encode(prompt, add_special_tokens=True), params, prompt=prompt, key=i)
@@ -237,7 +237,7 @@ def test_a_step_that_fails_ahead_loses_nothing(make_llm: Callable[..., LLM], exp
 
 
 def test_no_plan_is_made_ahead_that_could_take_a_block_away(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(overlap="on", kv_cache_tokens=128, enable_prefix_caching=False)
+    llm = make_llm(async_scheduling=True, kv_cache_tokens=128, enable_prefix_caching=False)
     engine = llm.engine
     own = Preemption.preempt_one
 
@@ -250,15 +250,15 @@ def test_no_plan_is_made_ahead_that_could_take_a_block_away(make_llm: Callable[.
     assert engine.transitions()[Transition.RECOMPUTE] > 0
 
 
-@pytest.mark.parametrize("wrong", [{"overlap": "yes"}, {"cuda_graphs": "on"}])
+@pytest.mark.parametrize("wrong", [{"async_scheduling": "yes"}, {"enforce_eager": "on"}])
 def test_an_unknown_switch_is_refused(make_llm: Callable[..., LLM], wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="must be one of auto"):
+    with pytest.raises(UserError, match="must be true or false"):
         make_llm(**wrong)
 
 
 def test_overlap_with_speculation_is_refused(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(UserError, match="speculation needs each token"):
-        make_llm(overlap="on", speculative={"method": "ngram"})
+        make_llm(async_scheduling=True, speculative_config={"method": "ngram"})
 
 
 @pytest.mark.parametrize(

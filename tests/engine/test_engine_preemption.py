@@ -244,7 +244,7 @@ def test_a_storm_preempts_each_sequence_a_few_times_and_everybody_ends(host: int
 
 
 def test_swapped_sequences_abort_without_leaving_anything_behind(make_llm: Callable[..., LLM]) -> None:
-    engine = make_llm(kv_cache_tokens=128, swap_tokens=512, preemption="swap").engine
+    engine = make_llm(kv_cache_tokens=128, swap_space=2**-12, preemption_mode="swap").engine
     params = SamplingParams(max_tokens=70, ignore_eos=True)
     for i in range(4):
         engine.add_request(str(i), [3 + i] * 20, params)
@@ -262,12 +262,12 @@ def test_swapped_sequences_abort_without_leaving_anything_behind(make_llm: Calla
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"batching": "magic"}, "batching is 'magic'"),
-        ({"kv": "linear"}, "kv is 'linear'"),
-        ({"preemption": "swap"}, "no swap space"),
-        ({"preemption": "never"}, "preemption is 'never'"),
+        ({"batching": "magic"}, "batching' is 'magic'"),
+        ({"cache_implementation": "linear"}, "cache_implementation' is 'linear'"),
+        ({"preemption_mode": "swap"}, "no swap space"),
+        ({"preemption_mode": "never"}, "preemption_mode' is 'never'"),
         ({"watermark": 1.0}, "watermark is 1.0"),
-        ({"swap_tokens": -16}, "swap_blocks is -1"),
+        ({"swap_space": -1}, "swap_space is -1"),
         ({"batching": "static"}, "without chunked prefill"),
     ],
 )

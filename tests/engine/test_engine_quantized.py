@@ -60,12 +60,12 @@ def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make,
         {"max_num_batched_tokens": 23},
         {"max_num_seqs": 2, "max_num_batched_tokens": 5},
         {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
-        {"kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap"},
-        {"speculative": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128},
+        {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128},
         {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
         {
-            "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap",
-            "speculative": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64},
+            "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap",
+            "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64},
         },
     ):
         assert generate(make_quantised(kind, kernels=kernels, **settings)) == expected, settings

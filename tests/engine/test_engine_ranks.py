@@ -81,8 +81,8 @@ def test_the_reference_kernels_are_within_1e_5_too(make_folder, make_llm, ranks)
 
 
 SWAPPED = {
-    "kv_cache_tokens": 128, "swap_tokens": 512, "preemption": "swap",
-    "speculative": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64},
+    "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap",
+    "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64},
 }
 
 
@@ -186,7 +186,7 @@ def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
 
 
 def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
-    llm = start(make_folder(), rank_deadline_s=20.0)
+    llm = start(make_folder(), rank_timeout_s=20.0)
     ranks = llm.engine._ranks
     # The ranks have met under the longer deadline; from here on one second is enough.
     object.__setattr__(ranks._settings, "deadline_s", 1.0)
@@ -225,7 +225,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(make_folder) -> No
     for settings, message in (
         ({"tensor_parallel_size": 3}, "num_attention_heads 4 does not divide by 3 tensor-parallel ranks; choose another size"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
-        ({"rank_deadline_s": 0}, "rank_deadline_s 0"),
+        ({"rank_timeout_s": 0}, "rank_timeout_s is 0"),
     ):
         with pytest.raises(UserError, match=message):
             start(folder, **settings)

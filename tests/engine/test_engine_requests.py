@@ -215,8 +215,8 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_work(
         ({"max_num_seqs": 65}, "max_num_batched_tokens is 64"),
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
         ({"kv_cache_tokens": 100}, "KV cache has 7 blocks"),
-        ({"dtype": "float8"}, "dtype is 'float8'"),
-        ({"load_format": "magic"}, "load_format is 'magic'"),
+        ({"dtype": "float8"}, "dtype' is 'float8'"),
+        ({"load_format": "magic"}, "load_format' is 'magic'"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused(make_llm: Callable[..., LLM], settings: dict[str, Any], words: str) -> None:

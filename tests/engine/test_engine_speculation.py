@@ -34,7 +34,7 @@ def outputs(llm: LLM, params: SamplingParams = PARAMS, **options: Any) -> list[l
 
 
 def test_a_draft_model_that_is_the_model_guesses_every_token_right(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
-    llm = make_llm(speculative=draft(num_speculative_tokens=4))
+    llm = make_llm(speculative_config=draft(num_speculative_tokens=4))
     assert outputs(llm) == outputs(make_llm())
     figures = llm.engine.cumulative_stats()
     assert figures.speculation.accepted == figures.speculation.proposed > 0
@@ -44,7 +44,7 @@ def test_a_draft_model_that_is_the_model_guesses_every_token_right(make_llm: Cal
 
 
 def test_a_draft_model_of_other_weights_is_mostly_wrong_and_changes_nothing(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
-    llm = make_llm(speculative=draft(1))
+    llm = make_llm(speculative_config=draft(1))
     assert outputs(llm) == outputs(make_llm())
     found = llm.engine.cumulative_stats().speculation
     assert 0 < found.accepted < found.proposed
@@ -71,13 +71,13 @@ def test_what_ends_a_completion_cuts_accepted_tokens_exactly(
 ) -> None:
     params = replace(PARAMS, **cut)
     speculative = draft(num_speculative_tokens=6) if method == "draft" else {"method": "ngram", "prompt_lookup_min": 1}
-    llm = make_llm(speculative=speculative)
+    llm = make_llm(speculative_config=speculative)
     assert outputs(llm, params) == outputs(make_llm(), params)
     assert llm.engine.cumulative_stats().speculation.accepted > 0 or params.max_tokens in (1, 2) or method == "ngram"
 
 
 def test_a_stream_gets_several_tokens_a_step(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
-    engine = make_llm(speculative=draft()).engine
+    engine = make_llm(speculative_config=draft()).engine
     assert engine.tokenizer is not None
     params = replace(PARAMS, n=1, output_kind=RequestOutputKind.DELTA)
     engine.add_request("a", engine.tokenizer.encode(PROMPTS[0]), params, key=0)
@@ -91,7 +91,7 @@ def test_a_stream_gets_several_tokens_a_step(make_llm: Callable[..., LLM], draft
 
 
 def test_a_request_can_do_without(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
-    llm = make_llm(speculative=draft())
+    llm = make_llm(speculative_config=draft())
     assert outputs(llm, num_draft_tokens=0) == outputs(make_llm())
     assert llm.engine.cumulative_stats().speculation.proposals == 0
     assert outputs(llm, num_draft_tokens=1) == outputs(make_llm())
@@ -103,7 +103,7 @@ def test_a_request_can_do_without(make_llm: Callable[..., LLM], draft: Callable[
 def test_draft_weights_change_in_the_same_update(
     make_llm: Callable[..., LLM], make_folder: Callable[..., Path], draft: Callable[..., Any], keeps_draft: bool
 ) -> None:
-    llm = make_llm(speculative=draft())
+    llm = make_llm(speculative_config=draft())
     outputs(llm)
     new = dict(read_tensors(make_folder("qwen3", 1)))
     llm.update_weights(new, WeightVersion(0, 1), draft_tensors=None if keeps_draft else new)
@@ -120,7 +120,7 @@ def test_draft_weights_change_in_the_same_update(
 def test_an_update_that_does_not_fit_changes_neither_model(
     make_llm: Callable[..., LLM], make_folder: Callable[..., Path], draft: Callable[..., Any], wrong: str
 ) -> None:
-    llm = make_llm(speculative=draft())
+    llm = make_llm(speculative_config=draft())
     expected = outputs(llm)
     good = dict(read_tensors(make_folder("qwen3", 1)))
     bad = {**good, "model.norm.weight": torch.ones(5)}
@@ -137,7 +137,7 @@ def test_a_step_that_fails_between_accepted_tokens_loses_and_repeats_none(
 ) -> None:
     params = replace(PARAMS, stop=["a"], stop_token_ids=[9, 13], logprobs=1)
     expected = outputs(make_llm(), params)
-    engine = make_llm(speculative=draft()).engine
+    engine = make_llm(speculative_config=draft()).engine
     assert engine.tokenizer is not None
     for key, prompt in enumerate(PROMPTS):
         engine.add_request(str(key), engine.tokenizer.encode(prompt, add_special_tokens=True), params, key=key)
@@ -160,7 +160,7 @@ def test_a_step_that_fails_between_accepted_tokens_loses_and_repeats_none(
 
 
 def test_guesses_take_no_block_that_somebody_needs(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
-    plain, guessing = make_llm(kv_cache_tokens=192), make_llm(kv_cache_tokens=192, speculative=draft(num_speculative_tokens=8))
+    plain, guessing = make_llm(kv_cache_tokens=192), make_llm(kv_cache_tokens=192, speculative_config=draft(num_speculative_tokens=8))
     assert outputs(guessing) == outputs(plain)
     assert guessing.engine.cumulative_stats().speculation.accepted > 0
 
@@ -211,7 +211,7 @@ def test_the_draft_length_follows_what_comes_true() -> None:
 
 
 def test_a_full_batch_does_not_guess(make_llm: Callable[..., LLM], draft: Callable[..., Any]) -> None:
-    llm = make_llm(speculative=draft(disable_by_batch_size=3))
+    llm = make_llm(speculative_config=draft(disable_by_batch_size=3))
     assert outputs(llm) == outputs(make_llm())
     assert llm.engine.cumulative_stats().speculation.proposals == 0
     outputs(llm, replace(PARAMS, n=1))
@@ -221,24 +221,24 @@ def test_a_full_batch_does_not_guess(make_llm: Callable[..., LLM], draft: Callab
 @pytest.mark.parametrize(
     ("speculative", "says"),
     [
-        ({"method": "eagle"}, "method is 'eagle'"),
-        ({}, "names no method"),
+        ({"method": "eagle"}, "method' is 'eagle'"),
+        ({}, "method' is missing"),
         ({"method": "draft"}, "no model is given"),
         ({"method": "ngram", "model": "x"}, "'ngram' uses none"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"method": "ngram", "prompt_lookup_min": 5}, "prompt_lookup_min is 5"),
-        ({"method": "ngram", "tokens": 5}, "the key 'tokens'"),
-        ({"method": "ngram", "adaptive": 1}, "adaptive is 1"),
+        ({"method": "ngram", "tokens": 5}, "unknown key 'engine.speculative_config.tokens'"),
+        ({"method": "ngram", "adaptive": 1}, "adaptive' is 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make_llm: Callable[..., LLM], speculative: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        make_llm(speculative=speculative)
+        make_llm(speculative_config=speculative)
 
 
 def test_more_guesses_than_the_engine_makes_are_refused(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(UserError, match="num_draft_tokens is 5"):
-        make_llm(speculative={"method": "ngram"}).generate(PROMPTS, PARAMS, num_draft_tokens=5)
+        make_llm(speculative_config={"method": "ngram"}).generate(PROMPTS, PARAMS, num_draft_tokens=5)
     with pytest.raises(UserError, match="start it with speculative settings"):
         make_llm().generate(PROMPTS, PARAMS, num_draft_tokens=1)
     with pytest.raises(UserError, match="no draft model"):

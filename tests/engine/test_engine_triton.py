@@ -42,7 +42,7 @@ def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_refe
 ) -> None:
     prompts = ["sort 4 1 9 2 8 of", "q"]
     params = [SamplingParams(max_tokens=3, seed=3, temperature=0.8, ignore_eos=True), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
-    llm = make_llm(architecture, kernels="triton", overlap="on", max_num_seqs=2, max_num_batched_tokens=11)
+    llm = make_llm(architecture, kernels="triton", async_scheduling=True, max_num_seqs=2, max_num_batched_tokens=11)
     engine = llm.engine
     engine._runner.make_graphs(lambda step: step)
     answers = llm.generate(prompts, params, request_keys=[0, 1])

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.engine import Engine
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext
@@ -74,8 +74,8 @@ def test_what_is_drawn_over_freed_blocks_has_the_bits_of_the_whole_forward_pass(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_blocks": 16}, {"num_blocks": 16, "enable_prefix_caching": False}, {"num_blocks": 16, "swap_blocks": 32, "preemption": "swap"},
-        {"max_num_batched_tokens": 16}, {"kv": "static", "num_blocks": 64}, {"ngram": True, "num_blocks": 20},
+        {"num_blocks": 16}, {"num_blocks": 16, "enable_prefix_caching": False}, {"num_blocks": 16, "swap_blocks": 32, "preemption_mode": "swap"},
+        {"max_num_batched_tokens": 16}, {"cache_implementation": "static", "num_blocks": 64}, {"ngram": True, "num_blocks": 20},
     ],
     ids=str,
 )
@@ -88,12 +88,12 @@ def test_settings_change_no_bit(settings: dict[str, Any]) -> None:
     expected, most = run(engine, prompts)
     assert most > 60
     settings = dict(settings)
-    speculative = SpeculativeSettings("ngram", prompt_lookup_min=1, disable_by_batch_size=64) if settings.pop("ngram", False) else None
+    speculative = SpeculativeConfig("ngram", prompt_lookup_min=1, disable_by_batch_size=64) if settings.pop("ngram", False) else None
     engine = Engine(decoder_of(SHAPES), replace(roomy, **settings), speculative=speculative)
     for _ in range(2):
         found, most = run(engine, prompts)
         assert found == expected
-        assert most <= 34 or settings.get("kv") == "static"
+        assert most <= 34 or settings.get("cache_implementation") == "static"
 
 
 def test_a_model_with_one_layer_that_looks_at_everything_keeps_its_blocks() -> None:

@@ -56,10 +56,10 @@ def generate(llm: LLM) -> list[list[CompletionOutput]]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_around_a_request_changes_its_bits_and_the_trainer_has_them_too(folders: list[Path], dtype: str) -> None:
-    expected = generate(llm_of(folders[0], dtype=dtype, overlap="off"))
+    expected = generate(llm_of(folders[0], dtype=dtype, async_scheduling=False))
     changes: list[dict[str, Any]] = [
-        {}, {"cuda_graphs": "off"}, {"max_num_batched_tokens": 100}, {"max_num_seqs": 2}, {"enable_prefix_caching": False},
-        {"kv_cache_tokens": 2048, "preemption": "swap", "swap_tokens": 8192},
+        {}, {"enforce_eager": True}, {"max_num_batched_tokens": 100}, {"max_num_seqs": 2}, {"enable_prefix_caching": False},
+        {"kv_cache_tokens": 2048, "preemption_mode": "swap", "swap_space": 2**-4},
     ]  # fmt: skip
     for change in changes:
         llm = llm_of(folders[0], dtype=dtype, **change)
@@ -88,7 +88,7 @@ def test_greedy_tokens_are_those_of_transformers(folders: list[Path]) -> None:
 
 
 def test_a_decoding_step_never_waits_for_the_device(folders: list[Path]) -> None:
-    llm = llm_of(folders[0], cuda_graphs="off")
+    llm = llm_of(folders[0], enforce_eager=True)
     runner = llm.engine._runner
     generate(llm)
     index = torch.zeros(4, dtype=torch.int64) + runner.batch.on_device.padding
@@ -107,14 +107,14 @@ def test_graphs_are_replayed_and_made_anew_after_an_update(folders: list[Path]) 
     graphs = llm.engine._runner.graphs
     assert graphs is not None and graphs._graphs
     llm.update_weights(read_tensors(folders[0]), WeightVersion(0, 1))
-    updated, expected = generate(llm), generate(llm_of(folders[0], overlap="off"))
+    updated, expected = generate(llm), generate(llm_of(folders[0], async_scheduling=False))
     assert [c[0].token_ids for c in updated] == [c[0].token_ids for c in expected]
     assert [c[0].raw_logprobs for c in updated] == [c[0].raw_logprobs for c in expected]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
 def test_a_cache_of_codes_changes_no_bit_between_steps_and_chunks(folders: list[Path], kv_cache_dtype: str) -> None:
-    expected = generate(llm_of(folders[0], kv_cache_dtype=kv_cache_dtype, overlap="off"))
+    expected = generate(llm_of(folders[0], kv_cache_dtype=kv_cache_dtype, async_scheduling=False))
     assert generate(llm_of(folders[0], kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=100)) == expected
 
 

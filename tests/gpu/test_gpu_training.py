@@ -132,8 +132,8 @@ def test_a_checkpoint_goes_on_on_the_other_device(tmp_path: Path, data: Path, be
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_waits_for_the_device_twice(precision: Any) -> None:
     device = torch.device("cuda", 0)
-    attention = fast_attention(SHAPES.head_dim) if precision != "fp32" else None
-    kernels = select("auto", device=device, deterministic=False, attention=attention)
+    fast = fast_attention(SHAPES.head_dim) if precision != "fp32" else None
+    kernels = select("auto", device=device, deterministic=False, attention=fast or "auto")
     model = Decoder(SHAPES, in_precision(kernels, precision, device), device=device)
     initialise(model, seed=0)
     optimizer = AdamW(model.named_parameters(), TrainerConfig(learning_rate=1e-3))
@@ -158,7 +158,7 @@ def test_a_step_waits_for_the_device_twice(precision: Any) -> None:
 def test_torchs_attention_has_the_outputs_and_gradients_of_ours(window: int | None) -> None:
     device, lengths = torch.device("cuda", 0), [70, 1, 300]
     bounds = torch.tensor([0, 70, 71, 371], dtype=torch.int32, device=device)
-    own, fast = select("triton"), select("triton", deterministic=False, attention="torch")
+    own, fast = select("triton"), select("triton", device=device, deterministic=False, attention="torch")
     given = [torch.randn(sum(lengths), heads, 64, device=device) for heads in (8, 2, 2)]
     found = []
     for kernels, dtype in ((own, torch.float32), (fast, torch.bfloat16)):

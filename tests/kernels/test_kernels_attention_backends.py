@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from paged_sequences import bounds_of, exact, make
+from paged_sequences import Paged, bounds_of, exact, make
 from torch import Tensor
 
 from tandem.kernels import Kernels, select
@@ -39,7 +39,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, windo
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_backend_that_is_asked_for_computes_packed_attention(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     installed(monkeypatch, lambda *given, **named: (torch_attention(*given, **named), "sums"))
-    changed = with_attention(kernels, "flash_attention_3", torch.float32, CPU, deterministic=False)
+    changed = with_attention(kernels, "flash3", torch.float32, CPU, deterministic=False)
     q, k, v = make([5, 40], 16, 4, 2)
     out = changed.packed_attention(q, k, v, bounds_of([5, 40]), 40, 0.25, window)
     expected = exact(q, k, v, bounds_of([5, 40]), 0.25, window)
@@ -70,9 +70,42 @@ def test_torchs_own_is_given_packed_sequences_and_the_keys_beside_a_querys_own(m
 
 def test_a_backend_with_other_bits_is_refused_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, torch_attention)
-    with pytest.raises(UserError, match=r"'flash_attention_3' is refused in deterministic mode: .*; leave it out, or set deterministic to False"):
-        select(kernels.name, attention="flash_attention_3")  # type: ignore[arg-type]
-    assert select(kernels.name, attention="flash_attention_3", deterministic=False).name == kernels.name  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"'flash3' is refused in deterministic mode: .*; set attention to auto, or deterministic to False"):
+        with_attention(kernels, "flash3", torch.float32, CPU, deterministic=True)
+    assert with_attention(kernels, "flash3", torch.float32, CPU, deterministic=False).name == kernels.name
+
+
+def test_a_backend_that_is_installed_is_refused_on_a_cpu(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, torch_attention)
+    with pytest.raises(UserError, match="attention 'flash3' needs a GPU and the device is 'cpu'; set attention to auto"):
+        select(kernels.name, attention="flash3")  # type: ignore[arg-type]
+    assert type(select(kernels.name)) is type(kernels)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_an_engines_whole_prompts_go_to_the_backend_and_everything_else_to_the_paged_kernels(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    calls = []
+
+    def counted(*given: Any, **named: Any) -> Tensor:
+        calls.append(named["max_seqlen_q"])
+        return torch_attention(*given, **named)
+
+    installed(monkeypatch, counted)
+    changed = with_attention(kernels, "flash3", torch.float32, CPU, deterministic=False)
+    lengths = [5, 40]
+    qkv = make(lengths, 16, 4, 2)
+    expected, out, own = exact(*qkv, bounds_of(lengths), 0.25, window), torch.empty(45, 4, 16), torch.empty(45, 4, 16)
+    Paged(changed, lengths, 16, 2).step({1: 40, 0: 5}, qkv, 0.25, window, out)
+    assert calls == [40] and (out - expected).norm() / expected.norm() < 1e-6
+    # Chunks: the first pieces are whole sequences so far, the rest continues or decodes.
+    paged, plain = Paged(changed, lengths, 16, 2), Paged(kernels, lengths, 16, 2)
+    for chunks in ({1: 20}, {1: 19, 0: 4}, {0: 1, 1: 1}):
+        paged.step(chunks, qkv, 0.25, window, out)
+        plain.step(chunks, qkv, 0.25, window, own)
+    assert calls == [40, 20] and (out - expected).norm() / expected.norm() < 1e-6
+    assert torch.equal(out[:5], own[:5]) and torch.equal(out[25:], own[25:]) and not torch.equal(out[5:25], own[5:25])
 
 
 def test_a_backend_with_our_bits_is_taken_in_deterministic_mode(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +113,7 @@ def test_a_backend_with_our_bits_is_taken_in_deterministic_mode(kernels: Kernels
         return kernels.packed_attention(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, None)
 
     installed(monkeypatch, ours)
-    assert with_attention(kernels, "flash_attention_3", torch.float32, CPU, deterministic=True).name == kernels.name
+    assert with_attention(kernels, "flash3", torch.float32, CPU, deterministic=True).name == kernels.name
 
 
 def test_the_self_check_names_what_it_found(kernels: Kernels) -> None:
@@ -105,12 +138,12 @@ def test_the_self_check_names_what_it_found(kernels: Kernels) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_that_is_not_installed_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, BACKENDS[name].module, None)
-    with pytest.raises(UserError, match=f"'{name}' cannot be imported .*; install .*, or leave it out"):
+    with pytest.raises(UserError, match=f"attention '{name}' cannot be imported .*; install .*, or set attention to auto"):
         load_backend(name)
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(UserError, match="attention backend is 'fast'; it must be one of flash_attention_3"):
+    with pytest.raises(UserError, match="attention is 'fast'; it must be one of auto, flash3"):
         load_backend("fast")
 
 

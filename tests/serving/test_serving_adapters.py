@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def running(model: Path, folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--lora-modules", f"first={folders[0]}", f"second={folders[1]}", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
-    with server(model, tmp_path_factory.mktemp("serve"), "--served-model-name", "base", "--swap-tokens", "256", *options) as found:
+    with server(model, tmp_path_factory.mktemp("serve"), "--served-model-name", "base", "--swap-space", "0.001", *options) as found:
         yield found
         assert "Traceback" not in found.log.read_text()
 

@@ -36,7 +36,7 @@ def test_what_cannot_be_served_is_one_line(shared: Server, model: Path, tmp_path
     port = shared.url.rpartition(":")[2]
     assert f"port {port} on 127.0.0.1 cannot be taken (Address already in use)" in refused(str(model), "--port", port)
     assert "no config.json" in refused(str(tmp_path))
-    assert "tensor_parallel_size" in refused(str(model), "--port", "0", "--tensor-parallel", "3")
+    assert "tensor_parallel_size" in refused(str(model), "--port", "0", "--tensor-parallel-size", "3")
     assert "instances is 0" in refused(str(model), "--instances", "0")
     assert "control key is also" in refused(str(model), "--api-key", "a", "--control-key", "a")
     assert "not an address" in refused(str(model), "--host", "nowhere.invalid")
@@ -220,7 +220,7 @@ def test_the_listening_process_has_no_torch(shared: Server) -> None:
 
 def test_a_tensor_parallel_engine_answers_as_one_rank_does(model: Path, tmp_path: Path, llm: LLM) -> None:
     (expected,) = llm.generate("the quick", SamplingParams(max_tokens=12, seed=1, logprobs=0))
-    with server(model, tmp_path, "--tensor-parallel", "2") as running:
+    with server(model, tmp_path, "--tensor-parallel-size", "2") as running:
         choice = running.complete("the quick", max_tokens=12, seed=1, logprobs=0)["choices"][0]
         assert choice["text"] == expected.outputs[0].text
         assert choice["logprobs"]["token_logprobs"] == expected.outputs[0].raw_logprobs

@@ -7,7 +7,7 @@ from tandem.engine.core.integrity import check_scheduler
 from tandem.engine.core.lifecycle import Transition
 from tandem.engine.core.parts import Parts
 from tandem.engine.core.scheduler_output import SchedulerOutput
-from tandem.engine.executor.model_runner import DraftOutput, InFlightStep
+from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep
 from tandem.engine.metrics.stats_logger import StatsLogger
 from tandem.engine.processing.answers import Answer, is_hidden_stop
 from tandem.engine.processing.output_processor import OutputProcessor

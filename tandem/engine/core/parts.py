@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.preemption import PreemptionPolicy
 from tandem.engine.core.preemption_costs import PreemptionCostMeter
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
@@ -16,7 +17,6 @@ from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.kernels.api import KVLayer
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def make_parts(
-    decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeSettings | None,
+    decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeConfig | None,
     draft: Decoder | None,
 ) -> Parts:
     """Returns the parts of an engine whose ``decoder``, packed, has the weights ``version``; the other ``ranks`` allocate their caches.
@@ -49,7 +49,7 @@ def make_parts(
         settings.num_blocks,
         enable_prefix_caching=settings.finds_prefixes,
         window=widest_window(shapes),
-        reservation=blocks_for(settings.max_model_len) if settings.kv == "static" else 0,
+        reservation=blocks_for(settings.max_model_len) if settings.cache_implementation == "static" else 0,
         num_host_blocks=settings.swap_blocks,
         weight_version=version,
         adapter_key=adapters.key,
@@ -61,17 +61,17 @@ def make_parts(
     caches = model_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
     runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer)
-    if launches_ahead and weights.device.type == "cuda" and settings.cuda_graphs == "auto":
+    if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager:
         runner.make_graphs()
     meter = PreemptionCostMeter(shapes, settings.num_blocks, runner.measure_swap)
     config = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        batching=settings.joins,
+        batching=settings.admission,
         watermark_blocks=int(settings.watermark * settings.num_blocks),
         speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type),
     )
-    policy = PreemptionPolicy(settings.preemption if settings.swap_blocks else "recompute", meter.costs)
+    policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
     scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy)
     return Parts(scheduler, runner, launches_ahead, meter)
 
@@ -90,6 +90,6 @@ def widest_window(shapes: ModelShapes) -> int:
 def launches_steps_ahead(settings: EngineSettings, device: torch.device, has_ranks: bool, has_speculation: bool) -> bool:
     """Returns whether an engine launches steps ahead. Raises ``UserError`` where that is asked for and impossible."""
     why = "speculation needs each token before the next step" if has_speculation else "other ranks follow each step" if has_ranks else ""
-    if settings.overlap == "on" and why:
-        raise UserError(f"engine overlap is 'on' and {why}; set it to 'auto' or 'off'")
-    return settings.overlap == "on" or (settings.overlap == "auto" and device.type == "cuda" and not why)
+    if settings.async_scheduling and why:
+        raise UserError(f"engine async_scheduling is on and {why}; leave it out")
+    return device.type == "cuda" and not why if settings.async_scheduling is None else settings.async_scheduling

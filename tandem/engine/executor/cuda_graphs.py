@@ -86,7 +86,7 @@ class DecodeGraphs:
         try:
             self._graphs[bucket] = self._capture(lambda: self._step(static, bucket.columns))
         except RuntimeError as error:
-            _LOG.warning("cuda_graphs: a decoding step cannot be captured (%s); going on without graphs", str(error).splitlines()[0])
+            _LOG.warning("CUDA graphs: a decoding step cannot be captured (%s); going on without graphs", str(error).splitlines()[0])
             self.forget()
             self._is_off = True
 

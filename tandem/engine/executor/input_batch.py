@@ -14,7 +14,9 @@ from tandem.engine.core.request import Sequence
 from tandem.engine.executor.model_input import padded_tables
 from tandem.engine.executor.row_tensors import RowTensors, to_device
 from tandem.engine.kv_cache.block_table import BlockChange, blocks_for
-from tandem.kernels.api import BLOCK_TOKENS
+from tandem.engine.sample.logits_processors import Position
+from tandem.engine.sample.logprobs import top_logprobs
+from tandem.kernels.api import BLOCK_TOKENS, SampledRows
 from tandem.types import WeightVersion
 
 
@@ -180,6 +182,30 @@ class InputBatch:
             torch.cat((torch.tensor(sequence.token_ids), tokens[:count])) if sequence.token_ids else tokens[:count]
             for sequence, tokens, count in zip(sequences, drawn, counts, strict=True)
         ]
+
+    def positions_to_process(self, selected: SelectedRows) -> list[Position]:
+        """Returns the positions of the selected rows with logits processors."""
+        if not self.with_logits_processors:
+            return []
+        found = [(i, self.with_logits_processors[row]) for i, row in enumerate(selected.rows) if row in self.with_logits_processors]
+        outputs = self.outputs_of([sequence for _, sequence in found]) if found else []
+        return [
+            Position(i, sequence.request.logits_processors, sequence.cursor, output)
+            for (i, sequence), output in zip(found, outputs, strict=True)
+            if sequence.request.logits_processors is not None
+        ]
+
+    def note_top_logprobs(self, logits: Tensor, sampled: SampledRows, selected: SelectedRows) -> None:
+        """Records the most likely tokens of the selected rows whose requests ask for them."""
+        if not self.with_top_logprobs:
+            return
+        asking = [(i, self.with_top_logprobs[row]) for i, row in enumerate(selected.rows) if row in self.with_top_logprobs]
+        if asking:
+            index = torch.tensor([i for i, _ in asking], device=logits.device)
+            counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
+            found = top_logprobs(logits[index], sampled.tokens[index], sampled.raw[index], counts)
+            for (_, sequence), entries in zip(asking, found, strict=True):
+                sequence.top_logprobs.append(entries)
 
     def record(self, selected: SelectedRows, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
         """Records one drawn token for each selected row; returns which rows [R] have ended by length or stop token."""

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from tandem.config.engine import AttentionBackend
 from tandem.kernels import KernelChoice, select
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, read_shapes
@@ -34,12 +35,13 @@ def check_quantization(model: str | Path, quantization: str | None, ranks: int =
 def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
     group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
+    attention: AttentionBackend = "auto",
 ) -> Decoder:
     """The model in the folder ``model``, or with ``dummy`` its shapes and random weights; with a ``group`` one rank's
     part. ``pack``: weights of a folder are packed for inference as they are read. ``quantization``: how plain matrices are
     rounded when the decoder is packed, now and after every update; a quantised folder says it itself. ``deterministic``: of kernels that
-    can do without."""
-    chosen = select(kernels, dtype, device, deterministic)
+    can do without. ``attention``: of whole prompts, as ``EngineArgs`` has it."""
+    chosen = select(kernels, dtype, device, deterministic, attention)
     stored = check_quantization(model, quantization) if group is None else check_quantization(model, quantization, group.cut.size, group.cut.deterministic)
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":

@@ -3,9 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch import Tensor
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.cuda_graphs import Bucket, DecodeGraphs, Replay
 from tandem.engine.executor.forward import Computed, forward
+from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep, to_host
 from tandem.engine.executor.input_batch import InputBatch, SelectedRows
 from tandem.engine.executor.model_input import ModelInput, add_prefills, advance, decode_input, empty_input, span_input
 from tandem.engine.executor.ranks import Ranks
@@ -20,8 +19,7 @@ from tandem.engine.executor.step_message import encode_step
 from tandem.engine.kv_cache.block_table import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
 from tandem.engine.lora.adapters import Adapters
-from tandem.engine.sample.logits_processors import Position
-from tandem.engine.sample.logprobs import PromptLogprobs, top_logprobs
+from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import Sampler, SamplingMetadata
 from tandem.engine.spec_decode.speculative import Proposer
@@ -32,27 +30,6 @@ from tandem.types import RunError
 
 StopCheck = Callable[[tuple[int, ...]], list[int]]
 """Asked of rows that have just drawn a token which of them end for a reason that is neither length nor a stop token."""
-
-
-class DraftOutput(NamedTuple):
-    """Of row ``row``, ``num_proposed`` draft tokens were verified in a step, and the first ``num_accepted`` were accepted."""
-
-    row: int
-    num_proposed: int
-    num_accepted: int
-
-
-@dataclass(slots=True)
-class InFlightStep:
-    """A step that was launched. ``sampled``: what the rows of ``selected`` draw, in host memory once ``done`` has happened. Where ``drafts``
-    are given, tokens are drawn from ``logits`` while they are verified."""
-
-    output: SchedulerOutput
-    selected: SelectedRows | None = None
-    sampled: SampledRows | None = None
-    done: torch.cuda.Event | None = None
-    logits: Tensor | None = None
-    drafts: list[list[int]] | None = None
 
 
 class ModelRunner:
@@ -104,7 +81,7 @@ class ModelRunner:
         if self.graphs is not None and not (output.prefills or drafts or self.batch.needs_host):
             self._last = None
             sampled = self.graphs.run(selected.device_index, self.batch.width(output.decode_rows))
-            return InFlightStep(output, selected, *_to_host(sampled))
+            return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
         scores = any(chunk.request_id in self.prompt_logprobs for chunk in output.prefills)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), scores)
@@ -116,7 +93,7 @@ class ModelRunner:
             return InFlightStep(output)
         if drafts:
             return InFlightStep(output, selected, logits=logits, drafts=drafts + [[]] * (len(selected.rows) - len(drafts)))
-        return InFlightStep(output, selected, *_to_host(self._sample(logits, selected)))
+        return InFlightStep(output, selected, *to_host(self._sample(logits, selected)))
 
     @torch.inference_mode()
     def synchronize(self, step: InFlightStep, ended: list[int], stopped: StopCheck) -> list[DraftOutput]:
@@ -221,11 +198,10 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, selected: SelectedRows) -> SampledRows:
         """Draws a token for every selected row from ``logits[R, V]``; the next step feeds them."""
-        positions = self._positions(selected) if self.batch.with_logits_processors else []
+        positions = self.batch.positions_to_process(selected)
         metadata = SamplingMetadata(selected.temperature, selected.top_k, selected.top_p, selected.min_p, self._next_uniforms(selected))
         sampled = self.sampler(logits, metadata, positions)
-        if self.batch.with_top_logprobs:
-            self._note_top_logprobs(logits, sampled, selected)
+        self.batch.note_top_logprobs(logits, sampled, selected)
         self.batch.append_on_device(selected, sampled.tokens)
         return sampled
 
@@ -282,27 +258,6 @@ class ModelRunner:
             self._uniforms = (selected, ahead)
         return ahead.pop(0)
 
-    def _positions(self, selected: SelectedRows) -> list[Position]:
-        """The positions of the selected rows with logits processors."""
-        processed = self.batch.with_logits_processors
-        found = [(i, processed[row]) for i, row in enumerate(selected.rows) if row in processed]
-        outputs = self.batch.outputs_of([sequence for _, sequence in found]) if found else []
-        return [
-            Position(i, sequence.request.logits_processors, sequence.cursor, output)
-            for (i, sequence), output in zip(found, outputs, strict=True)
-            if sequence.request.logits_processors is not None
-        ]
-
-    def _note_top_logprobs(self, logits: Tensor, sampled: SampledRows, selected: SelectedRows) -> None:
-        wanted = self.batch.with_top_logprobs
-        asking = [(i, wanted[row]) for i, row in enumerate(selected.rows) if row in wanted]
-        if asking:
-            index = torch.tensor([i for i, _ in asking], device=self.device)
-            counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
-            found = top_logprobs(logits[index], sampled.tokens[index], sampled.raw[index], counts)
-            for (_, sequence), entries in zip(asking, found, strict=True):
-                sequence.top_logprobs.append(entries)
-
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
@@ -344,13 +299,3 @@ class ModelRunner:
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _to_host(sampled: SampledRows) -> tuple[SampledRows, torch.cuda.Event | None]:
-    """Returns ``sampled`` on its way to host memory, and the event that it has arrived."""
-    if not sampled.tokens.is_cuda:
-        return sampled, None
-    host = SampledRows(*(torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in sampled))
-    done = torch.cuda.Event()
-    done.record()
-    return host, done

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tandem.config.engine import AttentionBackend
 from tandem.engine.executor.load import LoadFormat, load_decoder
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.kernels import KernelChoice
@@ -49,6 +50,7 @@ class RankSettings:
     deterministic: bool
     deadline_s: float
     quantization: str | None = None
+    attention: AttentionBackend = "auto"
 
     def device_of(self, rank: int) -> torch.device:
         """CPUs are shared; each rank has a GPU of its own."""
@@ -62,7 +64,7 @@ class RankSettings:
         """This rank's part of the model."""
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
-            quantization=self.quantization, deterministic=self.deterministic,
+            quantization=self.quantization, deterministic=self.deterministic, attention=self.attention,
         )
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence as Series
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_length import DraftLength
-from tandem.engine.spec_decode.speculative import SpeculativeSettings
 from tandem.engine.structured_output.manager import StructuredOutputManager
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
@@ -18,7 +18,7 @@ class InputProcessor:
     """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed, ``None``: none are."""
 
     def __init__(
-        self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeSettings | None
+        self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeConfig | None
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer

@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from tandem.config.engine import SpeculativeConfig
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.ngram_proposer import NgramProposer
-from tandem.engine.spec_decode.speculative import Proposer, SpeculativeSettings
+from tandem.engine.spec_decode.speculative import Proposer
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
@@ -17,7 +18,7 @@ from tandem.types import UserError
 
 
 def make_proposer(
-    speculative: SpeculativeSettings | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
+    speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
 ) -> Proposer | None:
     """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``batch``; ``draft`` is packed. Raises ``UserError``
     where the draft model does not belong to the model."""

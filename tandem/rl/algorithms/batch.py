@@ -14,10 +14,10 @@ from tandem.types import Batch, FinishReason, Sample, Score, TrainSequence
 
 
 def group_advantages(config: AlgorithmConfig, rewards: Tensor, valid: Tensor) -> Tensor:
-    """The advantages [P, G] that ``config.advantage`` names."""
-    if config.advantage == "grpo":
+    """The advantages [P, G] that ``config.name`` names."""
+    if config.name == "grpo":
         return grpo_advantages(rewards, valid, config.advantage_epsilon)
-    return dr_grpo_advantages(rewards, valid) if config.advantage == "dr_grpo" else rloo_advantages(rewards, valid)
+    return dr_grpo_advantages(rewards, valid) if config.name == "dr_grpo" else rloo_advantages(rewards, valid)
 
 
 def make_batch(

@@ -1,6 +1,6 @@
 """Dr. GRPO's advantages (Liu et al., 2025, "Understanding R1-Zero-Like Training", section 3.2): no division by the std.
 
-The other half of Dr. GRPO, a constant instead of each answer's length, is the aggregation ``seq-mean-token-sum-norm``.
+The other half of Dr. GRPO, a constant instead of each answer's length, is the loss_agg_mode ``seq-mean-token-sum-norm``.
 """
 
 import torch

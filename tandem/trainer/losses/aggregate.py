@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.config.algorithm import Aggregation
 from tandem.types import TrainSequence
 
 
@@ -25,7 +24,7 @@ class GlobalCounts:
 
 
 def row_weights(
-    loss_agg_mode: Aggregation, mask: Tensor, sequence_of_row: Tensor, sequence_mask_sums: Tensor, counts: GlobalCounts
+    loss_agg_mode: LossAggMode, mask: Tensor, sequence_of_row: Tensor, sequence_mask_sums: Tensor, counts: GlobalCounts
 ) -> Tensor:
     """The weight of each row [R] in the loss, float64.
 

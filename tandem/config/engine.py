@@ -1,0 +1,197 @@
+"""``EngineArgs``: every option of the inference engine, for ``LLM``, ``tandem serve``, ``tandem generate`` and section ``rollout.engine``."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.types.errors import UserError
+from tandem.types.kv_cache import KVCacheDtype
+
+AttentionBackend = Literal["auto", "torch", "flash3", "flash4", "xformers"]
+QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "bf16", "fp16") for head in ("", "+head"))
+ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are guessed that the model then verifies in one forward pass. Tokens and log-probabilities keep their bits."""
+
+    method: Literal["ngram", "draft"]
+    """`draft` guesses with a small model; `ngram` with what followed the last few tokens where they occurred before (Saxena, 2023)."""
+    model: str | None = None
+    """Of `draft`: the folder of the small model, which has the same vocabulary."""
+    num_speculative_tokens: int = 4
+    """Guesses in one step at most."""
+    prompt_lookup_max: int = 4
+    """Of `ngram`: the longest run of tokens that is looked up."""
+    prompt_lookup_min: int = 2
+    """Of `ngram`: the shortest run of tokens that is looked up."""
+    adaptive: bool = True
+    """Adjust the number of guesses of a sequence to how many were accepted lately."""
+    disable_by_batch_size: int | None = None
+    """Sequences that decode at most in a step with guesses. Empty: 4 on a CPU, 64 on a GPU."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for a value that cannot work."""
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"speculative_config {name} is {value}; it must be at least 1")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise UserError(
+                f"speculative_config prompt_lookup_min is {self.prompt_lookup_min}; it must be at most prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+        if self.method == "draft" and self.model is None:
+            raise UserError("speculative_config method is 'draft' and no model is given; name the folder of a small model of the same vocabulary")
+        if self.method == "ngram" and self.model is not None:
+            raise UserError(f"speculative_config model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
+
+    def batch_limit(self, device: str) -> int:
+        """Returns how many sequences decode at most in a step in which any of them guesses, on a device of type ``device``."""
+        if self.disable_by_batch_size is not None:
+            return self.disable_by_batch_size
+        return 4 if device == "cpu" else 64
+
+    @property
+    def worth(self) -> float:
+        """The acceptance rate of a first guess below which guessing costs more than it saves. A draft model's guess costs a forward pass, a
+        looked-up one only its place in the target's batch."""
+        return 0.4 if self.method == "draft" else 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """The options of one engine, with vLLM's names where vLLM has the option."""
+
+    model: str = ""
+    """A Hugging Face folder, or the address of one in object storage (`s3://bucket/folder`)."""
+    tokenizer: str | None = None
+    """A folder with `tokenizer.json`. Empty: the model's own; without one, prompts are token ids."""
+    skip_tokenizer_init: bool = False
+    """Start without a tokenizer: prompts and completions are token ids."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` reads shapes and tokenizer and initialises random weights."""
+    download_dir: str | None = None
+    """The cache of models from object storage. Empty: `~/.cache/tandem/weights`."""
+    weight_cache_gib: float = 0.0
+    """Size of that cache at most, in GiB. 0: no limit."""
+    dtype: ModelDtype = "float32"
+    """Of weights and activations: `float32`, `float64`, `bfloat16` or `float16`; `auto` is `float32`."""
+    quantization: str | None = None
+    """Round plain weights as they arrive, those of later updates too: `int8`, `fp8`, `int4`, `bf16` or `fp16`; with `+head` the output head as well.
+    A quantised folder is recognised without it."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    kernels: Literal["auto", "cpu", "reference", "triton"] = "auto"
+    """`auto` takes the C++ kernels for fp32 on a CPU where a compiler is found, Triton's on a GPU, else plain torch (`reference`)."""
+    attention: AttentionBackend = "auto"
+    """Attention over whole prompts: `auto` is the engine's own kernels; `torch`, `flash3`, `flash4` and `xformers` are those packages', on a GPU in
+    16 bits. Decoding and continued prompts always use the engine's paged attention."""
+    deterministic: bool = True
+    """Every bit of a token depends on its prefix, the weights and the request only, whatever runs beside it. Options that break this are refused."""
+    seed: int = 0
+    """Of requests that bring none."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion together. Empty: the model's context."""
+    max_num_seqs: int = 256
+    """Sequences that decode at once."""
+    max_num_batched_tokens: int = 4096
+    """Tokens that one step computes at most."""
+    batching: Literal["static", "dynamic", "continuous"] = "continuous"
+    """Which sequences may join a running batch. `static`: none, and a batch keeps its rows and blocks until its last sequence ends; `dynamic`: none, but
+    a sequence that ends frees them; `continuous`: any, as soon as there is room."""
+    enable_chunked_prefill: bool = True
+    """With `continuous` batching: split prompts into pieces that fit the token budget of a step."""
+    enable_prefix_caching: bool = True
+    """Reuse the keys and values of prompts that begin alike."""
+    cache_implementation: Literal["paged", "static"] = "paged"
+    """`paged`: a sequence takes KV blocks as it grows. `static`: it reserves `max_model_len` contiguous tokens when it is admitted, and reuses no
+    prefix."""
+    kv_cache_tokens: int = 0
+    """Size of the KV cache in tokens. 0: what `max_num_seqs` sequences can fill, at most 1 GiB; in a pod, what one step of rollouts can fill."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Of keys and values: `auto` (the model's dtype), `bfloat16`, or 8 bits with a scale for each token and head, `int8` or `fp8_e4m3`. In a pod the
+    trainer rounds its keys and values alike, so rollout and trainer still agree bit for bit."""
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    """What happens to a sequence whose blocks are taken: `swap` copies them to host memory as far as `swap_space` goes, `recompute` drops them, `auto`
+    takes the cheaper."""
+    swap_space: float = 0.0
+    """Host memory for the keys and values of swapped-out sequences, in GiB, all tensor-parallel ranks together."""
+    watermark: float = 0.01
+    """Share of the KV blocks that an admission leaves free while other sequences run."""
+    tensor_parallel_size: int = 1
+    """Processes that hold a part of the model each."""
+    rank_timeout_s: float = 120.0
+    """Seconds after which a tensor-parallel rank that does not answer ends the engine."""
+    enable_lora: bool = False
+    """Requests may name a LoRA adapter."""
+    max_loras: int = 1
+    """Adapters held at once."""
+    max_lora_rank: int = 16
+    """The highest rank of an adapter."""
+    speculative_config: SpeculativeConfig | None = None
+    """Speculative decoding; a section of its own, below. Empty: none."""
+    async_scheduling: bool | None = None
+    """Plan and launch a step while the device computes the one before. Empty: on a GPU."""
+    enforce_eager: bool = False
+    """Do not replay decoding steps from CUDA graphs."""
+
+    @property
+    def admission(self) -> Literal["static", "dynamic", "continuous", "chunked"]:
+        """``batching``; ``chunked`` where prompts are split too."""
+        return "chunked" if self.batching == "continuous" and self.enable_chunked_prefill else self.batching
+
+    def check(self) -> None:
+        """Raises ``UserError`` for a value that cannot work with any model."""
+        lowest = {
+            "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_loras": 1, "max_lora_rank": 1, "kv_cache_tokens": 0, "tensor_parallel_size": 1,
+        }  # fmt: skip
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                raise UserError(f"engine {name} is {getattr(self, name)}; it must be at least {low}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise UserError(f"engine quantization is '{self.quantization}'; it must be one of {', '.join(QUANTIZATIONS)}")
+        if self.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", self.device):
+            raise UserError(f"engine device is '{self.device}'; it must be 'cpu', 'cuda' or 'cuda:N'")
+        for name in ("swap_space", "weight_cache_gib"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"engine {name} is {getattr(self, name)}; it must be 0 or more GiB, and finite")
+        if not self.rank_timeout_s > 0:
+            raise UserError(f"engine rank_timeout_s is {self.rank_timeout_s}; it must be above 0 seconds")
+        if not 0 <= self.watermark < 1:
+            raise UserError(f"engine watermark is {self.watermark}; it must be a share of the blocks, from 0 to below 1")
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise UserError("engine preemption_mode is 'swap' and there is no swap space; raise swap_space or choose 'recompute'")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs ({self.max_num_seqs}), one token for "
+                "each sequence"
+            )
+        if self.speculative_config is not None:
+            self.speculative_config.check()
+        self._check_async_scheduling()
+        if self.attention != "auto" and (self.device == "cpu" or self.dtype not in ("bfloat16", "float16")):
+            raise UserError(
+                f"engine attention is '{self.attention}', which needs a GPU and 16 bits, and device is '{self.device}' with dtype '{self.dtype}'; set "
+                "attention to auto"
+            )
+        if self.max_model_len is not None:
+            self.check_length(self.max_model_len)
+
+    def _check_async_scheduling(self) -> None:
+        if not self.async_scheduling:
+            return
+        if self.speculative_config is not None:
+            raise UserError("engine async_scheduling is on and speculation needs each token before the next step; leave one of them out")
+        if self.tensor_parallel_size > 1:
+            raise UserError("engine async_scheduling is on and tensor-parallel ranks follow each step; leave it out or set tensor_parallel_size to 1")
+
+    def check_length(self, max_model_len: int) -> None:
+        """Raises ``UserError`` where sequences of ``max_model_len`` tokens cannot be served."""
+        if max_model_len < 2:
+            raise UserError(f"engine max_model_len is {max_model_len}; it must be at least 2")
+        if self.admission != "chunked" and self.max_num_batched_tokens < max_model_len:
+            raise UserError(
+                f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked prefill it must be at least max_model_len "
+                f"({max_model_len})"
+            )

@@ -1,0 +1,87 @@
+"""``tandem serve`` and ``tandem generate`` take every option of ``EngineArgs``."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tandem.cli.engine_options import engine_args
+from tandem.cli.main import parser
+from tandem.config.engine import EngineArgs, SpeculativeConfig
+from tandem.types import UserError
+
+GIVEN: dict[str, tuple[Any, ...]] = {
+    "download_dir": ("--download-dir", "cache"),
+    "weight_cache_gib": ("--weight-cache-gib", "0.5"),
+    "dtype": ("--dtype", "bfloat16"),
+    "quantization": ("--quantization", "int8+head"),
+    "device": ("--device", "cuda:1"),
+    "kernels": ("--kernels", "reference"),
+    "attention": ("--attention", "flash3"),
+    "deterministic": ("--no-deterministic",),
+    "max_model_len": ("--max-model-len", "77"),
+    "max_num_seqs": ("--max-num-seqs", "7"),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", "99"),
+    "batching": ("--batching", "dynamic"),
+    "enable_chunked_prefill": ("--no-enable-chunked-prefill",),
+    "enable_prefix_caching": ("--no-enable-prefix-caching",),
+    "cache_implementation": ("--cache-implementation", "static"),
+    "kv_cache_tokens": ("--kv-cache-tokens", "1024"),
+    "kv_cache_dtype": ("--kv-cache-dtype", "int8"),
+    "preemption_mode": ("--preemption-mode", "swap"),
+    "swap_space": ("--swap-space", "2"),
+    "watermark": ("--watermark", "0.25"),
+    "tensor_parallel_size": ("--tensor-parallel-size", "2"),
+    "rank_timeout_s": ("--rank-timeout-s", "9.5"),
+    "enable_lora": ("--enable-lora",),
+    "max_loras": ("--max-loras", "3"),
+    "max_lora_rank": ("--max-lora-rank", "5"),
+    "speculative_config": ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+    "async_scheduling": ("--no-async-scheduling",),
+    "enforce_eager": ("--enforce-eager",),
+    "seed": ("--seed", "8"),
+    "tokenizer": ("--tokenizer", "folder"),
+}
+OWN = {"serve": {"tokenizer"}, "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
+EXPECTED = EngineArgs(
+    model="m", download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
+    attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, batching="dynamic",
+    enable_chunked_prefill=False, enable_prefix_caching=False, cache_implementation="static", kv_cache_tokens=1024, kv_cache_dtype="int8",
+    preemption_mode="swap", swap_space=2.0, watermark=0.25, tensor_parallel_size=2, rank_timeout_s=9.5, enable_lora=True, max_loras=3, max_lora_rank=5,
+    speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3), async_scheduling=False, enforce_eager=True, seed=8, tokenizer="folder",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_every_field_is_an_option(command: str) -> None:
+    assert GIVEN.keys() | {"model", "load_format", "skip_tokenizer_init"} == {field.name for field in dataclasses.fields(EngineArgs)}
+    words = [word for name, given in GIVEN.items() if name not in OWN[command] for word in given]
+    args = engine_args(parser().parse_args([command, "m", *words]), model="m")
+    defaults = EngineArgs()
+    assert args == dataclasses.replace(EXPECTED, **{name: getattr(defaults, name) for name in OWN[command]})
+    assert engine_args(parser().parse_args([command, "m"]), model="m") == EngineArgs(model="m")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--batching", "none"), "invalid choice: 'none'"),
+        (("--max-num-seqs", "many"), "invalid int value: 'many'"),
+        (("--max-num-seqs", "0"), "engine max_num_seqs is 0; it must be at least 1"),
+        (("--speculative-config", "ngram"), "--speculative-config is not JSON"),
+        (("--speculative-config", "[]"), "it must be a JSON object"),
+        (("--speculative-config", '{"metod": "ngram"}'), "did you mean 'engine.speculative_config.method'?"),
+        (("--attention", "flash3"), "engine attention is 'flash3', which needs a GPU and 16 bits"),
+        (("--async-scheduling", "--tensor-parallel-size", "2"), "tensor-parallel ranks follow each step"),
+    ],
+)
+def test_a_wrong_value_is_one_line(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        engine_args(parser().parse_args(["serve", "m", *words]), model="m")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_generate_draws_the_same_from_static_batches_over_static_kv(command: Any, model: Any) -> None:
+    given = ("generate", model, "--prompt", "31=", "--prompt", "7=", "--n", "3", "--max-tokens", "6", "--json")
+    static = ("--batching", "static", "--cache-implementation", "static", "--max-num-seqs", "2")
+    assert command(*given, *static).out == command(*given).out != ""
