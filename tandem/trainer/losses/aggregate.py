@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.config.algorithm import LossAggMode
 from tandem.types import TrainSequence
 
 
