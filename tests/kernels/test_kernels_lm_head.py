@@ -140,6 +140,12 @@ def test_no_row_at_all_has_gradients_of_zero(name: str) -> None:
     assert torch.equal(by_weight, torch.zeros(VOCABULARY, HIDDEN))
 
 
+def test_hidden_states_of_another_size_than_the_head_are_refused(cpu_kernels: Kernels) -> None:
+    for needs_gradient in (False, True):
+        with pytest.raises(ValueError, match=r"hidden has shape \[3, 8\]; expected \[T, 16\]"):
+            cpu_kernels.token_logprobs(torch.randn(3, 8, requires_grad=needs_gradient), torch.randn(9, 16), torch.arange(3), 1.0)
+
+
 MEASURE = """
 import json, sys
 import torch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
-from tandem.kernels.cpu.calls import Calls, dense
+from tandem.kernels.cpu.calls import Calls, dense, shape_error
 from tandem.layout import lm_head as sizes
 
 
@@ -80,6 +80,8 @@ def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, calls: Calls, softmaxes: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The fields of ``TokenLogprobs``. ``softmaxes`` and ``kept``, where given, receive what a backward pass needs, and all logits."""
+    if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise shape_error("token_logprobs hidden", hidden, f"[T, {weight.shape[1]}]")
     raw, scaled, entropy = torch.empty(len(hidden)), None if temperature == 1 else torch.empty(len(hidden)), torch.empty(len(hidden))
     size = sizes.forward_rows(len(weight))
     once = calls.pack(weight) if size < len(hidden) and weight.numel() <= sizes.PACKED_FLOATS else None
