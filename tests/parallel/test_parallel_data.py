@@ -140,6 +140,7 @@ def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int, list[int], 
     torch.set_num_threads(1)
     gc.collect()
     before = {t.untyped_storage().data_ptr() for t in all_tensors()}
+    before |= {m.tensor.data_ptr() for m in gc.get_objects() if type(m) is ReservedMemory}
     model = build(case, here)
     numbers = sum(p.numel() for p in model.parameters())
     replica = make_replica(model, case.trainer, ranks_of(here, case), zero)
@@ -155,7 +156,7 @@ def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int, list[int], 
             gc.collect()
             tables = model._cos_sin.untyped_storage().data_ptr()
             batches = {t.untyped_storage().data_ptr() for m in micro_batches for t in vars_of(m)}
-            memories = {m.tensor.data_ptr(): m for m in gc.get_objects() if type(m) is ReservedMemory}
+            memories = {m.tensor.data_ptr(): m for m in gc.get_objects() if type(m) is ReservedMemory and m.tensor.data_ptr() not in before}
             left_out = before | batches | memories.keys() | {0, tables}
             found = {s.data_ptr(): s.nbytes() for t in all_tensors() if (s := t.untyped_storage()).data_ptr() not in left_out}
             held.append(sum(found.values()))
