@@ -31,8 +31,8 @@ def staging_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Paralle
 
 
 def exchange_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
-    """Returns the bytes of what a rank of data parallelism holds beside its part: gradients of layers, and of what is outside of
-    them, whose sums are under way; under ZeRO 2 and 3 the gradients that a backward pass has not yet summed; and under ZeRO 3 the weights that are whole meanwhile."""
+    """Returns the bytes of what a rank of data parallelism holds beside its part: gradients of layers, and of what is outside of them, whose sums are
+    under way; under ZeRO 2 and 3 the gradients that a backward pass has not yet summed; and under ZeRO 3 the weights that are whole meanwhile."""
     if parallel.data * parallel.context == 1 or trainer.offload_parameters == "nvme":
         return 0
     outside = held_outside_layers(shapes)
