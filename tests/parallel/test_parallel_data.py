@@ -185,9 +185,10 @@ def test_bytes_that_a_rank_holds_between_backward_passes_are_those_of_the_formul
     for held, handed_on, (layer, *others), numbers in ranks.run(MeshShape(data=4), bytes_held, case, zero):
         wanted = cut_by_zero(4 * numbers, 8 * numbers, 4, zero)
         assert abs(held - wanted) < 0.05 * wanted, (held, wanted)
-        # Two layers whose sums are under way, each as it is sent and as it arrives, or one bucket of another size; two layers whose weights are
-        # whole; pages of 1,024 numbers.
-        most = (4 + (2 if zero == 3 else 0)) * (layer + 1024) + 2 * sum(other + 1024 for other in others)
+        # Two layers whose sums are under way, each as it is sent and as it arrives, or one bucket of another size; under ZeRO 3 the weights that were
+        # whole: of two layers, or of one bucket of another size. In pages of 1,024 numbers.
+        is_cut = int(zero == 3)
+        most = (4 + 2 * is_cut) * (layer + 1024) + (2 + is_cut) * sum(other + 1024 for other in others)
         assert handed_on <= 4 * most, (handed_on, most)
 
 
