@@ -129,6 +129,8 @@ def report(described: str, shapes: ModelShapes, ranks: int, steps: int, lines: l
         f"A Qwen3 of {parameter_count(shapes) / 1e6:,.0f}M parameters, fp32, AdamW, {ranks} data-parallel ranks, {steps} steps of two micro-batches "
         f"of {TOKENS} tokens a rank, MiB:", "",
         f"| ZeRO | formula | predicted | {' | '.join(head)} | largest peak / predicted |", "|---" * (4 + ranks) + "|", *lines, "",
+        "Besides the formula a rank's peak has the process itself, the copy that a checkpoint is written from (its share of weights and moments), what "
+        "two\nmicro-batches save, gradients whose sums are under way and, under ZeRO 3, the layers that are whole meanwhile.", "",
     ])  # fmt: skip
 
 

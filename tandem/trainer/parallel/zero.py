@@ -62,8 +62,8 @@ class ShardedOptimizer:
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
         # Their own parts must have their place in the file before the shards put them there.
         paged = [bucket for bucket in sums.buckets if pages_weights and layer_of(bucket) is not None]
-        pages = PagePool()
-        held = {id(bucket): Shard(bucket, stage == 3, None, is_filled, pages) for bucket in sums.buckets if bucket not in paged}
+        pool = PagePool()
+        held = {id(bucket): Shard(bucket, stage == 3, None, is_filled, pool) for bucket in sums.buckets if bucket not in paged}
         pieces = {name: piece for bucket in sums.buckets for name, piece in _pieces(bucket, held.get(id(bucket)))}
         self._inner = make_inner(pieces, [[segment.name for segment in bucket.segments()] for bucket in paged])
         self.kinds = self._inner.kinds
