@@ -107,7 +107,7 @@ class Ranks:
         return self._together(name, meta, own, blobs, per_rank)[0]
 
     def _together(
-        self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Mapping[str, bytes] | None = None,
+        self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Blobs | None = None,
         per_rank: bool = False,
     ) -> tuple[T, list[Mapping[str, Any]]]:
         """``run``; returns what the other ranks answered too, by rank."""
