@@ -152,7 +152,7 @@ class PretrainRun:
                 f"lower trainer.learning_rate or lengthen its warm-up; the batch is kept in '{kept}'"
             )
         left = f"it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'"
-        self.records.listener.message(f"{what}; {left}")
+        self.records.callback.message(f"{what}; {left}")
 
     def evaluate(self, step: int) -> None:
         """The loss on the held-out data, in nats a token; journalled once."""
@@ -170,7 +170,7 @@ class PretrainRun:
             tokens = int(counts.tokens)
         perplexity = math.exp(min(loss, 700.0))
         self.records.evaluated(step, {"loss": loss, "perplexity": perplexity, "tokens": tokens})
-        self.records.listener.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
+        self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
 
     def checkpoint(self, step: int) -> None:
         """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
@@ -184,7 +184,7 @@ class PretrainRun:
     def stop(self, step: int) -> NoReturn:
         """End here, with everything saved, as SIGTERM asks."""
         self.checkpoints.finish()
-        self.records.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' goes on")
+        self.records.callback.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' goes on")
         raise KeyboardInterrupt
 
     def export(self) -> Path:

@@ -27,8 +27,8 @@ from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.step_metrics import sample_metrics
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import read_rows
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.run_lock import RunLock
@@ -50,7 +50,7 @@ class Comparison:
 
 
 def replay(
-    run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, listener: Listener | None = None,
+    run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, callback: Callback | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Comparison]:
     """Run ``parts`` of ``step`` of the run in ``run_directory`` again. ``say`` hears a line of each stage.
@@ -70,7 +70,7 @@ def replay(
         samples, scores, row = _recorded(directory, journal, step)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe), str(numerics.get("kernels"))))
-        pod = stack.enter_context(_scratch_pod(recipe, directory, inline, listener or Listener()))
+        pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback or Callback()))
         prompts = stack.enter_context(closing(prompt_source(recipe, pod.start))).for_step(step)
         found = []
         try:
@@ -115,7 +115,7 @@ def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]
 
 
 @contextmanager
-def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, listener: Listener) -> Iterator[Pod]:
+def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
     """A pod that reads the run's checkpoints and writes nothing to the run."""
     start = start_folder(recipe, directory).resolve()
     with ExitStack() as stack:
@@ -128,7 +128,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, listener: Listen
         stack.callback(trainer.close)
         stack.callback(rollout.close)
         yield Pod(
-            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), "float32"), journal, listener,
+            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), "float32"), journal, callback,
             sleep_mode="keep", max_restarts=0,
         )
 

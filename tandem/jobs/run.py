@@ -16,8 +16,8 @@ from tandem.pod.states import RolloutState
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
 from tandem.rl.step_metrics import sample_metrics, staleness
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.requests import SignalRequests
 from tandem.types import Prompt, RunError, Sample, Score
@@ -33,7 +33,7 @@ class Run:
     metrics: MetricsFile
     prompts: PromptSource
     rewards: RewardPool
-    listener: Listener
+    callback: Callback
     memory: PodMemory
     first_step: int = 0
     requests: SignalRequests = field(default_factory=SignalRequests)
@@ -68,7 +68,7 @@ class Run:
             self.journal.record_event(
                 "reward_fault", {"step": step, "count": len(faults), "first": faults[0].sample_id, "reason": faults[0].reason}
             )
-            self.listener.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
+            self.callback.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
         check_fault_share(judged, self.recipe.rewards)
         self.journal.commit_scores(step, judged)
         return judged
@@ -119,7 +119,7 @@ class Run:
 
         result = evaluate(generate, prompts, self.rewards.score, examples=self.recipe.evaluation.examples)
         self.journal.commit_evaluation(step, kind, result.to_json())
-        self.listener.evaluated(step, result.accuracy, result.count, kind)
+        self.callback.evaluated(step, result.accuracy, result.count, kind)
         return result
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Run:
     def check_stop(self, step: int) -> None:
         """End here, with everything saved, if SIGTERM or Ctrl-C asked for it."""
         if self.requests.stop:
-            self.listener.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' continues")
+            self.callback.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' continues")
             raise KeyboardInterrupt
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -170,4 +170,4 @@ class Run:
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
         self.metrics.append(row)
-        self.listener.row(row)
+        self.callback.row(row)

@@ -25,9 +25,9 @@ from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.report.run_report import report_run
 from tandem.rl.rewards.pool import RewardPool
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import numerics_record
@@ -68,7 +68,7 @@ class RunResult:
 
 
 def execute_rl(
-    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool
+    recipe: Recipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
     with ExitStack() as stack:
@@ -77,44 +77,44 @@ def execute_rl(
         point = faults.point("controller", directory) if faults else no_fault
         journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=point))
         metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
-        listener.started(str(directory), recipe.run.max_steps, recipe.evaluation.target_accuracy)
+        callback.started(str(directory), recipe.run.max_steps, recipe.evaluation.target_accuracy)
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
-        start = _start_model(recipe, directory, trainer, journal, listener, inline, faults)
+        start = _start_model(recipe, directory, trainer, journal, callback, inline, faults)
         shapes, context = read_shapes(start), context_tokens(recipe, start)
         memory, sleep_mode = plan(recipe, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
-        registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, listener)))
+        registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, listener, sleep_mode,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, callback, sleep_mode,
             recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
         )
         step = _bring_up(pod, journal)
-        check_run_numerics(journal, numerics_record(rank_threads(recipe), pod.kernels), mesh_of(recipe.parallel), "cpu", step, listener)
+        check_run_numerics(journal, numerics_record(rank_threads(recipe), pod.kernels), mesh_of(recipe.parallel), "cpu", step, callback)
         journal.cut_after(step)
         pod.journal_loaded()
         metrics.cut_after(step)
         if resumed:
             journal.record_event("resume", {"step": step})
-        requests = stack.enter_context(SignalRequests(listener.message))
-        run = Run(recipe, directory, journal, metrics, prompts, rewards, listener, memory, first_step=step, requests=requests)
+        requests = stack.enter_context(SignalRequests(callback.message))
+        run = Run(recipe, directory, journal, metrics, prompts, rewards, callback, memory, first_step=step, requests=requests)
         steps = reinforce(pod, run)
         metrics.sync()
-        return _finish(recipe, directory, pod, run, steps, listener)
+        return _finish(recipe, directory, pod, run, steps, callback)
 
 
 def _start_model(
-    recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, listener: Listener, inline: bool, faults: FaultPlan | None
+    recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, callback: Callback, inline: bool, faults: FaultPlan | None
 ) -> Path:
     """The folder of the model that reinforcement learning starts from: given or made, and fine-tuned as section ``sft`` says."""
     folder, left = _untrained(recipe, directory), recipe.run.max_restarts
     while recipe.model.create is not None and not folder.exists():
-        listener.phase("create_model", 0)
+        callback.phase("create_model", 0)
         try:
             trainer.channel.start()
             trainer.create_model(folder)
@@ -123,13 +123,13 @@ def _start_model(
                 raise RunError(f"{death}; see the run's logs") from None
             left -= 1
             journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": 0})
-            listener.message(f"{death}; replacing it")
+            callback.message(f"{death}; replacing it")
             trainer.channel.discard()
     if recipe.sft is None:
         return folder
-    listener.phase("sft", 0)
+    callback.phase("sft", 0)
     stage = sft_recipe(recipe, directory, folder, context_tokens(recipe, folder))
-    return run_sft_stage(stage, directory / SFT_FOLDER, listener, inline, faults)
+    return run_sft_stage(stage, directory / SFT_FOLDER, callback, inline, faults)
 
 
 def start_folder(recipe: Recipe, directory: Path) -> Path:
@@ -165,7 +165,7 @@ def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
         raise UserError("the task's prompts are not those that this run began with (a file has changed?); restore them or start a new run")
 
 
-def _finish(recipe: Recipe, directory: Path, pod: Pod, run: Run, steps: int, listener: Listener) -> RunResult:
+def _finish(recipe: Recipe, directory: Path, pod: Pod, run: Run, steps: int, callback: Callback) -> RunResult:
     """Write the model and the report."""
     model = directory / "model"
     while True:

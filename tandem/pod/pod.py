@@ -15,8 +15,8 @@ from typing import Any
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Pod:
     start: Path
     segment_bytes: int
     journal: Journal
-    listener: Listener
+    callback: Callback
     sleep_mode: str
     max_restarts: int
     incarnation: int = 0
@@ -76,7 +76,7 @@ class Pod:
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
         for why in loaded["passed_over"]:
             self.journal.record_event("checkpoint_damaged", {"reason": why})
-            self.listener.message(why)
+            self.callback.message(why)
         return self.trainer_step
 
     def journal_loaded(self) -> None:
@@ -139,7 +139,7 @@ class Pod:
 
     def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
         self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
-        self.listener.message(f"step {step}: {what}; {repair}")
+        self.callback.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT
@@ -147,7 +147,7 @@ class Pod:
         """Samples of ``prompts`` under the weights after ``step`` steps."""
         self.serve_weights(step)
         with self._rollout_does(state, step):
-            report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "prompts")
+            report = lambda progress: self.callback.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
         return samples
@@ -176,7 +176,7 @@ class Pod:
         """One optimizer step; returns its metrics."""
         self.hand_over(step)
         with self._trainer_does(TrainerState.TRAIN, step):
-            report = lambda progress: self.listener.progress("train", progress["done"], progress["total"], "micro-batches")
+            report = lambda progress: self.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
         self._measure("train", self.trainer.memory())
@@ -190,7 +190,7 @@ class Pod:
                     f"{what}, {trained['exhausted']} steps in a row, more than trainer.max_skipped_steps: training has diverged; lower "
                     "trainer.learning_rate or lengthen its warm-up"
                 )
-            self.listener.message(what)
+            self.callback.message(what)
         return metrics
 
     def checkpoint(self, step: int) -> None:
@@ -243,7 +243,7 @@ class Pod:
         if self.recoveries > self.max_restarts:
             raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
         logger.warning("%s; replacing it", death)
-        self.listener.message(f"{death}; replacing it")
+        self.callback.message(f"{death}; replacing it")
 
     def _replace(self, death: SidecarDied, step: int) -> None:
         if death.role == "rollout":
@@ -288,7 +288,7 @@ class Pod:
 
     @contextmanager
     def _timed(self, sidecar: str, state: str, step: int) -> Iterator[None]:
-        self.listener.phase(state, step)
+        self.callback.phase(state, step)
         began = perf_counter()
         with self.journal.transition(step, sidecar, state):
             yield
