@@ -62,11 +62,6 @@ class NewModelConfig:
             )
         if self.moe_intermediate_size < 0:
             raise UserError(f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; it must be 0 or more")
-        if self.architecture == "mixtral" and self.moe_intermediate_size not in (0, self.intermediate_size):
-            raise UserError(
-                f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; mixtral's experts have "
-                f"intermediate_size ({self.intermediate_size}): leave it out"
-            )
         if self.num_hidden_layers > MOST_LAYERS:
             raise UserError(f"'model.create.num_hidden_layers' is {self.num_hidden_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initializer_range < 10:

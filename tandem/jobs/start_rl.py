@@ -83,6 +83,8 @@ def execute_rl(
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
         start = _start_model(recipe, directory, trainer, journal, callback, inline, faults)
+        # The stage before had logs of its own.
+        setup("controller", directory / "logs")
         shapes, context = read_shapes(start), context_tokens(recipe, start)
         memory, sleep_mode = plan(recipe, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
@@ -96,7 +98,8 @@ def execute_rl(
         )
         step = _bring_up(pod, journal)
         check_run_numerics(journal, numerics_record(rank_threads(recipe), pod.kernels), mesh_of(recipe.parallel), "cpu", step, callback)
-        journal.cut_after(step)
+        if resumed:
+            journal.cut_after(step)
         pod.journal_loaded()
         metrics.cut_after(step)
         if resumed:

@@ -58,7 +58,7 @@ _CALL_KINDS: dict[str, type[CallError]] = {"WorkerDied": WorkerDied, "RpcTimeout
 def error_meta(error: BaseException) -> dict[str, Any]:
     """The meta of an ``error`` frame."""
     meta: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
-    for name, kind in _KINDS.items():
+    for name, kind in [*_KINDS.items(), *_CALL_KINDS.items()]:
         # From the widest class to the narrowest: the last match is the more exact one.
         if isinstance(error, kind):
             meta["class"] = name

@@ -11,6 +11,7 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.families import mixtral
 from tandem.model.huggingface import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
@@ -24,7 +25,8 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "qwen3_moe": {"tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
-    "mixtral": {"tie_word_embeddings": False, "experts": ExpertShapes(4, 2, 48)},
+    "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
+    "mixtral": {"tie_word_embeddings": False, "experts": ExpertShapes(4, 2, 48, names=mixtral.NAMES)},
 }
 
 

@@ -196,7 +196,7 @@ def test_an_engine_swaps_where_computing_is_slow_on_its_machine_and_bits_stay(
     prompts = [{"prompt_token_ids": [3 + i] * 20} for i in range(6)]
     params = SamplingParams(max_tokens=70, seed=5, ignore_eos=True)
     expected = [answer.outputs[0] for answer in make_llm().generate(prompts, params)]
-    llm = make_llm(kv_cache_tokens=128, swap_tokens=512, enable_prefix_caching=False)
+    llm = make_llm(kv_cache_tokens=128, swap_space=2**-12, enable_prefix_caching=False)
     runner, measured = llm.engine._runner, []
     own_measure, own_execute = runner.measure_swap, runner.execute_model
 

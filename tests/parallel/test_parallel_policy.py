@@ -103,8 +103,8 @@ def test_gradients_in_fp32_are_within_a_millionth_of_their_norm(ranks: Ranks, me
 VARIANTS = {
     "recomputed": AlgorithmConfig(old_logprobs="recompute", minibatches=2, epochs=2, kl_coef=0.1),
     "gspo": AlgorithmConfig(importance_level="sequence", loss_agg_mode="seq-mean-token-mean", dual_clip=3.0),
-    "dr_grpo": AlgorithmConfig(advantage="dr_grpo", loss_agg_mode="seq-mean-token-sum-norm", kl_coef=0.1, kl_estimator="k3+"),
-    "rloo": AlgorithmConfig(advantage="rloo", loss_agg_mode="seq-mean-token-sum", tis_cap=2.0, tis_level="sequence"),
+    "dr_grpo": AlgorithmConfig(name="dr_grpo", loss_agg_mode="seq-mean-token-sum-norm", kl_coef=0.1, kl_estimator="k3+"),
+    "rloo": AlgorithmConfig(name="rloo", loss_agg_mode="seq-mean-token-sum", tis_cap=2.0, tis_level="sequence"),
 }
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from pod_runs import RECIPE, PodRun, difference
-from tandem.checkpoint_engine.convert import convert
 
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import Recipe
@@ -22,6 +21,7 @@ from tandem.rl.algorithms.update import sequence_logprobs
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.types import Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts
+from tandem.weight_transfer.convert import convert
 
 OVERRIDES = (
     "model.create.initializer_range=0.3", "task.max_digits=6", "rollout.max_tokens=24", "rollout.prompts_per_step=6",

@@ -52,9 +52,9 @@ def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bi
     assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
 
 
-@pytest.mark.parametrize("fault", ["rank1:after:train:1", *(pytest.param(f, marks=pytest.mark.full) for f in (
+@pytest.mark.parametrize("fault", ["rank1:after:register:1", *(pytest.param(f, marks=pytest.mark.full) for f in (
     "rank3:before:register:2", "trainer_worker:after:save:2", "rank2:before:inference:1", "rank1:before:convert:2",
-    "trainer_shim:before:train:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1", "rank2:before:load:0",
+    "trainer_shim:before:train:1", "rank1:after:inference:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1", "rank2:before:load:0",
 ))])  # fmt: skip
 def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, tmp_path: Path) -> None:
     mesh = ("--parallel.data=2", "--parallel.tensor=2", TWO_HEADS, *FEW_STEPS)
@@ -72,7 +72,7 @@ def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, tmp_path: Path
 
 def test_run_of_two_ranks_is_resumed_in_one_process_and_says_that_its_bits_may_differ(tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train("--parallel.data=2", *FEW_STEPS, "--run.max_restarts=0", "--fault", "rank1:before:train:2")
+    done = run.train("--parallel.data=2", *FEW_STEPS, "--run.max_restarts=0", "--fault", "rank1:before:convert:2")
     assert done.returncode == 1 and "rank 1 died (killed by SIGKILL)" in done.stderr and len(done.stderr.splitlines()) == 1
     resumed = run.resume("--parallel.data=1")
     assert resumed.returncode == 0, resumed.stderr
