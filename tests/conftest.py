@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 if "avx512f" in Path("/proc/cpuinfo").read_text():
-    # Triton's interpreter multiplies with numpy, whose OpenBLAS has kernels for some processors that give a row other bits in another batch.
-    os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
+    # Triton's interpreter multiplies with numpy: OpenBLAS' kernels of other core types give a row other bits in another batch.
+    os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
 
 import torch
 
