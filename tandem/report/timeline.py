@@ -23,8 +23,8 @@ from tandem.runtime.tracing import Span
 
 _COLOURS = {
     "forward": "#6ea8fe", "backward": "#479f76", "receive_activation": "#dee2e6", "receive_gradient": "#dee2e6", "send_activation": "#ffda6a",
-    "send_gradient": "#ffda6a", "load the batch": "#f0b6d5", "shard the batch": "#e685b5", "reference": "#9ec5fe", "reduce": "#fd9843", "clip": "#a370f7", "optimizer": "#6f42c1",
-    "checkpoint": "#8c6d46", "checkpoint write": "#c9b08f",
+    "send_gradient": "#ffda6a", "reference": "#9ec5fe", "load the batch": "#f0b6d5", "shard the batch": "#e685b5", "reduce": "#fd9843",
+    "clip": "#a370f7", "optimizer": "#6f42c1", "checkpoint": "#8c6d46", "checkpoint write": "#c9b08f",
 }  # fmt: skip
 
 

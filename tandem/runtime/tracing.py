@@ -94,12 +94,8 @@ def read_trace(directory: Path, step: int) -> list[Span]:
                 continue
             try:
                 event = json.loads(line.rstrip(","))
-                found.append(
-                    Span(
-                        event["name"], event["pid"], event["ts"] / 1e6, event["dur"] / 1e6, event["tid"], dict(event["args"]),
-                        event.get("cat", ""),
-                    )  # fmt: skip
-                )
+                times, arguments = (event["ts"] / 1e6, event["dur"] / 1e6), dict(event["args"])
+                found.append(Span(event["name"], event["pid"], *times, event["tid"], arguments, event.get("cat", "")))
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"'{path}' is not a trace: its line '{line[:40]}' cannot be read; remove the file") from None
     if not found:
