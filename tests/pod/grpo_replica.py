@@ -30,10 +30,10 @@ class Settings:
     max_grad_norm: float
     kl_coef: float
     epochs: int
+    epsilon: float
     clip: float = 0.2
     beta1: float = 0.9
     beta2: float = 0.999
-    epsilon: float = 1e-8
     advantage_epsilon: float = 1e-6
 
 
