@@ -124,6 +124,7 @@ def opened_run(
                 journal.record_event("resume", {"step": step})
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
+        ranks.trace(tracer)
         yield PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
 
 

@@ -24,7 +24,7 @@ from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.faults import FaultPoint
 from tandem.runtime.rank_settings import RankSettings
-from tandem.runtime.tracing import Tracer
+from tandem.runtime.tracing import NO_TRACE, Tracer
 from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.grad_scaler import GradScaler
@@ -40,6 +40,8 @@ from tandem.weight_transfer.shared_memory import WeightBuffers
 logger = logging.getLogger(__name__)
 
 CALLS = TRAINER_CALLS
+FIRST_OF_A_STEP = ("offload", "inference", "train")
+"""The first call of a step is one of these; a checkpoint belongs to the step before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,11 @@ class TrainerWorker:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             step = meta.get("step")
             self.rank.enter(name, self.steps if step is None else int(step))
-            return method(meta, blobs, self._beating(progress))
+            tracer = NO_TRACE if self.actor is None else self.actor.tracer
+            if name in FIRST_OF_A_STEP:
+                tracer.enter(self.steps)
+            with tracer.span(name, "call"):
+                return method(meta, blobs, self._beating(progress))
 
         return call
 
@@ -127,6 +133,7 @@ class TrainerWorker:
         tracer = Tracer(
             self.directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]}
         )
+        ranks.trace(tracer)
         self.actor = Actor(replica, guard, checkpoints, tracer, reference)
         # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
         torch.manual_seed(recipe.run.seed)
@@ -200,8 +207,8 @@ class TrainerWorker:
         if inferred is None and actor.reference is not None:
             inferred = self._infer(step, samples, progress)
         reference = inferred.reference_logprobs if inferred is not None else None
-        actor.tracer.begin(step)
-        batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
+        with actor.tracer.span("load the batch"):
+            batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
         result = update_policy(
             actor.replica, batch, recipe.algorithm, recipe.trainer, temperature=recipe.rollout.temperature, guard=actor.guard,
             on_progress=lambda done, total: progress({"done": done, "total": total}),
@@ -219,10 +226,11 @@ class TrainerWorker:
     def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
         actor, recipe = self._actor(), self.recipe
         assert actor.reference is not None
-        found = sequence_logprobs(
-            actor.reference, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens,
-            on_progress=lambda done, total: progress({"done": done, "total": total}),
-        )  # fmt: skip
+        with actor.tracer.span("reference"):
+            found = sequence_logprobs(
+                actor.reference, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens,
+                on_progress=lambda done, total: progress({"done": done, "total": total}),
+            )  # fmt: skip
         return Inferred(step, samples, found)
 
     def _committed(self) -> list[list[int | str]]:

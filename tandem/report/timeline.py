@@ -23,8 +23,8 @@ from tandem.runtime.tracing import Span
 
 _COLOURS = {
     "forward": "#6ea8fe", "backward": "#479f76", "receive_activation": "#dee2e6", "receive_gradient": "#dee2e6", "send_activation": "#ffda6a",
-    "send_gradient": "#ffda6a", "shard the batch": "#e685b5", "reduce": "#fd9843", "clip": "#a370f7", "optimizer": "#6f42c1",
-    "checkpoint": "#8c6d46", "checkpoint write": "#c9b08f",
+    "send_gradient": "#ffda6a", "reference": "#9ec5fe", "load the batch": "#f0b6d5", "shard the batch": "#e685b5", "reduce": "#fd9843",
+    "clip": "#a370f7", "optimizer": "#6f42c1", "checkpoint": "#8c6d46", "checkpoint write": "#c9b08f",
 }  # fmt: skip
 
 
@@ -78,7 +78,9 @@ def _step(step: int, spans: Sequence[Span], order: ScheduleName, figure: Callabl
             f"measured {found.measured:.1%}, predicted {found.published:.1%} for equal stages and {found.simulated:.1%} from the stages' "
             "measured seconds, each rank with a core of its own.</p>"
         )
-    began = min(span.start_s for span in spans)
+    # Calls lie around the parts of the step, and collectives inside them.
+    spans = [span for span in spans if not span.category]
+    began = min((span.start_s for span in spans), default=0.0)
     ranks = sorted({span.rank for span in spans})
     bars = [_bar(name, [span for span in spans if span.name == name], began) for name in dict.fromkeys(span.name for span in spans)]
     layout: dict[str, Any] = {

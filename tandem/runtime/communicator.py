@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.layout.mesh import AXES, GroupName, Mesh
+from tandem.runtime.tracing import NO_TRACE
 from tandem.types import CollectiveError
 
 FEW_BYTES = 1 << 16
@@ -58,11 +59,12 @@ class Pending:
 
 class Communicator:
     """One group of ranks, seen from ``rank`` of ``size``. Every method must be called by every rank of the group in the same
-    order; ``name`` says what for, and stands in the error where a collective fails or does not end."""
+    order; ``name`` says what for, and stands in the error where a collective fails or does not end. ``tracer`` records the waits for them."""
 
     def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s
         self._group, self._traffic, self._exchanges = group, traffic, 0
+        self.tracer = NO_TRACE
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Every rank's ``x``: [size, *x.shape]."""
@@ -172,7 +174,8 @@ class Communicator:
         if self._traffic is not None:
             self._traffic.waits(self.group_name, name)
         try:
-            work.wait()
+            with self.tracer.span(name, self.group_name):
+                work.wait()
         except RuntimeError as error:
             raise self._failed(name, error) from None
         if self._traffic is not None:

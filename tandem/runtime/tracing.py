@@ -14,7 +14,8 @@ from tandem.types import UserError
 @dataclass(frozen=True, slots=True)
 class Span:
     """``name`` began at ``start_s`` (seconds since the epoch) on ``rank`` and took ``seconds``. ``arguments``: what else is said of
-    it, ``micro_batch`` and ``stage`` among them. ``thread``: 0 for the thread that the step runs on."""
+    it, ``micro_batch`` and ``stage`` among them. ``thread``: 0 for the thread that the step runs on. ``category``: empty for a part of the
+    step, ``call`` for a call of a worker, and for the wait for a collective the group of its ranks."""
 
     name: str
     rank: int
@@ -22,6 +23,7 @@ class Span:
     seconds: float
     thread: int
     arguments: dict[str, int]
+    category: str = ""
 
     @property
     def end_s(self) -> float:
@@ -39,29 +41,38 @@ class Tracer:
         self._lock = threading.Lock()
         self._main = threading.get_ident()
         self._path: Path | None = None
+        self._step: int | None = None
 
     def begin(self, step: int) -> None:
         """``step`` begins, and ends where the next one begins. What was recorded of it before is dropped."""
-        self._path = None
+        self._path, self._step = None, step
         if self._directory is not None and step in self._steps:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._path = self._directory / f"step-{step}-rank-{self._rank}.json"
             # The closing bracket is optional in this format, for files that a killed process leaves.
             self._path.write_text("[\n", encoding="utf-8")
 
-    def span(self, name: str, **arguments: int) -> contextlib.AbstractContextManager[None]:
+    def enter(self, step: int) -> None:
+        """``begin``, unless ``step`` has begun."""
+        if step != self._step:
+            self.begin(step)
+
+    def span(self, name: str, category: str = "", **arguments: int) -> contextlib.AbstractContextManager[None]:
         """Record the block as ``name``. One that begins in a traced step, on any thread, may end after it."""
-        return contextlib.nullcontext() if self._path is None else self._record(name, self._path, arguments)
+        return contextlib.nullcontext() if self._path is None else self._record(name, category, self._path, arguments)
 
     @contextlib.contextmanager
-    def _record(self, name: str, path: Path, arguments: dict[str, int]) -> Iterator[None]:
+    def _record(self, name: str, category: str, path: Path, arguments: dict[str, int]) -> Iterator[None]:
         start, began = time.time_ns(), time.perf_counter_ns()
         try:
             yield
         finally:
             took = time.perf_counter_ns() - began
             thread = 0 if threading.get_ident() == self._main else threading.get_native_id()
-            event = {"name": name, "ph": "X", "ts": start / 1000, "dur": took / 1000, "pid": self._rank, "tid": thread, "args": {**arguments, **self._labels}}
+            event = {
+                "name": name, "cat": category, "ph": "X", "ts": start / 1000, "dur": took / 1000, "pid": self._rank, "tid": thread,
+                "args": {**arguments, **self._labels},
+            }  # fmt: skip
             with self._lock, path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + ",\n")
 
@@ -83,9 +94,8 @@ def read_trace(directory: Path, step: int) -> list[Span]:
                 continue
             try:
                 event = json.loads(line.rstrip(","))
-                found.append(
-                    Span(event["name"], event["pid"], event["ts"] / 1e6, event["dur"] / 1e6, event["tid"], dict(event["args"]))
-                )
+                times, arguments = (event["ts"] / 1e6, event["dur"] / 1e6), dict(event["args"])
+                found.append(Span(event["name"], event["pid"], *times, event["tid"], arguments, event.get("cat", "")))
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"'{path}' is not a trace: its line '{line[:40]}' cannot be read; remove the file") from None
     if not found:

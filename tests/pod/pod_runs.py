@@ -26,11 +26,13 @@ MARK = "TANDEM_POD_TEST"
 
 @dataclass
 class PodRun:
-    """One run directory under ``parent`` and the processes that worked on it; ``marks`` are in the environment of each."""
+    """One run directory under ``parent`` and the processes that worked on it; ``marks`` are in the environment of each. ``program``: what
+    Python is given to be the command ``tandem``."""
 
     parent: Path
     recipe: Path = RECIPE
     name: str = "run"
+    program: tuple[str, ...] = ("-m", "tandem.cli.main")
     marks: list[str] = field(default_factory=list)
 
     @property
@@ -49,7 +51,7 @@ class PodRun:
         shutil.copy(HERE / "rewards.py", self.parent)
         self.marks.append(uuid.uuid4().hex)
         return subprocess.Popen(
-            [sys.executable, "-m", "tandem.cli.main", *arguments],
+            [sys.executable, *self.program, *arguments],
             cwd=self.parent,
             env={**os.environ, MARK: self.marks[-1]},
             stdout=subprocess.PIPE,

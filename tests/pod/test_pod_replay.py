@@ -1,8 +1,13 @@
 """``tandem replay``: a recorded step comes out the same again, and what was tampered with is named."""
 
 import json
+import math
+import re
 import shutil
+import sqlite3
 import subprocess
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from pod_runs import PodRun, finish
@@ -64,6 +69,29 @@ def test_replay_names_metrics_that_do_not_follow_from_what_was_recorded(undistur
     done = replay(run, "--step", "2", "--only", "train", "--inline")
     assert done.returncode == 1
     assert "actor/grad_norm: recorded" in done.stdout and done.stdout.count("recorded ") == 1 + done.stdout.count("from its recorded")
+
+
+def test_replay_sees_half_a_nat_added_to_the_recorded_log_probability_of_one_token(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    path = run.directory / "journal.sqlite"
+    with Journal(path, read_only=True) as journal:
+        samples, scores = journal.samples(2), journal.scores(2)
+    assert samples is not None and scores is not None
+    chosen = samples[7]
+    wrong = replace(chosen, logprobs=(*chosen.logprobs[:-1], chosen.logprobs[-1] + 0.5))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM step_batches WHERE step = 2")
+    with Journal(path) as journal:
+        journal.commit_samples(2, [*samples[:7], wrong, *samples[8:]])
+        journal.commit_scores(2, scores)
+    done = replay(run, "--step", "2", "--only", "train", "--inline")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if "mismatch_max_abs" in line)
+    recorded, now = (float(number) for number in re.findall(r"\d+\.\d+", line))
+    assert recorded == 0.0 and math.isclose(now, 0.5, rel_tol=1e-6)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    (line,) = (line for line in done.stdout.splitlines() if "mismatch_kl" in line)
+    assert math.isclose(float(re.findall(r"\d+\.\d+(?:e-\d+)?", line)[-1]), (math.exp(-0.5) - 0.5) / tokens, rel_tol=1e-5)
 
 
 def test_replay_of_a_step_that_is_not_there_or_of_no_run_is_one_line(undisturbed: PodRun, tmp_path: Path) -> None:

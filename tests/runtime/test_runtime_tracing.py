@@ -26,6 +26,20 @@ def test_only_the_named_steps_are_written_and_a_step_ends_where_the_next_begins(
     assert second.name == "checkpoint write" and first.end_s <= second.start_s
 
 
+def test_a_step_that_has_begun_is_not_begun_again_by_entering_it(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path, steps=(2, 3))
+    for step, name in ((2, "offload"), (2, "train"), (3, "offload")):
+        tracer.enter(step)
+        with tracer.span(name, "call"):
+            pass
+    assert [(span.name, span.category) for span in read_trace(tmp_path, 2)] == [("offload", "call"), ("train", "call")]
+    assert [span.name for span in read_trace(tmp_path, 3)] == ["offload"]
+    tracer.begin(2)
+    with tracer.span("train"):
+        pass
+    assert [(span.name, span.category) for span in read_trace(tmp_path, 2)] == [("train", "")]
+
+
 def test_a_span_of_another_thread_that_ends_after_its_step_stands_in_the_step_it_began_in(tmp_path: Path) -> None:
     tracer, began, ended = Tracer(tmp_path, 0, (0, 1)), threading.Event(), threading.Event()
 
@@ -56,7 +70,7 @@ def test_a_trace_is_an_array_of_complete_events_as_chrome_reads_them(tmp_path: P
     assert all(json.loads(line.rstrip(",")) for line in text.splitlines()[1:])
     (event,) = json.loads(text.rstrip().rstrip(",") + "]")
     assert event["ph"] == "X" and event["pid"] == 1 and event["ts"] > 1e15 and event["dur"] >= 0
-    assert event["args"] == {"stage": 1, "micro_batch": 0}
+    assert event["args"] == {"stage": 1, "micro_batch": 0} and event["cat"] == ""
 
 
 def test_no_trace_and_a_broken_one_are_said_in_one_line(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tandem.layout.mesh import GroupName, Mesh, MeshShape
 from tandem.layout.sharding import ShardSpec
 from tandem.model.parallel import ModelParallel
 from tandem.runtime.communicator import GROUPS, Communicator
+from tandem.runtime.tracing import Tracer
 
 CPU = torch.device("cpu")
 
@@ -51,6 +52,11 @@ class Ranks:
             return None
         cut = ShardSpec(tensor.rank, tensor.size, self.deterministic, expert.rank, expert.size)
         return ModelParallel(cut, tensor, context, expert, self.sequence)
+
+    def trace(self, tracer: Tracer) -> None:
+        """Record the waits for all collectives of this rank with ``tracer``."""
+        for group in self.groups.values():
+            group.tracer = tracer
 
     def all_values(self, values: Sequence[float], name: str) -> list[list[float]]:
         """Every rank's ``values`` (as many on each), in float64, by rank of the world."""

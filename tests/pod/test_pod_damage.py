@@ -1,0 +1,40 @@
+"""Published weights that change in shared memory before the engine has read them: found, told, registered again, or the run ends."""
+
+from pathlib import Path
+
+import pytest
+from pod_runs import HERE, PodRun, difference
+
+
+def run_with_damage(folder: Path, step: int, times: int) -> PodRun:
+    """A run in which a bit of the weights of ``step`` is flipped after each of their first ``times`` registrations."""
+    return PodRun(folder, program=(str(HERE / "damaged_memory.py"), str(step), str(times)))
+
+
+def test_weights_that_are_damaged_in_shared_memory_are_registered_again_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = run_with_damage(tmp_path, step=3, times=1)
+    done = run.train()
+    assert done.returncode == 0, done.stdout + done.stderr
+    (event,) = run.events("weights_damaged")
+    assert event.detail["step"] == 3 and event.detail["repair"] == "registering them again"
+    assert "was read twice and does not have its digest" in event.detail["what"]
+    at_step = [(t.sidecar, t.state) for t in run.transitions() if t.step == 3 and t.state in ("register", "update_weight")]
+    once = [("trainer", "register"), ("trainer", "update_weight"), ("rollout", "update_weight")]
+    assert at_step == once * 2
+    assert difference(run, undisturbed) == []
+    assert [row["mismatch_kl"] for row in run.rows()] == [0.0] * 6
+    assert run.left_behind() == [] and run.events("recovery") == []
+
+
+@pytest.mark.full
+def test_weights_that_are_damaged_again_end_the_run_in_one_line_and_it_is_resumed_with_the_same_bits(
+    undisturbed: PodRun, tmp_path: Path
+) -> None:
+    run = run_with_damage(tmp_path, step=3, times=2)
+    done = run.train()
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and "the weights in shared memory are damaged" in done.stderr
+    assert len(run.events("weights_damaged")) == 1 and run.left_behind() == []
+    resumed = PodRun(tmp_path).resume()
+    assert resumed.returncode == 0, resumed.stderr
+    assert difference(run, undisturbed) == []
