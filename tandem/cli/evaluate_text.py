@@ -33,14 +33,16 @@ def _perplexity(options: argparse.Namespace) -> int:
 
 
 def read_texts(path: Path, text_key: str) -> list[str]:
-    """The documents of ``path``: one a JSON line (``.jsonl``, ``.ndjson``, both also with ``.gz``), else the whole file."""
+    """Returns the documents of ``path``: JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and WebDataset shards hold several,
+    any other file is one."""
     from tandem.data.documents import LINES, DocumentFormat, Part, documents
+    from tandem.data.webdataset import TARS
     from tandem.storage.files import open_storage
 
     if not path.is_file():
         raise UserError(f"'{path}' is no file; --data names a text file, or JSON lines with a document each")
-    is_lines = path.name.removesuffix(".gz").endswith(LINES)
-    form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if is_lines or not path.suffix else (path.suffix,))
+    holds_several = path.name.removesuffix(".gz").endswith(LINES) or path.name.endswith(TARS)
+    form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if holds_several or not path.suffix else (path.suffix,))
     form.check()
     part = Part(path.name, 0, path.stat().st_size)
     return [document.text for document in documents(open_storage(str(path.parent)), part, form) if document.text]

@@ -18,6 +18,7 @@ from tandem.data.documents import LINES, Part, divide
 from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
 from tandem.data.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.data.tokenize_worker import Unit, UnitProgress
+from tandem.data.webdataset import TARS
 from tandem.runtime.calls import WorkerDied, message_from, message_meta
 from tandem.runtime.processes import Threads, available_cores
 from tandem.runtime.worker import Worker
@@ -96,7 +97,7 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     source = open_storage(settings.source)
     units = divide(source.files(), settings.form, settings.unit_bytes)
     if not units:
-        kinds = ", ".join((*LINES, *settings.form.suffixes))
+        kinds = ", ".join((*LINES, *TARS, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
     destination = open_storage(settings.destination, create=True)
     plan = make_plan(settings, units)
