@@ -9,13 +9,13 @@ ASSISTANT = "assistant"
 
 
 class BrokenExample(Exception):
-    """An example that cannot be learned from; says why in a line."""
+    """An example that cannot be trained on; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """``prompt`` and ``completion``, or ``messages``, each with ``role`` and ``content`` and one at least the assistant's, which may have
-    ``tool_calls`` instead. ``tools``: what the assistant is told that it can call, as JSON schemas."""
+    ``tool_calls`` instead. ``tools``: the tools that the assistant can call, as JSON schemas."""
 
     prompt: str = ""
     completion: str = ""
@@ -24,13 +24,13 @@ class Example:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the example."""
         return "\n".join(message["content"] for message in self.messages if message.get("content")) if self.messages else self.prompt + self.completion
 
     @property
     def asked(self) -> str:
-        """What comes before the first thing that is learned: the side of an example follows from it, so that no question is both
-        trained on and held out."""
+        """The prompt before the first learned token. It decides the side of an example, so that no question is both trained on and
+        held out."""
         if not self.messages:
             return self.prompt
         first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
@@ -38,7 +38,7 @@ class Example:
 
 
 def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
-    """The example in a line. Raises ``BrokenExample``."""
+    """Returns the example in a JSON object. Raises ``BrokenExample``."""
     if not isinstance(row, dict):
         raise BrokenExample("there is no object")
     if "messages" in row:

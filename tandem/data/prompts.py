@@ -149,7 +149,7 @@ class PromptSource:
         return self._render_chat(messages)
 
     def _encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
-        # The completion's tokens are what the tokenizer adds to the prompt, so that nothing stands in front twice (a
+        # The completion's tokens are what the tokenizer adds to the prompt, so that nothing is prepended twice (a
         # beginning-of-sequence token) and the boundary is where it is in rollout.
         whole = tuple(self._encode(prompt.text + completion))
         start = len(prompt.token_ids)

@@ -149,7 +149,7 @@ def test_a_file_of_its_own_serves_evaluation_and_a_shared_prompt_is_said(write: 
     task = jsonl_task(config, 0)
     assert task.size == 10
     assert texts(task, "held_out") == {f"question {i}" for i in range(9, 14)}
-    assert "1 prompts stand in both" in caplog.text
+    assert "1 prompts are in both" in caplog.text
 
 
 def test_too_few_prompts_to_hold_some_out_are_refused(write: Write) -> None:
