@@ -1,4 +1,4 @@
-"""From a request's body to what an engine is asked: token ids and sampling parameters."""
+"""Converts a request's body to token ids and sampling parameters."""
 
 import asyncio
 from collections.abc import Sequence

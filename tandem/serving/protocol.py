@@ -160,7 +160,7 @@ class AbortRequest(Body):
 
 
 class LoadAdapter(Body):
-    """``load_inplace``: the name may be taken, and stands for this adapter from now on."""
+    """``load_inplace``: replaces the adapter of the same name, if there is one."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1)]

@@ -121,7 +121,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     if state.open_requests:
         _say(f"draining: {state.open_requests} requests are under way; a second signal cuts them off")
         if state.pool.is_paused:
-            # Nobody would resume it: its clients would wait for ever.
+            # Otherwise the clients of paused requests would wait forever.
             await state.pool.resume()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):

@@ -39,7 +39,7 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        assert self.pool.info is not None, "nobody asks before the model is loaded"
+        assert self.pool.info is not None, "the model is loaded before requests are admitted"
         return self.pool.info.max_model_len
 
     @property
