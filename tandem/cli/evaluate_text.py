@@ -66,11 +66,11 @@ def _lm_eval(options: argparse.Namespace) -> int:
     from tandem.engine.llm import LLM
 
     with LLM(options.model) as llm:
-        found = run_tasks(llm, names, folder, options.limit, options.few_shot)
+        scores = run_tasks(llm, names, folder, options.limit, options.few_shot)
     if options.json:
-        print(json.dumps([asdict(score) for score in found]))
+        print(json.dumps([asdict(score) for score in scores]))
         return 0
-    for score in found:
+    for score in scores:
         error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
         print(f"{score.task} {score.metric} {score.value:.4f}{error}")
     return 0

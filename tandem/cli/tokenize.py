@@ -84,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
             rate = tokens / max(time.monotonic() - began, 1e-3)
             bar.update(task, completed=done, total=total, note=f"{tokens:,} tokens, {rate:,.0f}/s")
 
-        found = tokenize(settings, show)
-    skipped = f" ({found.skipped:,} broken ones skipped)" if found.skipped else ""
-    learned = f" ({found.learned:,} of them learned)" if found.has_masks else ""
-    kind = "examples" if found.has_masks else "documents"
-    print(f"{found.documents:,} {kind}{skipped}, {found.tokens:,} tokens{learned} in {len(found.shards)} shards: {options.destination}")
+        dataset = tokenize(settings, show)
+    skipped = f" ({dataset.skipped:,} broken ones skipped)" if dataset.skipped else ""
+    learned = f" ({dataset.learned:,} of them learned)" if dataset.has_masks else ""
+    kind = "examples" if dataset.has_masks else "documents"
+    print(f"{dataset.documents:,} {kind}{skipped}, {dataset.tokens:,} tokens{learned} in {len(dataset.shards)} shards: {options.destination}")
     return 0
