@@ -162,9 +162,9 @@ class Decoder(nn.Module):
             return F.embedding(tokens, self.embed_tokens)
         own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
         held = (own >= 0) & (own < self.local.vocab_size)
-        found = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
+        rows = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
         # Nothing changes when -0 is added to it, +0 and -0 included.
-        return collectives.embedded(found.masked_fill(~held.unsqueeze(1), -0.0))
+        return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
     def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
         """The log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens``;
@@ -217,8 +217,8 @@ class Decoder(nn.Module):
         return self._packed, self._packed_head
 
     def packed_matrices(self) -> list[dict[str, Any]]:
-        """The packed matrices of every layer by their place in it; the head stands in a last dictionary of its own. Empty where the
-        decoder is not packed."""
+        """Returns the packed matrices of every layer, by position in the layer, and the head in a dictionary of its own at the end. Empty
+        if the decoder is not packed."""
         if self._packed is None:
             return []
         names = ("qkv", "output", "gate_up", "down", "experts")

@@ -99,13 +99,13 @@ class SelectiveKernels:
                     self._made[output.data_ptr(), output.shape] = recipe, place, output
 
     def _pack(self, saved: Tensor) -> Any:
-        found = self._made.get((saved.data_ptr(), saved.shape))
-        return saved if found is None else found[0].at(found[1])
+        made = self._made.get((saved.data_ptr(), saved.shape))
+        return saved if made is None else made[0].at(made[1])
 
 
 class _Recipe:
-    """How outputs are made of ``inputs``. Several may have been saved: all are made when the first is wanted, and let go when
-    each has been given."""
+    """Recomputes outputs from ``inputs``. Several may have been saved: all are computed when the first is needed, and freed when each
+    has been returned."""
 
     def __init__(self, run: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
         self._run, self._inputs = run, inputs

@@ -1,5 +1,5 @@
-"""From object storage to the local disk: ranges side by side, written in order, so that a process that dies leaves a
-beginning that the next one goes on from."""
+"""Downloads from object storage to the local disk: ranges are fetched in parallel and written in order, so that the next process
+resumes an interrupted download."""
 
 import hashlib
 import os

@@ -1,8 +1,8 @@
 """The cache: one folder a model and version, shared by every process of the machine.
 
 A process that reads a model holds a shared lock on it, one that downloads it an exclusive one, and what is evicted is
-locked exclusively first. The locks are the kernel's, so a process that is killed holds none. ``cache.lock`` is held for a
-moment by whoever looks for room or turns its own lock into a shared one.
+locked exclusively first. The locks are the kernel's, so a process that is killed holds none. A process holds ``cache.lock``
+briefly while it frees space or downgrades its exclusive lock to a shared one.
 """
 
 import errno
@@ -202,9 +202,9 @@ def _key(url: str, files: tuple[RemoteFile, ...]) -> str:
 
 
 def _damaged(manifest: Manifest, entry: Path, verify: bool) -> list[str]:
-    """Stored files that are not what was downloaded."""
+    """Returns the stored files that differ from what was downloaded."""
     sizes = {file.name: file.size_bytes for file in manifest.files}
-    found = []
+    damaged = []
     for name, stored in manifest.stored.items():
         path = entry / "model" / name
         try:
@@ -215,8 +215,8 @@ def _damaged(manifest: Manifest, entry: Path, verify: bool) -> list[str]:
         except OSError:
             same = False
         if not same:
-            found.append(name)
-    return found
+            damaged.append(name)
+    return damaged
 
 
 def _try_lock(lock: IO[bytes], kind: int) -> bool:
