@@ -40,7 +40,7 @@ def read_texts(path: Path, text_key: str) -> list[str]:
     from tandem.storage.files import open_storage
 
     if not path.is_file():
-        raise UserError(f"'{path}' is no file; --data names a text file, or JSON lines with a document each")
+        raise UserError(f"'{path}' is not a file; --data names a text file, or JSON lines with a document each")
     holds_several = path.name.removesuffix(".gz").endswith(LINES) or path.name.endswith(TARS)
     form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if holds_several or not path.suffix else (path.suffix,))
     form.check()
@@ -58,7 +58,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
         raise UserError(MISSING)
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     if folder is not None and not folder.is_dir():
-        raise UserError(f"--tasks-folder '{folder}' is no folder; name one with lm-eval's YAML files")
+        raise UserError(f"--tasks-folder '{folder}' is not a folder; name one with lm-eval's YAML files")
     for name, least in (("limit", 1), ("few_shot", 0)):
         value = getattr(options, name)
         if value is not None and value < least:

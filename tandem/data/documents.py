@@ -198,6 +198,6 @@ def _document(content: bytes, where: str, form: DocumentFormat | None = None) ->
             return broken(str(error))
         return Document(example.text, len(content), where, example=example)
     if not isinstance(row, dict) or not isinstance(row.get(form.text_key), str):
-        there = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
-        return broken(f"there is no text under the key '{form.text_key}' (there is {there})")
+        there = f"it has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "it is not a JSON object"
+        return broken(f"there is no text under the key '{form.text_key}' ({there})")
     return Document(str(row[form.text_key]), len(content), where)

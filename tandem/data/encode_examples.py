@@ -79,8 +79,8 @@ class ExampleEncoder:
         before, through = self._render(template, example, number, is_asked=True), self._render(template, example, number + 1)
         if not whole.startswith(through) or not through.startswith(before):
             raise UserError(
-                f"the chat template of '{self._folder}' renders message {number + 1} otherwise where more or less follows it, so what is learned "
-                "cannot be told; put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
+                f"the chat template of '{self._folder}' renders message {number + 1} differently depending on what follows it, so the "
+                "learned text is unknown; put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
             )
         return len(before), len(through)
 

@@ -7,7 +7,7 @@ lower case; names without a dot, directories, links and metadata (``__name__``) 
 import re
 import tarfile
 from collections.abc import Collection, Iterator
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self, cast
 
 TARS = (".tar", ".tar.gz", ".tgz")
 
@@ -22,13 +22,15 @@ class _Header(tarfile.TarInfo):
     """A header that raises where the archive ends without its end-of-archive marker; ``tarfile`` takes that for the end."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         try:
             return super().frombuf(buf, encoding, errors)
-        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
-            raise tarfile.ReadError("unexpected end of data") from None
-        except tarfile.InvalidHeaderError as error:
-            raise tarfile.ReadError(str(error)) from None
+        except tarfile.HeaderError as error:
+            if len(buf) < tarfile.BLOCKSIZE:
+                raise tarfile.ReadError("unexpected end of data") from None
+            if any(buf):
+                raise tarfile.ReadError(str(error)) from None
+            raise
 
 
 def samples(file: BinaryIO, kinds: Collection[str]) -> Iterator[Sample]:
@@ -42,7 +44,7 @@ def samples(file: BinaryIO, kinds: Collection[str]) -> Iterator[Sample]:
     with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as archive:
         while (member := archive.next()) is not None:
             # tarfile keeps every header that it has read.
-            archive.members.clear()
+            cast(Any, archive).members.clear()
             parts = _MEMBER.fullmatch(member.name)
             if parts is None or not member.isreg() or _METADATA.match(member.name):
                 continue

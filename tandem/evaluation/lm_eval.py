@@ -59,7 +59,7 @@ def run_tasks(llm: LLM, tasks: Sequence[str], folder: Path | None = None, limit:
             model, tasks=list(tasks), num_fewshot=few_shot, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0
         )
     except (ConnectionError, FileNotFoundError) as error:
-        raise UserError(f"the data of lm-eval's {', '.join(tasks)} cannot be had: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"the data of lm-eval's {', '.join(tasks)} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
     assert results is not None
     return [
         TaskScore(task, name.partition(",")[0], float(value), _error_of(figures, name))

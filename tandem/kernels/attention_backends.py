@@ -120,7 +120,7 @@ def fast_attention(head_dim: int) -> str | None:
 
 
 def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Kernels:
-    """``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` where it cannot be had, and in deterministic mode where
+    """``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` if it is unavailable, and in deterministic mode where
     it breaks the law of ``api`` for ``dtype`` on ``device``."""
     attention = load_backend(name)
     broken = broken_law(kernels, attention, dtype, device) if deterministic else ""

@@ -65,7 +65,7 @@ def router(adapters: ServedAdapters) -> APIRouter:
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:
         """Serve the PEFT folder ``lora_path``, on the server's disk, as the model ``lora_name``."""
         if "\0" in body.lora_path or not Path(body.lora_path).is_dir():
-            raise invalid(f"'{body.lora_path[:200]}' is no folder on the server's disk", "lora_path")
+            raise invalid(f"'{body.lora_path[:200]}' is not a folder on the server's disk", "lora_path")
         try:
             await adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         except UserError as error:

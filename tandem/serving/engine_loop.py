@@ -151,7 +151,7 @@ class EngineLoop:
 
     def _pause(self, mode: str) -> dict[str, Any]:
         if self._waiting_pause is not None:
-            raise UserError("a pause with mode=wait is under way; wait for its answer")
+            raise UserError("a pause with mode=wait is in progress; wait for its answer")
         self._paused = True
         if mode == "abort":
             self._abort_requests(None)

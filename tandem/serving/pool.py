@@ -92,7 +92,7 @@ class Pool:
             self._keepers.append(asyncio.create_task(self._keep(slot, instance), name=f"{slot.name} keeper"))
 
     async def stop(self) -> None:
-        """End every engine. Requests under way get an error."""
+        """End every engine. In-flight requests get an error."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -192,7 +192,7 @@ class Pool:
         return stream
 
     def check_unused(self, request_id: str) -> None:
-        """Raise ``ApiError`` where a request under way has that id."""
+        """Raises ``ApiError`` if an in-flight request has that id."""
         if request_id in self._homeless or any(request_id in slot.streams for slot in self.slots):
             raise invalid(f"request_id {request_id.rpartition('-')[0][:100]!r} is in use; give every request one of its own", "request_id")
 

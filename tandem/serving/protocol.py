@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Body(BaseModel):
-    """A JSON object, whose values have the types they should have: a number in quotes is no number."""
+    """A JSON object, whose values have the types they should have: a number in quotes is not a number."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     not_supported: ClassVar[tuple[str, ...]] = ()

@@ -19,7 +19,7 @@ def local_path(url: str) -> str:
 
 def connect(url: str, options: Mapping[str, Any] | None = None, *, is_cached: bool = True) -> tuple[Any, str]:
     """The file system at ``url`` and the root in it. ``options`` reach the library, which finds credentials and endpoints itself (for
-    S3 the usual AWS settings). Without ``is_cached`` a listing is always asked for anew. Raises ``UserError`` in one line."""
+    S3 the usual AWS settings). Without ``is_cached`` every listing is requested again. Raises ``UserError`` in one line."""
     scheme = url.partition("://")[0]
     extra = "tandem-rl[s3]" if scheme in ("s3", "s3a") else "fsspec"
     try:

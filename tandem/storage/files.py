@@ -103,7 +103,7 @@ class FolderStorage:
         except OSError as error:
             raise UserError(f"the folder '{root}' cannot be made: {error.strerror}; name another one") from None
         if not root.is_dir():
-            raise UserError(f"'{root}' is no folder; name the folder that holds the data")
+            raise UserError(f"'{root}' is not a folder; name the folder that holds the data")
         return cls(root)
 
     @property

@@ -20,7 +20,7 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """What can be shown now: text that is no part of a stop string, whatever follows. Empty once stopped.
+        """What can be shown now: text that cannot be part of a stop string. Empty once stopped.
 
         A stop string that ends in ``text`` does not count without ``may_stop``; one that only begins there does."""
         if self.stopped is not None:

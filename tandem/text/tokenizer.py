@@ -37,7 +37,7 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """Read ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-sequence ids are those of
         ``generation_config.json``, else of ``config.json``, else the tokenizer's own token. Raises ``UserError`` for
-        a folder that is no tokenizer."""
+        a folder that is not a tokenizer."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():

@@ -241,20 +241,20 @@ def test_no_question_is_both_trained_on_and_held_out(marked: Path, tmp_path: Pat
 
 BROKEN: list[tuple[Any, str]] = [
     ({"prompt": "a", "completion": ""}, "'completion' is empty"),
-    ({"prompt": "a", "completions": "b"}, "neither 'messages' nor a text under the key 'completion' (there is 'prompt', 'completions')"),
+    ({"prompt": "a", "completions": "b"}, "neither 'messages' nor a text under the key 'completion' (it has 'prompt', 'completions')"),
     ({"prompt": None, "completion": "b"}, "under the key 'prompt'"),
     ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is the assistant's and empty"),
     ({"messages": [{"role": "user"}]}, "message 1 lacks a 'content' that is a text"),
     ({"messages": [{"content": "a"}]}, "message 1 lacks a 'role' that is a text"),
     ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "message 1 lacks a 'content' that is a text"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are no list of calls by the assistant"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are not a list of calls by the assistant"),
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "message 1 lacks a 'content' that is a text"),
-    ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is no list of tools"),
-    ({"messages": []}, "'messages' is no list of messages"),
+    ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is not a list of tools"),
+    ({"messages": []}, "'messages' is not a list of messages"),
     ({"messages": CHATS[0]["messages"], "completion": "b"}, "both 'messages' and 'completion'"),
     ({"messages": [{"role": "assistant", "content": "\ufdd0"}]}, "a noncharacter"),
-    ([], "there is no object"),
+    ([], "it is not a JSON object"),
 ]
 
 

@@ -64,7 +64,7 @@ def test_a_file_without_answers_is_fine_where_no_key_is_named(write: Write) -> N
         ('{"prompt": "x", "answer": ["y"]}', "'answer' is a list; it must be a text or a number"),
         ('{"prompt": "x", "answer": true}', "'answer' is true or false"),
         ('{"prompt": "x", "answer": null}', "'answer' is null"),
-        ('{"prompt": "x", "answer": NaN}', "NaN is no JSON number"),
+        ('{"prompt": "x", "answer": NaN}', "NaN is not a JSON number"),
         ('{"prompt": "x", "prompt": "z", "answer": "y"}', "key 'prompt' stands twice"),
         ('{"prompt": "x", "answer": "y", "completions": []}', "key 'completions' is what reward functions receive"),
         ("[" * 100_000, "not valid JSON"),

@@ -150,7 +150,7 @@ def write_shard(path: Path, members: dict[str, bytes]) -> None:
     [
         ({"a.txt": b"fine", "b.txt": b"caf\xe9"}, "shard.tar, member b.txt: not UTF-8"),
         ({"a.txt": b"fine", "b.json": b"{"}, "shard.tar, member b.json: not valid JSON"),
-        ({"a.txt": b"fine", "b.json": b'{"caption": "x"}'}, "shard.tar, member b.json: there is no text under the key 'text' (there is 'caption')"),
+        ({"a.txt": b"fine", "b.json": b'{"caption": "x"}'}, "shard.tar, member b.json: there is no text under the key 'text' (it has 'caption')"),
         ({"000.npy": b"\x93NUMPY", "__meta__/a.txt": b"x", ".hidden.txt": b"x", "README": b"x"}, "shard.tar: no member ends in .txt or .md or .json"),
     ],
 )
@@ -315,11 +315,11 @@ def test_interrupted_command_says_so_in_one_line_and_leaves_no_process(source: P
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"text": "fine"}\n{"txt": "mistyped"}\n', "the line at byte 17: there is no text under the key 'text' (there is 'txt')"),
+        (b'{"text": "fine"}\n{"txt": "mistyped"}\n', "the line at byte 17: there is no text under the key 'text' (it has 'txt')"),
         (b'{"text": "fine"}\n\n{"text": "x"}\n', "the line at byte 17: not valid JSON"),
         (b'{"text": "fine"}\n{"text": "\xff"}\n', "the line at byte 17: not UTF-8"),
         (b'{"text": 5}\n', "the line at byte 0: there is no text"),
-        (b"[]\n", "there is no object"),
+        (b"[]\n", "it is not a JSON object"),
     ],
 )
 def test_broken_document_is_one_line_with_file_and_place(content: bytes, said: str, tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_what_cannot_work_is_refused_before_any_work(source: Path, tokenizer_fol
     full.mkdir()
     (full / "letter.txt").write_text("mine")
     cases = [
-        (settings(tmp_path / "nix", tmp_path / "t", tokenizer_folder), "is no folder"),
+        (settings(tmp_path / "nix", tmp_path / "t", tokenizer_folder), "is not a folder"),
         (settings(empty, tmp_path / "t", tokenizer_folder), "holds no document"),
         (settings(source, tmp_path / "t", empty), "no tokenizer.json"),
         (settings(source, source, tokenizer_folder), "source and destination are both"),

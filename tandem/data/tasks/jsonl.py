@@ -40,7 +40,7 @@ class JsonlTask:
         return items[:count]
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
-        """The file's own answer; epochs are shuffled anew."""
+        """The file's own answer; each epoch is shuffled differently."""
         if corrupted_share:
             raise UserError(f"task 'jsonl' cannot make wrong answers, and 'sft.corrupted_share' is {corrupted_share}; set it to 0")
         items = self.splits["train"]
@@ -161,7 +161,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _kind(value: Any) -> str:

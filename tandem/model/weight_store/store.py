@@ -176,7 +176,7 @@ class WeightStore:
         with (self.directory / "locks" / entry.name).open("ab") as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 return False
-            # Without its manifest the rest is no model any more, whatever becomes of this process.
+            # Without its manifest the entry no longer counts as a model, even if this process is killed here.
             (entry / NAME).unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
             return True
