@@ -1,7 +1,7 @@
 """Which instances are trained on and which are held out, decided by the instance itself.
 
-The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint whatever seeds
-they are drawn with.
+The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint for any
+seed.
 """
 
 import hashlib

@@ -231,8 +231,8 @@ class Kernels(Protocol):
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory, and the time to touch it, only where they are used: the system hands out fresh
-    pages as zeros. A pool that is never full never costs what it could hold."""
+    """Returns zeros that on a CPU use memory, and the time to write it, only for the pages that are touched: the system provides new
+    pages as zeros. A pool that is never full never uses its full size."""
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -19,8 +19,8 @@ from tandem.runtime.communicator import Communicator
 
 
 class LayerBatch(NamedTuple):
-    """What every layer of one forward pass is given. ``linear``: the product for plain or for packed weights. ``collectives``
-    stand around the matrices. ``expert_ranks``: those that experts are divided between; ``balance``: what keeps experts evenly busy.
+    """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``collectives``: applied
+    before and after the matrices. ``expert_ranks``: the ranks that experts are divided between; ``balance``: the load balancing of experts.
     ``fused_mlp``: a packed MLP may be one call."""
 
     kernels: Kernels

@@ -22,8 +22,8 @@ Outputs = tuple[Tensor, ...]
 
 
 def around_layers(recompute: Recompute, kernels: Kernels, around: AroundLayer | None) -> tuple[Kernels, AroundLayer | None]:
-    """The kernels that layers compute with and what stands around them. ``around`` stays next to the layer: under ``full`` it is
-    run again in the backward pass."""
+    """Returns the kernels that layers compute with and the wrapper of layers. ``around`` stays the innermost wrapper: under ``full`` it
+    runs again in the backward pass."""
     if recompute == "none" or not torch.is_grad_enabled():
         return kernels, around
     selective = SelectiveKernels(kernels) if recompute == "selective" else None
@@ -38,9 +38,9 @@ def around_layers(recompute: Recompute, kernels: Kernels, around: AroundLayer | 
 
 
 class SelectiveKernels:
-    """``kernels``, of which the outputs that cost little are computed again where a backward pass wants them.
+    """``kernels`` whose cheap outputs are recomputed when a backward pass needs them.
 
-    ``inside`` must stand around the layers: it is there that what autograd saves is looked through. An output is recognised by
+    ``inside`` must wrap the layers: it intercepts the tensors that autograd saves. An output is recognised by
     its memory, which its producer holds until the layer ends; so no other tensor can have it meanwhile."""
 
     def __init__(self, kernels: Kernels) -> None:

@@ -18,7 +18,7 @@ class _Progress:
 
 
 Outputs = asyncio.Queue["tuple[Stream, RequestOutput | ApiError]"]
-"""What one or several streams hand out, in the order in which it came."""
+"""Outputs of one or several streams, in order of arrival."""
 
 
 @dataclass(eq=False)

@@ -49,9 +49,9 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
     for block in _blocks(columns, group):
         own, errors = rest[:, block].clone(), torch.empty_like(rest[:, block])
         if block.start % group == 0:
-            own = group_scales(rest[:, block.start : block.start + group], scheme)
-            scales.append(own[0])
-            zeros.append(own[1])
+            group_scale, group_zero = group_scales(rest[:, block.start : block.start + group], scheme)
+            scales.append(group_scale)
+            zeros.append(group_zero)
         scale, zero = scales[-1], zeros[-1]
         factor = inverse[block, block]
         for i in range(own.shape[1]):

@@ -100,7 +100,7 @@ class WeightStore:
         return HeldModel(entry / "model", lock)
 
     def _last_copy(self, url: str, verify: bool) -> HeldModel | None:
-        """The copy of ``url`` that was used last, of whatever version, ``None`` where none is whole."""
+        """Returns the most recently used copy of ``url``, of any version; ``None`` if none is complete."""
         entries = [path.parent for path in self.directory.glob(f"*/{NAME}")]
         for entry in sorted(entries, key=_last_used, reverse=True):
             manifest = read_manifest(entry)
