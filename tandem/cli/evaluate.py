@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
         return run_text(options)
     if options.data is not None:
-        raise UserError("--data is of --task perplexity; a task's own data stands in its recipe")
+        raise UserError("--data is for --task perplexity; the data of a task is set in its recipe")
     from tandem.engine.llm import LLM
     from tandem.evaluation.tasks import evaluate
     from tandem.pod.prompts import prompt_source

@@ -33,14 +33,16 @@ def _perplexity(options: argparse.Namespace) -> int:
 
 
 def read_texts(path: Path, text_key: str) -> list[str]:
-    """The documents of ``path``: one a JSON line (``.jsonl``, ``.ndjson``, both also with ``.gz``), else the whole file."""
+    """Returns the documents of ``path``: JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and WebDataset shards hold several,
+    any other file is one."""
     from tandem.data.documents import LINES, DocumentFormat, Part, documents
+    from tandem.data.webdataset import TARS
     from tandem.storage.files import open_storage
 
     if not path.is_file():
-        raise UserError(f"'{path}' is no file; --data names a text file, or JSON lines with a document each")
-    is_lines = path.name.removesuffix(".gz").endswith(LINES)
-    form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if is_lines or not path.suffix else (path.suffix,))
+        raise UserError(f"'{path}' is not a file; --data names a text file, or JSON lines with a document each")
+    holds_several = path.name.removesuffix(".gz").endswith(LINES) or path.name.endswith(TARS)
+    form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if holds_several or not path.suffix else (path.suffix,))
     form.check()
     part = Part(path.name, 0, path.stat().st_size)
     return [document.text for document in documents(open_storage(str(path.parent)), part, form) if document.text]
@@ -56,7 +58,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
         raise UserError(MISSING)
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     if folder is not None and not folder.is_dir():
-        raise UserError(f"--tasks-folder '{folder}' is no folder; name one with lm-eval's YAML files")
+        raise UserError(f"--tasks-folder '{folder}' is not a folder; name one with lm-eval's YAML files")
     for name, least in (("limit", 1), ("few_shot", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -64,11 +66,11 @@ def _lm_eval(options: argparse.Namespace) -> int:
     from tandem.engine.llm import LLM
 
     with LLM(options.model) as llm:
-        found = run_tasks(llm, names, folder, options.limit, options.few_shot)
+        scores = run_tasks(llm, names, folder, options.limit, options.few_shot)
     if options.json:
-        print(json.dumps([asdict(score) for score in found]))
+        print(json.dumps([asdict(score) for score in scores]))
         return 0
-    for score in found:
+    for score in scores:
         error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
         print(f"{score.task} {score.metric} {score.value:.4f}{error}")
     return 0

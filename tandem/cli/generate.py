@@ -160,7 +160,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
 
 def _input(llm: "LLM", entry: dict[str, Any], options: argparse.Namespace) -> "PromptInput":
-    """Returns what the engine is asked: a prompt as given, or through the chat template."""
+    """Returns the engine's input: the prompt as given, or through the chat template."""
     messages = entry.get("messages")
     if messages is None and options.chat and "prompt" in entry:
         system = [] if options.system is None else [{"role": "system", "content": options.system}]

@@ -58,11 +58,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list(registry: Registry, options: argparse.Namespace) -> str:
-    found = registry.versions(options.name) if not options.name or registry.versions(options.name) else [find(registry, options.name)]
+    versions = registry.versions(options.name) if not options.name or registry.versions(options.name) else [find(registry, options.name)]
     if options.json:
-        return "\n".join(json.dumps(version.to_json()) for version in found)
+        return "\n".join(json.dumps(version.to_json()) for version in versions)
     rows = [("VERSION", "STAGE", "STEP", "LOSS", "ENTERED", "WHERE")]
-    return _table(rows + [(v.reference, v.stage, str(v.entry.step), _loss(v), _when(v), _where(v)) for v in found])
+    return _table(rows + [(v.reference, v.stage, str(v.entry.step), _loss(v), _when(v), _where(v)) for v in versions])
 
 
 def _show(registry: Registry, options: argparse.Namespace) -> str:
@@ -86,13 +86,13 @@ def _promote(registry: Registry, options: argparse.Namespace) -> str:
 
 def _diff(registry: Registry, options: argparse.Namespace) -> str:
     left, right = find(registry, options.left), find(registry, options.right)
-    found = differences(left, right)
+    rows = differences(left, right)
     if options.json:
-        return json.dumps({"left": left.reference, "right": right.reference, "differences": [d._asdict() for d in found]})
-    if not found:
+        return json.dumps({"left": left.reference, "right": right.reference, "differences": [d._asdict() for d in rows]})
+    if not rows:
         return f"{left.reference} and {right.reference} have the same weights, data, recipe and metrics"
     shown = lambda value: "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    return _table([("", left.reference, right.reference), *((d.what, shown(d.left), shown(d.right)) for d in found)])
+    return _table([("", left.reference, right.reference), *((d.what, shown(d.left), shown(d.right)) for d in rows)])
 
 
 _ACTIONS: dict[str, Any] = {"list": _list, "show": _show, "promote": _promote, "diff": _diff}

@@ -33,14 +33,14 @@ def run(options: argparse.Namespace) -> int:
 
     if options.step < 0:
         raise UserError(f"--step is {options.step}; a run's first step is 0")
-    found = replay(
+    comparisons = replay(
         options.run_directory, options.step, options.only or PARTS, inline=options.inline, say=lambda line: print(line, flush=True)
     )
-    for comparison in found:
+    for comparison in comparisons:
         unequal = len(comparison.differences)
         print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} {comparison.how}")
         for line in comparison.differences[:MOST_SHOWN]:
             print(f"  {line}")
         if unequal > MOST_SHOWN:
             print(f"  and {unequal - MOST_SHOWN} more")
-    return int(any(comparison.differences for comparison in found))
+    return int(any(comparison.differences for comparison in comparisons))

@@ -1,7 +1,7 @@
 """Answer OpenAI's API over HTTP with a model.
 
 MODEL is a Hugging Face folder, here or in object storage (s3://...). Completions, chat completions and models are under /v1;
-/generate gives token ids, log-probabilities and weight versions; /metrics is for Prometheus. SIGTERM drains: requests under way
+/generate gives token ids, log-probabilities and weight versions; /metrics is for Prometheus. SIGTERM drains: in-flight requests
 are finished, then the server ends.
 
 examples:
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="threads of each engine, all its processes together (default: the cores, shared among the instances)")
     parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, served as models of their own")
     parser.add_argument("--max-waiting", type=int, default=1024, help="requests beyond those that are computed; more get 429")
-    parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="for requests under way after SIGTERM")
+    parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="for a client to send its request")
     parser.add_argument("--stall-timeout", type=float, default=300.0, metavar="SECONDS", help="for a reader that takes nothing")
     add_engine_options(parser, LEFT_OUT)

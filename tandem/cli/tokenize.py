@@ -1,11 +1,12 @@
 """Tokenize text into WebDataset shards, by as many processes as there are cores.
 
-SOURCE holds JSON lines (.jsonl, .ndjson, also with .gz) or files that are one document each; it and DESTINATION are folders or
-URLs such as s3://bucket/prefix (pip install 'tandem-rl[s3]'). What was begun is gone on with by the same command; the shards
-are the same bytes whatever the number of processes. --new-vocabulary first learns a tokenizer from the source and writes it to
+SOURCE holds JSON lines (.jsonl, .ndjson, also with .gz), WebDataset shards (.tar, .tar.gz, .tgz) or files that are one document each; it
+and DESTINATION are folders or URLs such as s3://bucket/prefix (pip install 'tandem-rl[s3]'). In a shard, KEY.txt is a document, or else
+KEY.json an object like a JSON line; members of other kinds are left out. The same command resumes interrupted work; the shards are the
+same bytes for any number of processes. --new-vocabulary first learns a tokenizer from the source and writes it to
 the folder that --tokenizer names. --side writes the documents that are trained on, or those held out.
 
---examples reads lines for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", through the
+--examples reads JSON objects for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", through the
 tokenizer's chat template); the shards then say which tokens are learned: the completion's, or those of the assistant's turns.
 
 examples:
@@ -39,11 +40,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a folder or URL with text")
     parser.add_argument("destination", help="a folder or URL for the shards")
     parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder")
-    parser.add_argument("--text-key", default="text", help="the key of a JSON line that holds its text")
-    parser.add_argument("--examples", action="store_true", help="lines are examples for supervised fine-tuning, not texts")
-    parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key of a line that holds the prompt")
+    parser.add_argument("--text-key", default="text", help="the key of a JSON object that holds its text")
+    parser.add_argument("--examples", action="store_true", help="JSON objects are examples for supervised fine-tuning, not texts")
+    parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key that holds the prompt")
     parser.add_argument("--completion-key", default="completion", help="with --examples: the key that holds what is learned")
-    parser.add_argument("--suffix", action="append", help="of files that are one document each; .txt and .md unless given")
+    parser.add_argument("--suffix", action="append", help="of files, and members of shards, that are one document each (default: .txt and .md)")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave out files by name, such as '*/tests/*'")
     parser.add_argument("--skip-broken", action="store_true", help="count and leave out documents that cannot be read")
     parser.add_argument("--shard-mib", type=float, default=64.0, help="MiB of the source in one shard")
@@ -83,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
             rate = tokens / max(time.monotonic() - began, 1e-3)
             bar.update(task, completed=done, total=total, note=f"{tokens:,} tokens, {rate:,.0f}/s")
 
-        found = tokenize(settings, show)
-    skipped = f" ({found.skipped:,} broken ones skipped)" if found.skipped else ""
-    learned = f" ({found.learned:,} of them learned)" if found.has_masks else ""
-    kind = "examples" if found.has_masks else "documents"
-    print(f"{found.documents:,} {kind}{skipped}, {found.tokens:,} tokens{learned} in {len(found.shards)} shards: {options.destination}")
+        dataset = tokenize(settings, show)
+    skipped = f" ({dataset.skipped:,} broken ones skipped)" if dataset.skipped else ""
+    learned = f" ({dataset.learned:,} of them learned)" if dataset.has_masks else ""
+    kind = "examples" if dataset.has_masks else "documents"
+    print(f"{dataset.documents:,} {kind}{skipped}, {dataset.tokens:,} tokens{learned} in {len(dataset.shards)} shards: {options.destination}")
     return 0

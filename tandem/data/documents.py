@@ -1,33 +1,40 @@
-"""Documents in files: JSON lines, or whole files as one text each, and how the work on them is divided.
+"""Documents in files, and how the work on them is divided.
 
-A line holds a text, or an example for supervised fine-tuning.
-
-A unit of work is a run of files and parts of files, found from sizes alone, so that every process and every repetition
-divides the same data the same way.
+Sources are JSON lines, WebDataset shards and whole files that are one text each. A JSON object holds a text, or an example for supervised
+fine-tuning. A unit of work is a list of files and parts of files. It depends on names and sizes only, so that every process divides the
+same data the same way.
 """
 
 import gzip
 import json
+import tarfile
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 from tandem.data.examples import BrokenExample, Example, read_example
+from tandem.data.webdataset import TARS, samples
 from tandem.storage.files import Storage, StoredFile
 from tandem.types import UserError
 
 LINES = (".jsonl", ".ndjson")
 COMPRESSED = ".gz"
+JSON = ".json"
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentFormat:
-    """``text_key``: which key of a JSON line holds the text. ``suffixes``: of files that are one document each, such as
-    ``.txt`` (``.jsonl`` and ``.ndjson``, and both with ``.gz``, are always read). ``exclude``: patterns of names that are left
-    out, as a shell writes them; ``*`` takes in slashes. ``skip_broken``: documents that cannot be read are counted and left out
-    instead of ending the work. ``examples``: lines hold a prompt under ``prompt_key`` and its completion under ``completion_key``,
-    or a conversation under ``messages``; files of other kinds are not read."""
+    """Says which files hold documents and how to read them.
+
+    ``text_key``: the key of a JSON object that holds the text. ``suffixes``: of files, and of members of WebDataset shards, that are one
+    document each, such as ``.txt``; JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and shards (``.tar``, ``.tar.gz``,
+    ``.tgz``) are always read. ``exclude``: shell patterns of file names to leave out; ``*`` also matches slashes. ``skip_broken``: count
+    and leave out documents that cannot be read instead of raising. ``examples``: a JSON object holds a prompt under ``prompt_key`` and
+    its completion under ``completion_key``, or a conversation under ``messages``; files of other kinds are not read.
+    """
 
     text_key: str = "text"
     suffixes: tuple[str, ...] = (".txt", ".md")
@@ -39,18 +46,19 @@ class DocumentFormat:
 
     def check(self) -> None:
         for suffix in self.suffixes:
-            if not suffix.startswith(".") or suffix in (".", COMPRESSED, *LINES):
-                raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and be none of .jsonl, .ndjson and .gz")
+            if not suffix.startswith(".") or suffix in (".", COMPRESSED, *LINES, *TARS):
+                kinds = ", ".join((*LINES, *TARS))
+                raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and be none of {kinds} and {COMPRESSED}")
         for name, key in (("text", self.text_key), ("prompt", self.prompt_key), ("completion", self.completion_key)):
             if not key:
                 raise UserError(f"the key of the {name} is empty; name the key of a JSON line that holds it")
         if self.examples and self.suffixes:
-            raise UserError(f"examples stand in JSON lines, and '{self.suffixes[0]}' names whole files; leave the suffix out")
+            raise UserError(f"examples are JSON objects, and '{self.suffixes[0]}' names whole files; leave the suffix out")
 
 
 class Document(NamedTuple):
-    """``text`` is ``None`` for one that is broken; ``problem`` then says in a line why. ``place``: where it stands. ``size``: bytes of
-    its source. ``example``: what the text belongs to, where the format is of examples."""
+    """One document. ``text`` is ``None`` if it is broken; ``problem`` then says why in one line. ``size``: bytes of its source.
+    ``place``: its file and position. ``example``: the example that the text belongs to, if the format is of examples."""
 
     text: str | None
     size: int
@@ -60,7 +68,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes ``start .. stop - 1`` of the file ``name``: of JSON lines those that begin there."""
+    """Bytes ``start .. stop - 1`` of the file ``name``; of JSON lines, the lines that begin in them."""
 
     name: str
     start: int
@@ -68,7 +76,7 @@ class Part(NamedTuple):
 
 
 def divide(files: Sequence[StoredFile], form: DocumentFormat, unit_bytes: int) -> list[tuple[Part, ...]]:
-    """The units of ``files``, of about ``unit_bytes`` each: plain JSON lines are cut anywhere, every other file is whole."""
+    """Returns the units of ``files``, of about ``unit_bytes`` each. Only plain JSON lines are divided; every other file is read whole."""
     units: list[tuple[Part, ...]] = []
     open_parts: list[Part] = []
     room = unit_bytes
@@ -86,7 +94,7 @@ def divide(files: Sequence[StoredFile], form: DocumentFormat, unit_bytes: int) -
 
 
 def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:
-    """The documents of ``part`` in order. Raises ``UserError`` for one that is broken unless those are skipped."""
+    """Returns the documents of ``part`` in order. Raises ``UserError`` for a broken one unless ``form.skip_broken`` is set."""
     for document in _documents(storage, part, form):
         if document.text is None and not form.skip_broken:
             raise refused(document.place, document.problem)
@@ -94,8 +102,8 @@ def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Do
 
 
 def refused(place: str, problem: str) -> UserError:
-    """What ends the work on a document that is broken."""
-    return UserError(f"{place}: {problem}; mend it, take it out or skip what is broken")
+    """Returns the error for a broken document."""
+    return UserError(f"{place}: {problem}; correct it, remove it or skip broken documents")
 
 
 def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:
@@ -104,6 +112,8 @@ def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[D
             yield from _lines(file, part, form)
         elif part.name.endswith(COMPRESSED) and part.name.removesuffix(COMPRESSED).endswith(LINES):
             yield from _compressed(file, part, form)
+        elif part.name.endswith(TARS):
+            yield from _shard(file, part, form)
         else:
             content = file.read()
             yield _document(content, part.name)
@@ -112,7 +122,7 @@ def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[D
 def _is_read(name: str, form: DocumentFormat) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in form.exclude):
         return False
-    return name.removesuffix(COMPRESSED).endswith(LINES) or name.endswith(form.suffixes)
+    return name.removesuffix(COMPRESSED).endswith(LINES) or name.endswith((*TARS, *form.suffixes))
 
 
 def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
@@ -130,7 +140,7 @@ def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Documen
 
 
 def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
-    """Sizes here are of the compressed bytes that were read meanwhile."""
+    """Returns the documents of compressed JSON lines. Their sizes are compressed bytes."""
     before = 0
     try:
         with gzip.open(file) as lines:
@@ -138,12 +148,35 @@ def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Do
                 position = file.tell()
                 yield _document(line, f"{part.name}, line {number}", form)._replace(size=position - before)
                 before = position
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         yield Document(None, part.stop - before, part.name, f"damaged: {error}")
 
 
+def _shard(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
+    """Returns a document for each sample of a WebDataset shard: its first member of ``form.suffixes``, or else its JSON object."""
+    kinds = (*form.suffixes, JSON)
+    before = 0
+    try:
+        with ExitStack() as stack:
+            archive = file if part.name.endswith(TARS[0]) else cast(BinaryIO, stack.enter_context(gzip.open(file)))
+            for sample in samples(archive, kinds):
+                kind = next(kind for kind in kinds if kind in sample)
+                name, content = sample[kind]
+                position = file.tell()
+                place = f"{part.name}, member {name}"
+                yield _document(content, place, form if kind == JSON else None)._replace(size=position - before)
+                before = position
+            while archive.read(2**16):
+                pass  # A gzip checksum is at the end of the file.
+    except (tarfile.TarError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield Document(None, part.stop - before, part.name, f"damaged: {error}")
+        return
+    if before == 0:
+        yield Document(None, part.stop, part.name, f"no member ends in {' or '.join(kinds)}")
+
+
 def _document(content: bytes, where: str, form: DocumentFormat | None = None) -> Document:
-    """``content`` as text, or with a ``form`` as a JSON line."""
+    """Returns ``content`` as text, or with a ``form`` as a JSON object."""
 
     def broken(problem: str) -> Document:
         return Document(None, len(content), where, problem)
@@ -165,7 +198,6 @@ def _document(content: bytes, where: str, form: DocumentFormat | None = None) ->
             return broken(str(error))
         return Document(example.text, len(content), where, example=example)
     if not isinstance(row, dict) or not isinstance(row.get(form.text_key), str):
-        there = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
-        return broken(f"there is no text under the key '{form.text_key}' (there is {there})")
-    found: str = row[form.text_key]
-    return Document(found, len(content), where)
+        there = f"it has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "it is not a JSON object"
+        return broken(f"there is no text under the key '{form.text_key}' ({there})")
+    return Document(str(row[form.text_key]), len(content), where)

@@ -1,4 +1,4 @@
-"""From an example to its tokens and which of them are learned: those of the completion, or of the assistant's turns."""
+"""Encodes examples as tokens and a mask of the learned ones: those of the completion, or of the assistant's turns."""
 
 import json
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from tandem.types import UserError
 
 Span = tuple[int, int]
 Encoded = tuple[list[int], list[int]]
-"""Token ids, and for each 1 where it is learned and 0 where not."""
+"""Token ids, and for each 1 if it is learned, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """``text``: of a conversation, of which the characters in ``spans`` are learned; or a completion, all of which is, after
+    """``text``: a conversation of which the characters in ``spans`` are learned, or a completion, which is learned whole, after
     ``prompt`` (``None``: a conversation)."""
 
     text: str
@@ -28,7 +28,7 @@ class Rendered:
 
 
 class ExampleEncoder:
-    """``folder``: of the tokenizer and its chat template, which is read when the first conversation comes. ``end``: the token that
+    """``folder``: of the tokenizer and its chat template, which is read with the first conversation. ``end``: the token that
     every completion ends with; conversations end as the template says."""
 
     def __init__(self, folder: str | Path, backend: tokenizers.Tokenizer, end: int | None) -> None:
@@ -37,8 +37,8 @@ class ExampleEncoder:
         self._compiled: dict[bool, ChatTemplate] = {}
 
     def render(self, example: Example) -> Rendered:
-        """The text of ``example``. Raises ``BrokenExample`` where the template refuses it, ``UserError`` where the template itself is
-        of no use."""
+        """Returns the text of ``example``. Raises ``BrokenExample`` if the template refuses it, ``UserError`` if the template itself is
+        unusable."""
         if not example.messages:
             return Rendered(example.completion, prompt=example.prompt)
         if any(mark in json.dumps([example.messages, example.tools], ensure_ascii=False) for mark in MARKS):
@@ -54,19 +54,19 @@ class ExampleEncoder:
         return Rendered(whole, tuple(self._turn(template, example, i, whole) for i, m in enumerate(example.messages) if m["role"] == ASSISTANT))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """The tokens of each. A prompt is encoded apart from its completion, with the special tokens that generation puts before it, so
-        that what is learned is what generation goes on from. The first token is not learned, as nothing predicts it."""
+        """Returns the tokens and mask of each. A prompt is encoded apart from its completion, with the special tokens that generation puts before it, so
+        that training continues the same tokens as generation. The first token is not learned, as nothing predicts it."""
         prompts = [one.prompt for one in rendered if one.prompt is not None]
         before = iter(self._backend.encode_batch_fast(prompts, add_special_tokens=True))
-        found = []
+        encoded = []
         for one, encoding in zip(rendered, self._backend.encode_batch([one.text for one in rendered], add_special_tokens=False), strict=True):
             if one.prompt is None:
                 ids, learned = encoding.ids, _mask(encoding, one.spans)
             else:
                 asked, answer = next(before).ids, encoding.ids + self._end
                 ids, learned = asked + answer, [0] * len(asked) + [1] * len(answer)
-            found.append((ids, [0, *learned[1:]] if ids else []))
-        return found
+            encoded.append((ids, [0, *learned[1:]] if ids else []))
+        return encoded
 
     def _render(self, template: ChatTemplate, example: Example, count: int, is_asked: bool = False) -> str:
         try:
@@ -75,12 +75,12 @@ class ExampleEncoder:
             raise BrokenExample(str(error)) from None
 
     def _turn(self, template: ChatTemplate, example: Example, number: int, whole: str) -> Span:
-        """The characters of message ``number``: what rendering with it adds to the prompt that asks for it."""
+        """Returns the characters of message ``number``: what rendering with it adds to the prompt that asks for it."""
         before, through = self._render(template, example, number, is_asked=True), self._render(template, example, number + 1)
         if not whole.startswith(through) or not through.startswith(before):
             raise UserError(
-                f"the chat template of '{self._folder}' renders message {number + 1} otherwise where more or less follows it, so what is learned "
-                "cannot be told; put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
+                f"the chat template of '{self._folder}' renders message {number + 1} differently depending on what follows it, so the "
+                "learned text is unknown; put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
             )
         return len(before), len(through)
 

@@ -1,6 +1,6 @@
 """The endless order of examples: which one sequence ``i`` is, is a function of (dataset, seed, longest, i) and nothing else.
 
-Shards and examples are shuffled anew in every epoch as ``stream`` does it; an example is never cut and never joined with another.
+Shards and examples are shuffled in every epoch as in ``stream``; an example is never cut and never joined with another.
 """
 
 import itertools

@@ -9,13 +9,13 @@ ASSISTANT = "assistant"
 
 
 class BrokenExample(Exception):
-    """An example that cannot be learned from; says why in a line."""
+    """An example that cannot be trained on; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """``prompt`` and ``completion``, or ``messages``, each with ``role`` and ``content`` and one at least the assistant's, which may have
-    ``tool_calls`` instead. ``tools``: what the assistant is told that it can call, as JSON schemas."""
+    ``tool_calls`` instead. ``tools``: the tools that the assistant can call, as JSON schemas."""
 
     prompt: str = ""
     completion: str = ""
@@ -24,13 +24,13 @@ class Example:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the example."""
         return "\n".join(message["content"] for message in self.messages if message.get("content")) if self.messages else self.prompt + self.completion
 
     @property
     def asked(self) -> str:
-        """What comes before the first thing that is learned: the side of an example follows from it, so that no question is both
-        trained on and held out."""
+        """The prompt before the first learned token. It decides the side of an example, so that no question is both trained on and
+        held out."""
         if not self.messages:
             return self.prompt
         first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
@@ -38,16 +38,16 @@ class Example:
 
 
 def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
-    """The example in a line. Raises ``BrokenExample``."""
+    """Returns the example in a JSON object. Raises ``BrokenExample``."""
     if not isinstance(row, dict):
-        raise BrokenExample("there is no object")
+        raise BrokenExample("it is not a JSON object")
     if "messages" in row:
         if completion_key in row:
             raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example is one of the two")
         return Example(messages=_messages(row["messages"]), tools=_tools(row.get("tools")))
     for key in (prompt_key, completion_key):
         if not isinstance(row.get(key), str):
-            raise BrokenExample(f"there is neither 'messages' nor a text under the key '{key}' (there is {', '.join(map(repr, row)) or 'nothing'})")
+            raise BrokenExample(f"there is neither 'messages' nor a text under the key '{key}' (it has {', '.join(map(repr, row)) or 'no keys'})")
     if not row[completion_key]:
         raise BrokenExample(f"'{completion_key}' is empty, so there is nothing to learn")
     return Example(row[prompt_key], row[completion_key])
@@ -55,13 +55,13 @@ def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
 
 def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
-        raise BrokenExample("'messages' is no list of messages")
+        raise BrokenExample("'messages' is not a list of messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BrokenExample(f"message {number} lacks a 'role' that is a text")
         is_assistant, calls, content = message["role"] == ASSISTANT, message.get("tool_calls"), message.get("content")
         if calls is not None and not (is_assistant and isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise BrokenExample(f"message {number} has 'tool_calls' that are no list of calls by the assistant")
+            raise BrokenExample(f"message {number} has 'tool_calls' that are not a list of calls by the assistant")
         if not isinstance(content, str) and not (calls and content is None):
             raise BrokenExample(f"message {number} lacks a 'content' that is a text")
         if is_assistant and not content and not calls:
@@ -75,5 +75,5 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if tools is None:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BrokenExample("'tools' is no list of tools (JSON schemas)")
+        raise BrokenExample("'tools' is not a list of tools (JSON schemas)")
     return tuple(tools)

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def batch_indices(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> range:
-    """Which sequences of the endless stream ``rank`` of ``ranks`` takes in ``step``. All ranks together take
-    ``step * batch_size ..`` to ``(step + 1) * batch_size - 1``, whatever their number; shares differ by at most one."""
+    """Returns the sequences of the endless stream that ``rank`` of ``ranks`` takes in ``step``. All ranks together take
+    ``step * batch_size`` to ``(step + 1) * batch_size - 1`` for any number of ranks; shares differ by at most one."""
     first = step * batch_size
     return range(first + batch_size * rank // ranks, first + batch_size * (rank + 1) // ranks)
 

@@ -1,4 +1,4 @@
-"""Which prompts a step gets. A function of the step alone: a resume needs no state."""
+"""Which prompts a step gets. Depends on the step alone, so a resume needs no state."""
 
 from functools import lru_cache
 
@@ -7,12 +7,12 @@ from tandem.types import UserError
 
 
 def prompt_indices(step: int, prompts_per_step: int, seed: int, size: int | None) -> list[int]:
-    """Indices of the training prompts of ``step``.
+    """Returns the indices of the training prompts of ``step``.
 
-    ``size`` is ``None`` for a task that makes its prompts: the stream simply goes on. A finite set is shuffled anew in
-    every epoch; within one no prompt comes twice. An epoch has ``size // prompts_per_step`` steps: the prompts left
-    over sit it out, others in each epoch, so that no step holds a prompt twice. Raises ``UserError`` where ``size``
-    does not fill a step.
+    ``size`` is ``None`` for a task that generates its prompts; the indices then count up without end. A finite set is
+    shuffled in every epoch, and no prompt occurs twice in an epoch. An epoch has ``size // prompts_per_step`` steps; the
+    prompts left over, different ones in each epoch, are skipped, so that no step holds a prompt twice. Raises ``UserError``
+    if ``size`` is smaller than a step.
     """
     if size is None:
         return list(range(step * prompts_per_step, (step + 1) * prompts_per_step))

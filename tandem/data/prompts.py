@@ -24,10 +24,10 @@ class EncodedDemonstration(NamedTuple):
 
 
 class PromptSource:
-    """The prompts of a run. Everything follows from ``seed`` and the position asked for, so a resume needs no state.
+    """The prompts of a run. Every prompt is a function of ``seed`` and its position, so a resume needs no state.
 
-    ``encode``: text to token ids, with whatever the model expects in front. ``render_chat``: messages to the text of
-    the tokenizer's chat template, up to where the answer begins (needed where ``config.chat``). A prompt may have at
+    ``encode``: text to token ids, with the special tokens that the model expects first. ``render_chat``: messages to the text of
+    the tokenizer's chat template, up to where the answer begins (required if ``config.chat`` is set). A prompt may have at
     most ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole here. Raises ``UserError``.
     """
 
@@ -149,7 +149,7 @@ class PromptSource:
         return self._render_chat(messages)
 
     def _encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
-        # The completion's tokens are what the tokenizer adds to the prompt, so that nothing stands in front twice (a
+        # The completion's tokens are what the tokenizer adds to the prompt, so that nothing is prepended twice (a
         # beginning-of-sequence token) and the boundary is where it is in rollout.
         whole = tuple(self._encode(prompt.text + completion))
         start = len(prompt.token_ids)

@@ -1,4 +1,4 @@
-"""Shards on this machine: where they lie already, or in a folder that they are brought to once. Each is verified before it is read."""
+"""Shards on this machine: in their own folder, or downloaded once to a cache folder. Each is verified before it is read."""
 
 import os
 import shutil
@@ -15,8 +15,8 @@ CHUNK_BYTES = 2**20
 
 
 class ShardFiles:
-    """The shards of the dataset in ``storage``, each opened when it is first asked for. ``cache``: the folder for those of a
-    storage that is elsewhere."""
+    """The shards of the dataset in ``storage``, each opened on first use. ``cache``: the folder for shards downloaded from
+    remote storage."""
 
     def __init__(self, storage: Storage, cache: Path | None = None) -> None:
         self.storage, self.cache = storage, cache
@@ -24,7 +24,7 @@ class ShardFiles:
         self._readers: dict[int, ShardReader] = {}
 
     def open(self, number: int) -> ShardReader:
-        """The reader of shard ``number``. Raises ``RunError`` where its bytes are not those that were written."""
+        """Returns the reader of shard ``number``. Raises ``RunError`` if its bytes differ from those written."""
         if number not in self._readers:
             shard = self.dataset.shards[number]
             tar, lengths = (self._file(f"{shard.name}.{suffix}", shard) for suffix in ("tar", "lengths"))
@@ -33,12 +33,12 @@ class ShardFiles:
                 with tar.open("rb") as file:
                     self._verify(file, tar.name, shard)
             except FileNotFoundError as error:
-                raise RunError(f"'{error.filename}' is gone; {AGAIN}") from None
+                raise RunError(f"'{error.filename}' does not exist; {AGAIN}") from None
             self._readers[number] = reader
         return self._readers[number]
 
     def check(self) -> None:
-        """Raises ``UserError`` where a shard is missing or has another size than it was written with; reads names and sizes alone."""
+        """Raises ``UserError`` if a shard is missing or its size has changed; reads only names and sizes."""
         sizes = {file.name: file.size for file in self.storage.files()}
         for shard in self.dataset.shards:
             for name, size in ((f"{shard.name}.tar", shard.size), (f"{shard.name}.lengths", shard.documents * LENGTH_BYTES)):
@@ -48,7 +48,7 @@ class ShardFiles:
                     raise UserError(f"{name} in '{self.storage.url}' has {sizes[name]} bytes and was written with {size}; remove it, and {AGAIN}")
 
     def lengths(self, number: int) -> "array[int]":
-        """Tokens of each document of shard ``number``, without bringing the shard here. Raises ``RunError`` where they are damaged."""
+        """Returns the number of tokens of each document of shard ``number`` without downloading the shard. Raises ``RunError`` if they are damaged."""
         shard = self.dataset.shards[number]
         try:
             return read_lengths(read(self.storage, f"{shard.name}.lengths"), shard)

@@ -113,13 +113,13 @@ def npy_header(dtype: str, count: int) -> bytes:
 
 
 def entry_bytes(length: int, dtype: str) -> int:
-    """Bytes that an array of ``length`` numbers takes in the tar file."""
+    """Returns the bytes that an array of ``length`` numbers takes in the tar file."""
     content = NPY_HEADER_BYTES + length * array(TYPE_CODES[dtype]).itemsize
     return BLOCK_BYTES + -(-content // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class ShardReader:
-    """Documents of a shard by their number. ``tar`` and ``lengths`` are local files; nothing is read before it is asked for."""
+    """Documents of a shard by their number. ``tar`` and ``lengths`` are local files; contents are read on access."""
 
     def __init__(self, tar: Path, lengths: Path, shard: Shard, dtype: str) -> None:
         self.dtype = dtype
@@ -133,11 +133,11 @@ class ShardReader:
             raise RunError(f"the shard '{tar}' has {len(self._memory)} bytes and should have {shard.size}; remove it, and {AGAIN}")
 
     def tokens(self, document: int, start: int, stop: int) -> "memoryview[int]":
-        """Tokens ``start .. stop - 1`` of a document, as a view into the file."""
+        """Returns tokens ``start .. stop - 1`` of a document, as a view into the file."""
         return self._view(self.starts[document], self.dtype, start, stop)
 
     def learned(self, document: int, start: int, stop: int) -> "memoryview[int]":
-        """1 for each of the tokens ``start .. stop - 1`` that is to be learned, 0 for the others. The shard must have masks."""
+        """Returns 1 for each learned token of ``start .. stop - 1``, else 0. The shard must have masks."""
         assert self.has_masks
         return self._view(self.starts[document] + entry_bytes(self.lengths[document], self.dtype), MASK_DTYPE, start, stop)
 
@@ -147,12 +147,12 @@ class ShardReader:
         return memoryview(self._memory)[at + start * width : at + stop * width].cast(code)
 
     def close(self) -> None:
-        """Let go of the file. Views must be gone by then."""
+        """Closes the file. No view of it may exist any more."""
         self._memory.close()
 
 
 def read_lengths(content: bytes, shard: Shard) -> "array[int]":
-    """Raises ``RunError`` where ``content`` is not what was written."""
+    """Returns the lengths in ``content``. Raises ``RunError`` if it differs from what was written."""
     if hashlib.blake2b(content, digest_size=16).hexdigest() != shard.lengths_digest:
         raise RunError(f"the lengths of shard '{shard.name}' are damaged; remove {shard.name}.lengths, and {AGAIN}")
     lengths = array("I")
@@ -161,7 +161,7 @@ def read_lengths(content: bytes, shard: Shard) -> "array[int]":
 
 
 def verify(content: Iterable[bytes], shard: Shard) -> bool:
-    """Whether the bytes of a tar file are those that were written."""
+    """Returns whether the bytes of a tar file are those written."""
     digest = hashlib.blake2b(digest_size=16)
     for part in content:
         digest.update(part)

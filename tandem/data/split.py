@@ -1,7 +1,7 @@
 """Which instances are trained on and which are held out, decided by the instance itself.
 
-The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint whatever seeds
-they are drawn with.
+The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint for any
+seed.
 """
 
 import hashlib
@@ -12,13 +12,13 @@ Side = Literal["all", "train", "held_out"]
 
 
 def split_position(text: str) -> float:
-    """Where ``text`` stands in [0, 1): uniform over texts and the same in every process."""
+    """Returns the position of ``text`` in [0, 1): uniform over texts and the same in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"tandem-split").digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def split_of(text: str, held_out_share: float) -> Split:
-    """The side of ``text``: ``held_out_share`` of all texts for the evaluations of a run, as many for its final
+    """Returns the split of ``text``: ``held_out_share`` of all texts for the evaluations of a run, as many for its final
     figure."""
     position = split_position(text)
     if position < held_out_share:
@@ -27,5 +27,5 @@ def split_of(text: str, held_out_share: float) -> Split:
 
 
 def is_of_side(text: str, side: Side, held_out_share: float) -> bool:
-    """Whether a document is of ``side``: ``held_out_share`` of all texts are held out, the others are trained on."""
+    """Returns whether a document belongs to ``side``: ``held_out_share`` of all texts are held out, the others are trained on."""
     return side == "all" or (split_position(text) < held_out_share) == (side == "held_out")

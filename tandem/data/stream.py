@@ -1,8 +1,7 @@
 """The endless order of a tokenized dataset: sequence ``i`` is a function of (dataset, seed, length, i) and nothing else.
 
-Every epoch takes the shards in an order of its own, and the documents of each shard in an order of their own; what comes out is
-laid end to end and cut every ``length`` tokens. So a run's only cursor is how many sequences it has taken, and it goes on with
-any number of ranks without losing or repeating a token.
+Every epoch shuffles the shards and the documents of each shard. The documents are concatenated and cut every ``length`` tokens. The only
+cursor of a run is the number of sequences it has read, so a run resumes with any number of ranks without losing or repeating a token.
 """
 
 import itertools
@@ -18,8 +17,8 @@ from tandem.types import UserError
 
 
 class Piece(NamedTuple):
-    """Tokens of one document that stand together in a sequence, from token ``start`` of the document on. ``learned``: 1 for each that
-    is to be learned (``None``: all are)."""
+    """Consecutive tokens of one document in a sequence, from token ``start`` of the document. ``learned``: 1 for each learned token
+    (``None``: all)."""
 
     shard: int
     document: int
@@ -29,7 +28,7 @@ class Piece(NamedTuple):
 
 
 Sequence = list[Piece]
-"""Pieces that together have the stream's ``length`` tokens. Each is a document of its own to attention."""
+"""Pieces with ``length`` tokens in total. Attention treats each as a separate document."""
 
 
 class TokenStream:
@@ -46,7 +45,7 @@ class TokenStream:
         self._shard = lru_cache(maxsize=4)(self._shard_of)
 
     def sequence(self, index: int) -> Sequence:
-        """Tokens ``index * length ..`` of the endless stream."""
+        """Returns the tokens from ``index * length`` of the endless stream."""
         at, missing = index * self.length, self.length
         pieces = []
         while missing:
@@ -57,7 +56,7 @@ class TokenStream:
         return pieces
 
     def _piece(self, at: int, most: int) -> Piece:
-        """What of one document begins at token ``at`` of the stream, at most ``most`` tokens."""
+        """Returns the part of one document that begins at token ``at`` of the stream, at most ``most`` tokens."""
         epoch, at = divmod(at, self.dataset.tokens)
         shards, shard_starts = self._epoch(epoch)
         place = bisect_right(shard_starts, at) - 1
@@ -69,7 +68,7 @@ class TokenStream:
         return Piece(shards[place], document, start, reader.tokens(document, start, stop))
 
     def _epoch_of(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The shards of ``epoch`` in their order, and the token of the epoch at which each begins. Empty ones are left out."""
+        """Returns the non-empty shards of ``epoch`` in order, and the token of the epoch at which each begins."""
         shards = [i for i, shard in enumerate(self.dataset.shards) if shard.tokens]
         counter_random("shards", self.seed, epoch).shuffle(shards)
         return shards, _starts([self.dataset.shards[i].tokens for i in shards])

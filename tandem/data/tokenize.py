@@ -1,7 +1,7 @@
-"""Distributed tokenizing: files of text to shards of token ids, by many processes, whole or resumed.
+"""Distributed tokenizing: files of text to shards of token ids, by many processes, with resume.
 
-What is written is a function of the source, the tokenizer and the settings: not of the number of processes, nor of how often
-one of them was killed. Each unit of work becomes one shard; its record under ``units/`` commits it, and ``dataset.json``, which
+The shards depend on the source, the tokenizer and the settings only, not on the number of processes or on how often one of them was
+killed. Each unit of work becomes one shard; its record under ``units/`` commits it, and ``dataset.json``, which
 is written last, commits the whole.
 """
 
@@ -18,6 +18,7 @@ from tandem.data.documents import LINES, Part, divide
 from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
 from tandem.data.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.data.tokenize_worker import Unit, UnitProgress
+from tandem.data.webdataset import TARS
 from tandem.runtime.calls import WorkerDied, message_from, message_meta
 from tandem.runtime.processes import Threads, available_cores
 from tandem.runtime.worker import Worker
@@ -30,7 +31,7 @@ UNIT_DEADLINE_S = 24 * 3600.0
 MOST_DEATHS = 3
 
 Progress = Callable[[int, int, int], None]
-"""Hears (bytes of the source done, bytes in all, tokens so far)."""
+"""Called with (bytes of the source done, bytes in all, tokens so far)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,12 @@ class TokenizedDataset:
 
     @property
     def has_masks(self) -> bool:
-        """Whether it says of every token if that is to be learned."""
+        """Whether every token has a mask that says whether it is learned."""
         return bool(self.shards) and all(shard.has_masks for shard in self.shards)
 
     @property
     def learned(self) -> int:
-        """Tokens that are to be learned, where it says so."""
+        """The number of learned tokens; 0 without masks."""
         return sum(shard.learned or 0 for shard in self.shards)
 
     def to_json(self) -> bytes:
@@ -75,7 +76,7 @@ class TokenizedDataset:
 
 
 def read_dataset(storage: Storage) -> TokenizedDataset:
-    """Raises ``UserError`` where ``storage`` holds no finished dataset."""
+    """Returns the dataset in ``storage``. Raises ``UserError`` if there is no finished one."""
     try:
         data = json.loads(read(storage, DATASET))
         shards = tuple(Shard.from_json(shard) for shard in data["shards"])
@@ -87,8 +88,8 @@ def read_dataset(storage: Storage) -> TokenizedDataset:
 
 
 def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) -> TokenizedDataset:
-    """Do what is not done yet; returns the whole dataset. Raises ``UserError`` before any work, and in it for a document that is
-    broken."""
+    """Tokenizes the units that are not done yet and returns the whole dataset. Raises ``UserError`` for wrong settings before any work, and
+    for a broken document."""
     settings.check()
     tokenizer = Tokenizer.from_folder(settings.tokenizer)
     if settings.append_end and not tokenizer.eos_token_ids:
@@ -96,7 +97,7 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     source = open_storage(settings.source)
     units = divide(source.files(), settings.form, settings.unit_bytes)
     if not units:
-        kinds = ", ".join((*LINES, *settings.form.suffixes))
+        kinds = ", ".join((*LINES, *TARS, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
     destination = open_storage(settings.destination, create=True)
     plan = make_plan(settings, units)
@@ -111,14 +112,14 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
         done = {number for number in range(len(units)) if _record(number) in names and _is_whole(destination, number, sizes)}
         _Crew(settings, units, dtype, end, scratch).work(sorted(set(range(len(units))) - done), done, on_progress)
         shards = tuple(Shard.from_json(json.loads(read(destination, _record(number)))) for number in range(len(units)))
-        found = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards)
+        dataset = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards)
         if DATASET not in names:
-            _put(destination, DATASET, found.to_json(), scratch)
-    return found
+            _put(destination, DATASET, dataset.to_json(), scratch)
+    return dataset
 
 
 class _Crew:
-    """Worker processes that take one unit after another; one that dies is replaced and its unit begun anew."""
+    """Worker processes that tokenize one unit after another; a dead worker is replaced and its unit is repeated."""
 
     def __init__(self, settings: TokenizeSettings, units: Sequence[tuple[Part, ...]], dtype: str, end: int | None, scratch: Path) -> None:
         self.settings, self.units, self.scratch = settings, units, scratch
@@ -203,7 +204,7 @@ def shard_name(number: int) -> str:
 
 
 def _is_whole(destination: Storage, number: int, sizes: Mapping[str, int]) -> bool:
-    """Whether the files that the record of a unit speaks of are there in their sizes: a shard that was lost is made again."""
+    """Returns whether the files in the record of a unit exist with the recorded sizes; a lost shard is made again."""
     try:
         shard = Shard.from_json(json.loads(read(destination, _record(number))))
     except (ValueError, TypeError):

@@ -1,5 +1,5 @@
-"""What shards of tokens are made from: the settings, and the plan that is written before the first shard, so that nothing else goes on
-with what was begun."""
+"""The settings of ``tandem tokenize``, and the plan that is written before the first shard, so that a destination is only resumed with the
+same source, tokenizer and settings."""
 
 import hashlib
 import json
@@ -46,12 +46,12 @@ class TokenizeSettings:
 
 
 def tokenizer_fingerprint(folder: str | Path) -> str:
-    """The BLAKE2b-128 of a tokenizer's ``tokenizer.json``, in hexadecimal: what its ids depend on."""
+    """Returns the BLAKE2b-128 of a tokenizer's ``tokenizer.json``, in hexadecimal; token ids depend on nothing else."""
     return hashlib.blake2b((Path(folder) / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
 
 
 def template_fingerprint(folder: str | Path) -> str:
-    """The BLAKE2b-128 of a tokenizer's chat templates, in hexadecimal; empty where it has none."""
+    """Returns the BLAKE2b-128 of a tokenizer's chat templates, in hexadecimal; empty if it has none."""
     try:
         source, for_tools = template_source(Path(folder)), template_source(Path(folder), with_tools=True)
     except UserError:
@@ -61,7 +61,7 @@ def template_fingerprint(folder: str | Path) -> str:
 
 
 def make_plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> bytes:
-    """What the shards depend on; two runs with the same plan write the same bytes."""
+    """Returns all that the shards depend on, as JSON; two runs with the same plan write the same bytes."""
     sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
     form = asdict(settings.form)
     if settings.form.examples:
@@ -86,6 +86,6 @@ def check_plan(destination: Storage, plan: bytes, names: set[str]) -> None:
     different = [name for name in {**now, **begun} if begun.get(name) != now.get(name)]
     if different:
         raise UserError(
-            f"'{destination.url}' was begun with other {', '.join(different)}; go on with the same source, tokenizer and settings, "
+            f"'{destination.url}' was begun with other {', '.join(different)}; resume with the same source, tokenizer and settings, "
             "or name another folder"
         )

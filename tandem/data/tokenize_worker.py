@@ -61,7 +61,7 @@ class TokenizeWorker:
         self.held_out_share = float(options["held_out_share"])
 
     def unit(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write the shard of ``parts`` and then the record that commits it. Raises ``RunError`` where a disk fails."""
+        """Writes the shard of ``parts`` and then the record that commits it. Raises ``RunError`` if a disk fails."""
         try:
             return self._unit(message_from(Unit, meta), progress)
         except OSError as error:
@@ -86,7 +86,7 @@ class TokenizeWorker:
         return {}, {}
 
     def _batches(self, parts: list[Part], writer: ShardWriter) -> Iterator[tuple[list[Document], int]]:
-        """Documents of about ``BATCH_BYTES`` together, with the bytes of their source. Broken ones are counted."""
+        """Returns batches of documents of about ``BATCH_BYTES``, with the bytes of their source. Counts broken ones."""
         batch: list[Document] = []
         size = 0
         for part in parts:
@@ -102,7 +102,7 @@ class TokenizeWorker:
         yield batch, size
 
     def _add_texts(self, batch: list[Document], writer: ShardWriter) -> int:
-        """Each text and its end; returns the number of their tokens."""
+        """Adds each text and its end token; returns the number of tokens."""
         tokens = 0
         try:
             encodings = self._encode(batch)
@@ -118,7 +118,7 @@ class TokenizeWorker:
         return self.tokenizer.backend.encode_batch_fast([document.text or "" for document in batch], add_special_tokens=False)
 
     def _add_examples(self, batch: list[Document], writer: ShardWriter) -> int:
-        """Each example with what is learned of it; returns the number of their tokens."""
+        """Adds each example and its mask; returns the number of tokens."""
         rendered: list[tuple[str, Rendered]] = []
         tokens = 0
         for document in batch:
@@ -143,7 +143,7 @@ class TokenizeWorker:
         return tokens
 
     def _can_encode(self, place: str, texts: list[str], writer: ShardWriter) -> bool:
-        """Whether the tokenizer knows every character; a document of which it does not is broken."""
+        """Returns whether the tokenizer can encode every character; a document that it cannot encode is broken."""
         try:
             for text in texts:
                 self.tokenizer.encode(text)
@@ -159,7 +159,7 @@ class TokenizeWorker:
 
 
 def _judged(document: Document) -> str:
-    """What decides whether a document is held out."""
+    """Returns the text that decides whether a document is held out."""
     return document.text or "" if document.example is None else document.example.asked
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--options", required=True)
     parser.add_argument("--channel", type=int, required=True)
     options = parser.parse_args()
-    # What a user can mend is said by the command, once; the traceback of a defect is said here.
+    # The command reports user errors, once; this process logs only the tracebacks of defects.
     assert logging.lastResort is not None
     logging.lastResort.addFilter(lambda record: record.exc_info is not None)
     serve({"unit": TokenizeWorker(json.loads(options.options)).unit}, options.channel)

@@ -55,15 +55,15 @@ def run_tasks(llm: LLM, tasks: Sequence[str], folder: Path | None = None, limit:
     model: Any = engine_model(llm)
     try:
         # Without bootstrap: errors that have a closed form are given, others cost minutes.
-        found = simple_evaluate(
+        results = simple_evaluate(
             model, tasks=list(tasks), num_fewshot=few_shot, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0
         )
     except (ConnectionError, FileNotFoundError) as error:
-        raise UserError(f"the data of lm-eval's {', '.join(tasks)} cannot be had: {' '.join(str(error).split())[:200]}") from None
-    assert found is not None
+        raise UserError(f"the data of lm-eval's {', '.join(tasks)} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+    assert results is not None
     return [
         TaskScore(task, name.partition(",")[0], float(value), _error_of(figures, name))
-        for task, figures in found["results"].items()
+        for task, figures in results["results"].items()
         for name, value in figures.items()
         if isinstance(value, int | float) and "_stderr" not in name and "," in name
     ]
@@ -99,7 +99,7 @@ class EngineModel(Base or object):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """Returns the token before a text without a context."""
         return self.eot_token_id if self._tokenizer.bos_token_id is None else self._tokenizer.bos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -114,12 +114,12 @@ class EngineModel(Base or object):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        found = []
+        totals = []
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self._longest - 1, 1)
-            found.append(sum(value for value, _ in score(self._llm, [make_disjoint_window(window) for window in windows])))
-        return found
+            totals.append(sum(value for value, _ in score(self._llm, [make_disjoint_window(window) for window in windows])))
+        return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         prompts, params = [], []

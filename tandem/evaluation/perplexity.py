@@ -62,7 +62,7 @@ def _windows(ids: Sequence[int], context: int, stride: int) -> Iterator[tuple[Se
 def score(llm: LLM, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
     """For each (context, continuation) of token ids, neither empty: the sum of the continuation's log-probabilities in nats, and
     whether each of its tokens is the most likely one in its place."""
-    found: list[tuple[float, bool]] = []
+    scores: list[tuple[float, bool]] = []
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for start in range(0, len(rows), _AT_ONCE):
         part = rows[start : start + _AT_ONCE]
@@ -70,5 +70,5 @@ def score(llm: LLM, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list
         for (seen, counted), output in zip(part, outputs, strict=True):
             assert output.prompt_logprobs is not None
             entries = [(entry or {})[token] for entry, token in zip(output.prompt_logprobs[len(seen) :], counted, strict=True)]
-            found.append((math.fsum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)))
-    return found
+            scores.append((math.fsum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)))
+    return scores

@@ -72,7 +72,7 @@ def summarize(prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequ
     if not rewards:
         reason = scores[0].reason if scores else "there are no prompts"
         raise RunError(f"none of {len(scores)} samples of the evaluation could be judged: {reason}")
-    shares = [math.fsum(found) / len(found) for found in correct.values()]
+    shares = [math.fsum(values) / len(values) for values in correct.values()]
     accuracy = math.fsum(shares) / len(shares)
     return EvaluationResult(
         accuracy=accuracy,

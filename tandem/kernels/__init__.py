@@ -44,10 +44,10 @@ def select(
     choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", deterministic: bool = True,
     attention: str = "auto",
 ) -> Kernels:
-    """The kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 on a CPU where they can be built, and Triton's on a CUDA device
-    where they are installed (and says in the log why not otherwise), else the reference. ``deterministic``: keep the law of ``api``, which
-    only Triton's can do without. ``attention``: ``auto`` is their own, else packed attention of another package
-    (``attention_backends``). Raises ``UserError`` where ``cpu``, ``triton`` or ``attention`` is asked for and cannot be had."""
+    """Returns the kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 on a CPU if they can be built, and Triton's on a CUDA device
+    if they are installed (else it logs why not), otherwise the reference. ``deterministic``: keep the law of ``api``, which only Triton's
+    kernels can relax. ``attention``: ``auto`` is their own, else packed attention of another package
+    (``attention_backends``). Raises ``UserError`` if a requested ``cpu``, ``triton`` or ``attention`` is unavailable."""
     found = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
     if attention == "auto":
         return found

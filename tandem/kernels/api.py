@@ -5,7 +5,7 @@ Three sets exist: ``tandem.kernels.reference`` (plain torch, any dtype and devic
 Shapes: T tokens of a flat batch, S sequences, H hidden, D head size, Hq and Hkv query and key-value heads, N blocks.
 
 The law of this room: the bits of a result for one token depend on that token, its absolute position and the tokens
-before it in its own sequence, never on how many rows stand beside it, on chunking, on the block table or on the thread
+before it in its own sequence, never on the number of other rows, on chunking, on the block table or on the thread
 count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
 """
 
@@ -46,7 +46,7 @@ class PackedGroups(NamedTuple):
 class Routing(NamedTuple):
     """Where T tokens go in a mixture of E experts. ``gates[T, k]``, the largest first, and ``experts[T, k]`` int64. Sorted
     by expert, the rows ``bounds[e]:bounds[e + 1]`` (int64 [E + 1]) are expert e's; row i there is place ``order[i]`` of the
-    flat [T k], and place j stands in row ``inverse[j]``. Only the gates carry gradient."""
+    flat [T k], and place j is in row ``inverse[j]``. Only the gates carry gradient."""
 
     gates: Tensor
     experts: Tensor
@@ -231,8 +231,8 @@ class Kernels(Protocol):
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory, and the time to touch it, only where they are used: the system hands out fresh
-    pages as zeros. A pool that is never full never costs what it could hold."""
+    """Returns zeros that on a CPU use memory, and the time to write it, only for the pages that are touched: the system provides new
+    pages as zeros. A pool that is never full never uses its full size."""
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)

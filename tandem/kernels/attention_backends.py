@@ -92,7 +92,7 @@ BACKENDS = {
 
 
 def load_backend(name: str) -> Attention:
-    """Returns the attention called ``name``. Raises ``UserError`` where there is none of that name, or it is not installed."""
+    """Returns the attention called ``name``. Raises ``UserError`` if the name is unknown or its package is not installed."""
     if name not in BACKENDS:
         raise UserError(f"attention is {name!r}; it must be one of auto, {', '.join(BACKENDS)}")
     backend = BACKENDS[name]
@@ -120,7 +120,7 @@ def fast_attention(head_dim: int) -> str | None:
 
 
 def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Kernels:
-    """``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` where it cannot be had, and in deterministic mode where
+    """``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` if it is unavailable, and in deterministic mode where
     it breaks the law of ``api`` for ``dtype`` on ``device``."""
     attention = load_backend(name)
     broken = broken_law(kernels, attention, dtype, device) if deterministic else ""
@@ -162,7 +162,7 @@ def longest_whole_prompt(batch: PagedBatch) -> int:
 
 @torch.no_grad()
 def broken_law(kernels: Kernels, attention: Attention, dtype: torch.dtype, device: torch.device) -> str:
-    """What ``attention`` breaks of the law, in words, tried on a few sequences; empty where nothing was found."""
+    """Returns how ``attention`` breaks the invariance law on a few sequences, in words; empty if it does not."""
     lengths, heads = [70, 5, 300], (4, 2, 64)
     total, (query_heads, kv_heads, size) = sum(lengths), heads
     numbers = torch.Generator().manual_seed(0)

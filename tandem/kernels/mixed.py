@@ -38,8 +38,8 @@ def is_emulated(precision: Precision, device: torch.device) -> bool:
 
 
 def whole_precision(kernels: Kernels) -> Kernels:
-    """The kernels under mixed ones: for what must not be rounded, such as a router."""
-    # Asked by name: others may stand around the mixed ones.
+    """Returns the kernels under mixed ones, for operations that must not be rounded, such as a router."""
+    # Looked up by name, as other kernels may wrap the mixed ones.
     found: Kernels = getattr(kernels, "inner", kernels)
     return found
 

@@ -2,7 +2,7 @@
 
 A weight of N output channels and K inputs is ``codes[N, K]``; runs of ``group_size`` columns share a scale (and a zero):
 
-    weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = the group that column k stands in
+    weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = the group of column k
 
 ``inputs`` says what happens to the other operand: nothing (weight-only, "W4A16"), or a rounding to 8 bits under a scale
 of each row ("W8A8"; Dettmers et al., 2022, section 2.1: vector-wise scales). An int8 weight with one scale a channel and
@@ -78,7 +78,7 @@ class PackedQuantized(NamedTuple):
 
 
 class PackedParts(NamedTuple):
-    """A weight in parts that stand one above the other and are stored in different ways; each is packed."""
+    """A weight in row blocks, one above the other, that are stored in different formats; each is packed."""
 
     parts: tuple[Any, ...]
 
@@ -111,7 +111,7 @@ def _check(weight: QuantizedWeight) -> None:
 
 
 def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
-    """The weight [N, K] that the codes stand for, in fp32, with columns in the order of the codes. A packed one must come
+    """Returns the dequantised weight [N, K] in fp32, with columns in the order of the codes. A packed weight must come
     from ``keep_codes``."""
     codes = weight.codes if isinstance(weight, QuantizedWeight) else weight.data
     wide = codes.float()

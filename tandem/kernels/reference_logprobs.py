@@ -85,7 +85,7 @@ class HeadGradients:
                 self._by_weight += tile.t() @ self._hidden[places]
 
     def found(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients by ``hidden`` and ``weight``, in their dtypes; ``None`` for what is not wanted."""
+        """Returns the gradients by ``hidden`` and ``weight``, in their dtypes; ``None`` for those not needed."""
         return self._by_hidden, None if self._by_weight is None else self._by_weight.to(self._weight.dtype)
 
 

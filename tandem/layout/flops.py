@@ -35,15 +35,15 @@ def peak_of(device_name: str) -> Peak | None:
 
 def matrix_parameters(shapes: ModelShapes) -> int:
     """Weights of the matrices that a token meets: of experts those that it is sent to; the head, and not the embedding."""
-    found = shapes.vocab_size * shapes.hidden_size
+    parameters = shapes.vocab_size * shapes.hidden_size
     for layer in range(shapes.num_hidden_layers):
-        found += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
+        parameters += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
         experts = shapes.experts_of(layer)
         if experts is None:
-            found += 3 * shapes.hidden_size * shapes.intermediate_size
+            parameters += 3 * shapes.hidden_size * shapes.intermediate_size
         else:
-            found += shapes.hidden_size * (experts.num_experts + 3 * experts.num_experts_per_tok * experts.intermediate_size)
-    return found
+            parameters += shapes.hidden_size * (experts.num_experts + 3 * experts.num_experts_per_tok * experts.intermediate_size)
+    return parameters
 
 
 def step_flops(shapes: ModelShapes, lengths: Iterable[int]) -> int:

@@ -84,7 +84,7 @@ class Mesh:
 
 
 def smaller(shape: MeshShape) -> MeshShape | None:
-    """``shape`` with the most data-parallel ranks that are fewer; ``None`` where there is none."""
+    """Returns ``shape`` with the largest valid smaller number of data-parallel ranks; ``None`` if there is none."""
     for data in range(shape.data - 1, 0, -1):
         if data * shape.context % shape.expert == 0:
             return replace(shape, data=data)

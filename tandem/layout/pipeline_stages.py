@@ -1,4 +1,4 @@
-"""Which layers stand on which stage of a pipeline. Imports no torch."""
+"""The layers of each pipeline stage. Imports no torch."""
 
 import itertools
 import re
@@ -47,7 +47,7 @@ def spans(counts: Sequence[int]) -> tuple[Span, ...]:
 
 
 def stage_spans(shapes: ModelShapes, stages: int, counts: Sequence[int] = ()) -> tuple[Span, ...]:
-    """A span for each stage: ``counts`` layers each, or a split by cost. Raises ``ValueError`` where there is none."""
+    """Returns the layer span of each stage: ``counts`` layers each, or a split by cost. Raises ``ValueError`` if there is no such split."""
     if counts:
         if len(counts) != stages or sum(counts) != shapes.num_hidden_layers or min(counts) < 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where the ranks of section ``parallel`` stand. Imports no torch."""
+"""The placement of the ranks of section ``parallel`` on nodes. Imports no torch."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import MeshShape, crossing
@@ -10,12 +10,12 @@ def mesh_of(parallel: ParallelConfig) -> MeshShape:
 
 
 def check_placement(parallel: ParallelConfig) -> None:
-    """Refuse a mesh in which ranks that exchange something in every layer stand on several nodes, unless it was asked for."""
+    """Raises ``UserError`` for a mesh that places tensor- or context-parallel ranks on several nodes, unless ``across_nodes`` is set."""
     if parallel.across_nodes:
         return
     for axis in crossing(mesh_of(parallel), parallel.nodes()):
         if axis in ("tensor", "context"):
             raise UserError(
-                f"'parallel.{axis}' is {getattr(parallel, axis)}, and with parallel.ranks_per_node {parallel.ranks_per_node} its ranks would stand on "
+                f"'parallel.{axis}' is {getattr(parallel, axis)}, and with parallel.ranks_per_node {parallel.ranks_per_node} its ranks would be on "
                 f"several machines, between which every layer would wait; lower it, or set parallel.across_nodes to true"
             )

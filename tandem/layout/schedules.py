@@ -1,6 +1,6 @@
 """Pipeline schedules as data: what each rank computes, sends and receives, in order. Imports no torch.
 
-A model is cut into ``stages`` runs of layers; stage s stands on rank s mod p of p, so that with ``virtual_stages`` v each rank has
+A model is divided into ``stages`` runs of layers; stage s is on rank s mod p of p, so that with ``virtual_stages`` v each rank has
 v of them. GPipe (Huang et al., 2019) runs all forwards, then all backwards; 1F1B (PipeDream-Flush: Narayanan et al., 2021a) holds
 at most p - rank micro-batches; interleaved 1F1B (Narayanan et al., 2021b, section 2.2, in Megatron-LM's order) has a bubble v
 times smaller. Every backward of a stage comes in the order of the micro-batches, so that gradients are summed alike.
@@ -118,7 +118,7 @@ def _interleaved(shape: PipelineShape, rank: int) -> list[Operation]:
 
 
 def _alternating(forwards: list[Operation], backwards: list[Operation], warm_up: int) -> list[Operation]:
-    """``warm_up`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Returns ``warm_up`` forwards, then one forward and one backward alternately, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     return forwards[:warm_up] + [operation for pair in pairs for operation in pair] + backwards[len(forwards) - warm_up :]
@@ -127,13 +127,12 @@ def _alternating(forwards: list[Operation], backwards: list[Operation], warm_up:
 def simulate(
     shape: PipelineShape, orders: Sequence[Sequence[Operation]], forward: Sequence[float] = (), backward: Sequence[float] = ()
 ) -> list[Compute]:
-    """When each forward and backward of ``orders`` runs where every rank goes on as soon as it can and transfers take no time,
-    by end. ``forward`` and ``backward``: the seconds of each stage (1 and 2 where not given). Raises ``ValueError`` where the
-    ranks wait for each other."""
+    """Returns when each forward and backward of ``orders`` runs, sorted by end, if every rank runs as early as it can and transfers take
+    no time. ``forward`` and ``backward``: the seconds of each stage (default: 1 and 2). Raises ``ValueError`` if the ranks deadlock."""
     forward, backward = forward or [1.0] * shape.stages, backward or [2.0] * shape.stages
     orders = [computes_of(order) for order in orders]
     done: dict[Operation, float] = {}
-    place, free, found = [0] * shape.ranks, [0.0] * shape.ranks, []
+    place, free, computes = [0] * shape.ranks, [0.0] * shape.ranks, []
     left = sum(map(len, orders))
     while left:
         before = left
@@ -146,13 +145,13 @@ def simulate(
                 start = max([free[rank], *(done[other] for other in needed)])
                 seconds = (forward if operation.kind == "forward" else backward)[operation.stage]
                 done[operation] = free[rank] = start + seconds
-                found.append(Compute(rank, operation, start, start + seconds))
+                computes.append(Compute(rank, operation, start, start + seconds))
                 place[rank] += 1
                 left -= 1
         if left == before:
             stuck = [f"rank {rank} at {order[at].kind} {order[at][1:3]}" for rank, (order, at) in enumerate(zip(orders, place, strict=True)) if at < len(order)]
             raise ValueError(f"the schedule does not end: {', '.join(stuck)}")
-    return sorted(found, key=lambda c: (c.end, c.rank))
+    return sorted(computes, key=lambda c: (c.end, c.rank))
 
 
 def _needs(shape: PipelineShape, operation: Operation) -> list[Operation]:

@@ -26,7 +26,7 @@ class ShardOffsets(NamedTuple):
         return ShardOffsets(shift(self.start), shift(self.stop))
 
     def moved(self, start: tuple[int, ...]) -> "ShardOffsets":
-        """The same elements where the corner they are counted from stands at ``start``."""
+        """Returns the same elements with their origin moved to ``start``."""
         move = lambda corner: tuple(a + b for a, b in zip(corner, start, strict=True))
         return ShardOffsets(move(self.start), move(self.stop))
 
@@ -41,8 +41,8 @@ def whole_offsets(shape: tuple[int, ...]) -> ShardOffsets:
 
 def intersection(a: ShardOffsets, b: ShardOffsets) -> ShardOffsets | None:
     """The elements in both, ``None`` where there are none."""
-    found = ShardOffsets(tuple(map(max, a.start, b.start)), tuple(map(min, a.stop, b.stop)))
-    return found if all(size > 0 for size in found.shape) else None
+    common = ShardOffsets(tuple(map(max, a.start, b.start)), tuple(map(min, a.stop, b.stop)))
+    return common if all(size > 0 for size in common.shape) else None
 
 
 def flat_range(shape: tuple[int, ...], box: ShardOffsets) -> range | None:
@@ -88,12 +88,12 @@ def is_covered(box: ShardOffsets, parts: Iterable[ShardOffsets]) -> bool:
     """Whether every element of ``box`` is in one of ``parts``."""
     left = [box]
     for part in parts:
-        left = [rest for found in left for rest in difference(found, part)]
+        left = [rest for remaining in left for rest in difference(remaining, part)]
     return not left
 
 
 def difference(box: ShardOffsets, part: ShardOffsets) -> Iterator[ShardOffsets]:
-    """``box`` without ``part``, as boxes: what lies before and after it along each axis in turn."""
+    """Returns ``box`` without ``part``, as boxes: the rest before and after ``part`` along each axis, one axis after another."""
     common = intersection(box, part)
     if common is None:
         if box.numel:

@@ -84,8 +84,8 @@ class ShardSpec:
         if size < 1 or not 0 <= self.rank < size:
             raise ValueError(f"rank {self.rank} of {size} does not exist")
         if self.expert_size > 1 and (shapes.experts is None or shapes.experts.num_experts % self.expert_size):
-            found = "no experts" if shapes.experts is None else f"{shapes.experts.num_experts} experts"
-            raise ValueError(f"the model has {found}, which do not divide by {self.expert_size} expert-parallel ranks")
+            experts = "no experts" if shapes.experts is None else f"{shapes.experts.num_experts} experts"
+            raise ValueError(f"the model has {experts}, which do not divide by {self.expert_size} expert-parallel ranks")
         counts = {"num_attention_heads": shapes.num_attention_heads, "intermediate_size": shapes.intermediate_size}
         if self.deterministic:
             counts["hidden_size"] = shapes.hidden_size
@@ -109,8 +109,8 @@ def vocabulary_part(shapes: ModelShapes, cut: ShardSpec) -> int:
 
 
 def local_shapes(shapes: ModelShapes, cut: ShardSpec) -> ModelShapes:
-    """``shapes`` with the heads, the inner sizes and the vocabulary of one rank. Key-value heads that are fewer than ranks
-    stand on several. Raises ``ValueError`` for a model that cannot be cut so."""
+    """Returns ``shapes`` with the heads, inner sizes and vocabulary of one rank. Key-value heads are replicated if there are fewer
+    heads than ranks. Raises ``ValueError`` for a model that cannot be divided so."""
     if cut.size == 1 and cut.expert_size == 1:
         return shapes
     cut.check(shapes)

@@ -11,8 +11,8 @@ from tandem.model.context_parallel import SharedContext, shared_attention
 
 @dataclass(frozen=True, slots=True)
 class PackedContext:
-    """Whole sequences one after another: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32) and stands at
-    positions from 0. ``max_seqlen``: the longest, in tokens."""
+    """Whole sequences one after another: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start
+    at 0. ``max_seqlen``: the longest, in tokens."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -21,8 +21,8 @@ class PackedContext:
 @dataclass(frozen=True, slots=True)
 class PagedContext:
     """An engine's flat batch over its cache, one ``KVLayer`` a layer. Keys and values of the new tokens are written.
-    ``wanted[W]`` int64: the rows whose hidden state is asked for (``None``: all). The last layer computes no more of
-    the others than their keys and values."""
+    ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all). The last layer computes only keys and
+    values of the others."""
 
     batch: PagedBatch
     caches: list[KVLayer]

@@ -75,7 +75,7 @@ def _over_gathered_keys(
     starts = [start for start, end in itertools.pairwise(bounds) if start < last and end > first]
     begin = starts[0]
     seen_k, seen_v = (part.contiguous() for part in pairs[begin:last].chunk(2, dim=1))
-    # Rows of 0 stand for the queries before this rank's: the kernels attend over whole sequences.
+    # Zero rows take the place of the queries before this rank's, as the kernels attend over whole sequences.
     queries = F.pad(q, (0, 0, 0, 0, first - begin, 0))
     edges = [*starts, last]
     cu_seqlens = context.cu_seqlens.new_tensor([edge - begin for edge in edges])

@@ -39,9 +39,9 @@ class Decoder(nn.Module):
     trains together with them.
     ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
     With ``spans`` it holds pipeline stages: their layers, with the first stage the embedding, with the last the final norm, the head
-    and a copy of a tied embedding; what it does not hold is no attribute.
-    ``around_layer``, where given, stands around every layer of a packed batch; with ``recompute`` other than ``none`` it must let
-    exceptions pass, for a recomputation ends with one.
+    and a copy of a tied embedding; a part that it does not hold is not an attribute.
+    ``around_layer``, if given, wraps every layer of a packed batch; unless ``recompute`` is ``none`` it must let exceptions pass, as a
+    recomputation ends with one.
     """
 
     lm_head: Linear | None
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
             self.norm = Norm(shapes.hidden_size, dtype, device)
         has_head = self.holds("lm_head.weight") and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
-        # Not a buffer: it stays fp32 whatever the parameters are converted to.
+        # Not a buffer, so that it stays fp32 when the parameters are converted.
         self._cos_sin = rotary_table(shapes).to(device)
         self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
@@ -162,9 +162,9 @@ class Decoder(nn.Module):
             return F.embedding(tokens, self.embed_tokens)
         own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
         held = (own >= 0) & (own < self.local.vocab_size)
-        found = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
+        rows = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
         # Nothing changes when -0 is added to it, +0 and -0 included.
-        return collectives.embedded(found.masked_fill(~held.unsqueeze(1), -0.0))
+        return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
     def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
         """The log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens``;
@@ -217,8 +217,8 @@ class Decoder(nn.Module):
         return self._packed, self._packed_head
 
     def packed_matrices(self) -> list[dict[str, Any]]:
-        """The packed matrices of every layer by their place in it; the head stands in a last dictionary of its own. Empty where the
-        decoder is not packed."""
+        """Returns the packed matrices of every layer, by position in the layer, and the head in a dictionary of its own at the end. Empty
+        if the decoder is not packed."""
         if self._packed is None:
             return []
         names = ("qkv", "output", "gate_up", "down", "experts")

@@ -1,7 +1,7 @@
-"""Experts that stand on different ranks: each token's row travels to its experts and back (Lepikhin et al., 2021, GShard).
+"""Expert parallelism: each token's row is sent to the ranks of its experts and back (Lepikhin et al., 2021, GShard).
 
-No capacity, no padding, and nothing dropped: as many rows travel as the router chose, none included. A row has the bits that it
-has where all experts stand on one rank, and an expert's rows stand in the order of the ranks that they come from.
+There is no capacity limit, no padding and no dropped token: exactly the rows that the router chose are sent, which may be none. A row has
+the same bits as with all experts on one rank, and an expert's rows are in the order of the ranks that sent them.
 """
 
 from collections.abc import Callable

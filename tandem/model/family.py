@@ -101,7 +101,7 @@ def all_families() -> dict[str, Family]:
 
 
 def family_named(model_type: str) -> Family:
-    """Returns the family of ``model_type``. Raises ``KeyError`` where there is none."""
+    """Returns the family of ``model_type``. Raises ``KeyError`` if there is none."""
     return all_families()[model_type]
 
 
@@ -120,7 +120,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_to_create(name: str) -> Family:
-    """Returns the family of ``model.create.architecture``. Raises ``UserError`` where there is none."""
+    """Returns the family of ``model.create.architecture``. Raises ``UserError`` if there is none."""
     known = all_families()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -67,49 +67,49 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
     held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.holds(name)]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     if "model.embed_tokens.weight" in held:
-        found["model.embed_tokens.weight"] = decoder.embed_tokens
+        tensors["model.embed_tokens.weight"] = decoder.embed_tokens
     if "model.norm.weight" in held:
-        found["model.norm.weight"] = decoder.norm.weight
+        tensors["model.norm.weight"] = decoder.norm.weight
     if decoder.lm_head is not None:
-        found["lm_head.weight"] = decoder.head_weight
+        tensors["lm_head.weight"] = decoder.head_weight
     projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
         at = f"model.layers.{index}."
-        found |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
-        found |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
+        tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.experts is not None:
-            found |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.cut.expert_rank * layer.experts.held)
+            tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.cut.expert_rank * layer.experts.held)
         elif layer.gate_up_proj is not None and layer.down_proj is not None:
-            found |= _unfused(
+            tensors |= _unfused(
                 layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
             )
-            found |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (layer.down_proj.rows,))
+            tensors |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (layer.down_proj.rows,))
         if layer.q_norm is not None and layer.k_norm is not None:
-            found[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
-            found[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
-        found[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
-        found[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
-    return {name: found[name] for name in held}
+            tensors[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
+            tensors[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
+        tensors[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
+        tensors[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+    return {name: tensors[name] for name in held}
 
 
 def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> dict[str, Tensor]:
     assert experts.gate_up_proj is not None and experts.down_proj is not None
-    found: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
+    tensors: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
     gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
     for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
-        found |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked, first)}
-    return found
+        tensors |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked, first)}
+    return tensors
 
 
 def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
         if fused is not None:
-            found |= {f"{name}.{kind}": part for name, part in zip(names, fused.detach().split(rows), strict=True)}
-    return found
+            tensors |= {f"{name}.{kind}": part for name, part in zip(names, fused.detach().split(rows), strict=True)}
+    return tensors
 
 
 def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

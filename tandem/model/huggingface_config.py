@@ -37,7 +37,7 @@ _ROPE_KEYS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in ``path``. Raises ``UserError`` where there is none."""
+    """Returns the JSON object in ``path``. Raises ``UserError`` if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,10 +192,10 @@ def _check_expressed(shapes: ModelShapes, content: dict[str, Any]) -> None:
     for name, given in wanted.items():
         if given != read[name]:
             if isinstance(given, dict) and isinstance(read[name], dict):
-                name, given, found = next((f"{name}.{key}", given[key], read[name][key]) for key in given if given[key] != read[name][key])
+                name, given, expressible = next((f"{name}.{key}", given[key], read[name][key]) for key in given if given[key] != read[name][key])
             else:
-                found = read[name]
-            raise ValueError(f"the config.json of a {shapes.architecture} model cannot express {name} {given}; it must be {found}")
+                expressible = read[name]
+            raise ValueError(f"the config.json of a {shapes.architecture} model cannot express {name} {given}; it must be {expressible}")
 
 
 def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tandem.runtime.communicator import Communicator
 
 
 class LayerBatch(NamedTuple):
-    """What every layer of one forward pass is given. ``linear``: the product for plain or for packed weights. ``collectives``
-    stand around the matrices. ``expert_ranks``: those that experts are divided between; ``balance``: what keeps experts evenly busy.
+    """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``collectives``: applied
+    before and after the matrices. ``expert_ranks``: the ranks that experts are divided between; ``balance``: the load balancing of experts.
     ``fused_mlp``: a packed MLP may be one call."""
 
     kernels: Kernels
@@ -50,8 +50,8 @@ _UNCHANGED = LoraLayer()
 def run_layer(
     batch: LayerBatch, weights: LayerWeights, x: Tensor | None, residual: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x, residual) -> (x, residual). The norm of the sum stands at the start, so that a layer reads its own parameters only.
-    ``rows`` int64: the only ones that are asked for after the attention (``None``: all)."""
+    """(x, residual) -> (x, residual). The norm of the sum is at the start, so that a layer reads its own parameters only.
+    ``rows`` int64: the rows that are computed after the attention (``None``: all)."""
     # Unpacked at once: a small model decodes as fast as Python looks things up.
     kernels, linear, positions, cos_sin, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp = batch
     (

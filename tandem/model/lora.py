@@ -1,6 +1,6 @@
 """Low-rank adapters (Hu et al., 2021): PEFT folders, and several adapters in one batch.
 
-Adapters stand in *slots*. Each matrix that some adapter changes has two stacks of small matrices, one for each slot,
+Adapters are loaded into *slots*. Each matrix that some adapter changes has two stacks of small matrices, one for each slot,
 padded with zeros to the largest rank allowed: the rows of a batch are sorted by slot and multiplied with both stacks
 (Punica; Chen et al., 2023). A row's bits depend on its own adapter only, and rows without one are not touched.
 """
@@ -57,7 +57,7 @@ def digest_of(folder: str | Path) -> str:
 
 
 def rank_of(folder: str | Path) -> int:
-    """The rank that an adapter's configuration names. Raises ``UserError`` where there is none."""
+    """Returns the rank in an adapter's configuration. Raises ``UserError`` if there is none."""
     rank = read_json(Path(folder) / CONFIG).get("r")
     if not isinstance(rank, int) or rank < 1:
         raise UserError(f"adapter '{folder}' has r {rank!r}; it must be a whole number of at least 1")
@@ -80,16 +80,16 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     if rank > max_rank:
         raise UserError(f"adapter '{folder}' has rank {rank}; this engine takes up to {max_rank}: raise max_lora_rank")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    found: dict[tuple[int, str], dict[str, Tensor]] = {}
+    pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
     for name, tensor in read_file(Path(folder) / WEIGHTS):
         match = _NAME.fullmatch(name)
         if match is None:
             raise UserError(f"adapter '{folder}' has the tensor '{name}'; supported are q, k, v, o, gate, up and down projections")
-        found.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
-    if not found:
+        pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
+    if not pairs:
         raise UserError(f"adapter '{folder}' has no matrices; train it with target_modules")
     matrices = {}
-    for (layer, module), pair in found.items():
+    for (layer, module), pair in pairs.items():
         rows, columns = _shape_of(shapes, layer, module, folder)
         for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
             if side not in pair or tuple(pair[side].shape) != shape:

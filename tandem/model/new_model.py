@@ -52,7 +52,7 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
 
 
 def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
-    """Writes the tokenizer that ``config`` names or describes to ``folder``. Raises ``UserError`` where there is none."""
+    """Writes the tokenizer that ``config`` names or describes to ``folder``. Raises ``UserError`` if it names a folder without a tokenizer."""
     if not config.tokenizer:
         make_character_tokenizer(config.characters, folder)
         return

@@ -1,4 +1,4 @@
-"""How the ranks that train one model share it: what stands around each matrix, and who holds which tokens.
+"""How the ranks that train one model share it: the collectives around each matrix, and the tokens of each rank.
 
 Tensor parallelism (Shoeybi et al., 2019) cuts matrices as ``layout.sharding.ShardSpec`` says; with sequence parallelism (Korthikanti
 et al., 2022) the residual stream and its norms are cut by tokens between the same ranks. Context parallelism divides the

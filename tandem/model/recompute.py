@@ -22,8 +22,8 @@ Outputs = tuple[Tensor, ...]
 
 
 def around_layers(recompute: Recompute, kernels: Kernels, around: AroundLayer | None) -> tuple[Kernels, AroundLayer | None]:
-    """The kernels that layers compute with and what stands around them. ``around`` stays next to the layer: under ``full`` it is
-    run again in the backward pass."""
+    """Returns the kernels that layers compute with and the wrapper of layers. ``around`` stays the innermost wrapper: under ``full`` it
+    runs again in the backward pass."""
     if recompute == "none" or not torch.is_grad_enabled():
         return kernels, around
     selective = SelectiveKernels(kernels) if recompute == "selective" else None
@@ -38,9 +38,9 @@ def around_layers(recompute: Recompute, kernels: Kernels, around: AroundLayer | 
 
 
 class SelectiveKernels:
-    """``kernels``, of which the outputs that cost little are computed again where a backward pass wants them.
+    """``kernels`` whose cheap outputs are recomputed when a backward pass needs them.
 
-    ``inside`` must stand around the layers: it is there that what autograd saves is looked through. An output is recognised by
+    ``inside`` must wrap the layers: it intercepts the tensors that autograd saves. An output is recognised by
     its memory, which its producer holds until the layer ends; so no other tensor can have it meanwhile."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -99,13 +99,13 @@ class SelectiveKernels:
                     self._made[output.data_ptr(), output.shape] = recipe, place, output
 
     def _pack(self, saved: Tensor) -> Any:
-        found = self._made.get((saved.data_ptr(), saved.shape))
-        return saved if found is None else found[0].at(found[1])
+        made = self._made.get((saved.data_ptr(), saved.shape))
+        return saved if made is None else made[0].at(made[1])
 
 
 class _Recipe:
-    """How outputs are made of ``inputs``. Several may have been saved: all are made when the first is wanted, and let go when
-    each has been given."""
+    """Recomputes outputs from ``inputs``. Several may have been saved: all are computed when the first is needed, and freed when each
+    has been returned."""
 
     def __init__(self, run: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
         self._run, self._inputs = run, inputs

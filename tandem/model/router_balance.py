@@ -64,17 +64,17 @@ class RouterBalance:
         routing = biased_route(logits, self.biases[layer], each, normalised) if self.bias_rate else kernels.route(logits, each, normalised)
         # Inside a backward pass the same tokens are routed again.
         if torch.is_grad_enabled():
-            found = routing.bounds.diff()
+            counts = routing.bounds.diff()
             if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-                self.counts[layer] += found
+                self.counts[layer] += counts
             if self.loss and logits.requires_grad:
-                routing = routing._replace(gates=_Attach.apply(routing.gates, self._balance(logits, found)))
+                routing = routing._replace(gates=_Attach.apply(routing.gates, self._balance(logits, counts)))
         return routing
 
-    def _balance(self, logits: Tensor, found: Tensor) -> Tensor:
+    def _balance(self, logits: Tensor, counts: Tensor) -> Tensor:
         """This rank's share of the loss of one layer: E times the sum over experts of (share of the tokens) times (sum of probabilities)."""
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        every = torch.cat((found, found.new_tensor([len(logits)])))
+        every = torch.cat((counts, counts.new_tensor([len(logits)])))
         every = self.ranks.all_reduce(every, "tokens of each expert in a micro-batch")
         shares = every[:-1] / every[-1:].clamp_min(1)
         return self._weight * len(shares) * (shares.to(probabilities.dtype) * probabilities.sum(0)).sum()

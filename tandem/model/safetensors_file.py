@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], forms: Sequence[Form] | None = None) -> None:
     """Writes ``tensors`` in their order and flushes them to the disk. ``forms``: those of ``tensors``, in the same order; each is then taken and
-    written in turn, so that one is in memory at a time. Raises ``OSError`` as the system does, on a full disk too, and ``ValueError`` where a tensor
+    written one after another, so that one is in memory at a time. Raises ``OSError`` as the system does, on a full disk too, and ``ValueError`` where a tensor
     does not have its form."""
     held = tensors
     if forms is None:

@@ -36,8 +36,8 @@ class RankGroup:
         """On rank 0 every rank's ``x[T, n]`` side by side, [T, width], where all but the last have n = ``part``; elsewhere
         ``x``."""
         padded = x if x.shape[1] == part else torch.nn.functional.pad(x, (0, part - x.shape[1]))
-        found = self._ranks.gather(padded, 0, "logits")
-        return torch.cat(found, dim=1)[:, :width].contiguous() if found else x
+        parts = self._ranks.gather(padded, 0, "logits")
+        return torch.cat(parts, dim=1)[:, :width].contiguous() if parts else x
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Send ``tensors`` to ``rank``, which must ``receive`` them."""

@@ -137,7 +137,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
 def _row_sums(logits: Tensor, own: Tensor, held: Tensor, temperatures: Sequence[float]) -> Tensor:
     """Of each temperature and row of this rank's ``logits[R, n]``: the largest logit, the sum of exponentials, the sum of exponentials times
     logits, and the target's logit (0 where ``held[R]`` says that another rank has it): [temperatures, 4, R]."""
-    found = []
+    statistics = []
     for divisor in temperatures:
         scaled = logits if divisor == 1 else logits / divisor
         largest = scaled.amax(1)
@@ -145,5 +145,5 @@ def _row_sums(logits: Tensor, own: Tensor, held: Tensor, temperatures: Sequence[
         chosen = scaled.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
         # 0 times -inf is 0 here: a token of probability 0 has no entropy.
         expected = scaled.clamp_min(torch.finfo(scaled.dtype).min).mul_(weights).sum(1)
-        found.append(torch.stack((largest, weights.sum(1), expected, chosen)))
-    return torch.stack(found)
+        statistics.append(torch.stack((largest, weights.sum(1), expected, chosen)))
+    return torch.stack(statistics)

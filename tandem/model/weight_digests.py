@@ -12,15 +12,15 @@ from tandem.model.huggingface import to_huggingface
 def weight_digests(decoder: Decoder) -> dict[str, str]:
     """The xxh3-128, in hexadecimal, of every tensor's bytes by Hugging Face name, in the decoder's own dtype; of a packed
     decoder (a quantised folder is read as one) those of every parameter and packed tensor by its place in the decoder."""
-    # Optional for whoever only generates.
+    # An optional dependency, not needed for generation.
     import xxhash
 
-    found = {}
+    digests = {}
     for name, tensor in _packed_tensors(decoder) if decoder.is_packed else to_huggingface(decoder):
         held = tensor.detach().contiguous().cpu()
         memory = (ctypes.c_char * held.nbytes).from_address(held.data_ptr())
-        found[name] = str(xxhash.xxh3_128_hexdigest(memory))
-    return found
+        digests[name] = str(xxhash.xxh3_128_hexdigest(memory))
+    return digests
 
 
 def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -70,7 +70,7 @@ class LocalRegistry:
             return self._rows("WHERE name = ? OR ? = ''", name, name)
 
     def promote(self, version: Version, stage: Stage) -> Version:
-        """Raises ``UserError`` where a version is to be kept whose files are gone."""
+        """Moves ``version`` to ``stage``. Raises ``UserError`` if its files must be kept and no longer exist."""
         path = self._keep(version) if stage in _KEPT else version.entry.path
         with errors(self._path, "the model registry"), transaction(self._connection):
             if stage == "production":
@@ -100,7 +100,7 @@ class LocalRegistry:
         if final.is_dir():
             return str(final)
         if not source.is_dir():
-            raise UserError(f"the files of '{version.reference}' are gone from '{source}' (its run has pruned them); promote a version that is there")
+            raise UserError(f"the files of '{version.reference}' no longer exist in '{source}' (its run has pruned them); promote a version whose files exist")
         fresh = final.with_name(f".{final.name}.tmp")
         shutil.rmtree(fresh, ignore_errors=True)
         try:

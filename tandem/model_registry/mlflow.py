@@ -36,20 +36,20 @@ class MlflowRegistry:
             if not self._client.search_registered_models(f"name = '{entry.name}'"):
                 self._client.create_registered_model(entry.name)
             tags = {f"{_PREFIX}{name}": value for name, value in _tags(entry).items()}
-            found = self._client.create_model_version(entry.name, source=entry.path, tags={**tags, f"{_PREFIX}stage": "none"})
-        return _version(found)
+            created = self._client.create_model_version(entry.name, source=entry.path, tags={**tags, f"{_PREFIX}stage": "none"})
+        return _version(created)
 
     def versions(self, name: str = "") -> list[Version]:
         with _one_line(self._uri):
-            found: list[Any] = []
+            entries: list[Any] = []
             token = None
             while True:
                 page = self._client.search_model_versions(f"name = '{name}'" if name else None, max_results=200, page_token=token)
-                found += page
+                entries += page
                 token = page.token
                 if not token:
                     break
-        ours = (version for version in found if f"{_PREFIX}digest" in version.tags)
+        ours = (version for version in entries if f"{_PREFIX}digest" in version.tags)
         return sorted(map(_version, ours), key=lambda version: (version.entry.name, version.number))
 
     def promote(self, version: Version, stage: Stage) -> Version:
@@ -79,13 +79,13 @@ def _tags(entry: NewVersion) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _version(found: Any) -> Version:
-    tags: Mapping[str, str] = {key.removeprefix(_PREFIX): value for key, value in found.tags.items()}
+def _version(row: Any) -> Version:
+    tags: Mapping[str, str] = {key.removeprefix(_PREFIX): value for key, value in row.tags.items()}
     entry = NewVersion(
-        found.name, found.source, tags["digest"], int(tags["step"]), tags["run"], json.loads(tags["recipe"]), json.loads(tags["data"]),
+        row.name, row.source, tags["digest"], int(tags["step"]), tags["run"], json.loads(tags["recipe"]), json.loads(tags["data"]),
         tags["parent"], json.loads(tags["metrics"]),
     )  # fmt: skip
-    return Version(int(found.version), stage_named(tags["stage"]), found.creation_timestamp / 1000, entry)
+    return Version(int(row.version), stage_named(tags["stage"]), row.creation_timestamp / 1000, entry)
 
 
 @contextmanager

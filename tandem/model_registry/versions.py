@@ -55,7 +55,7 @@ class Version:
 
 
 class Registry(Protocol):
-    """Where versions are entered and found."""
+    """Stores and lists model versions."""
 
     def register(self, entry: NewVersion) -> Version:
         """The version of ``entry``: a new one, or the one that has its digest already."""
@@ -84,18 +84,18 @@ def stage_named(text: str) -> Stage:
 
 
 def find(registry: Registry, reference: str) -> Version:
-    """``NAME/3``, ``NAME@production`` (the newest there), or ``NAME`` (the newest). Raises ``UserError`` where there is none."""
+    """Returns the version ``NAME/3``, ``NAME@production`` (the newest in that stage) or ``NAME`` (the newest). Raises ``UserError`` if it does not exist."""
     match = re.fullmatch(r"([^/@]+)(?:/(\d+)|@(\w+))?", reference)
     if match is None:
         raise UserError(f"'{reference}' names no version; write NAME/3, NAME@production, or NAME for the newest")
     name, number, stage = match.groups()
-    found = registry.versions(name)
-    if not found:
+    versions = registry.versions(name)
+    if not versions:
         known = sorted({version.entry.name for version in registry.versions()})
         raise UserError(f"the registry has no model '{name}'; it has {', '.join(known) or 'none'}")
     if stage is not None:
         stage_named(stage)
-    matching = [v for v in found if number in (None, str(v.number)) and stage in (None, v.stage)]
+    matching = [v for v in versions if number in (None, str(v.number)) and stage in (None, v.stage)]
     if not matching:
         raise UserError(f"the model '{name}' has no version '{reference}'; 'tandem models list {name}' shows those it has")
     return matching[-1]

@@ -53,7 +53,7 @@ class RunFacts:
 
 
 def report_run(directory: Path) -> Path:
-    """Write ``report.html`` of the run in ``directory`` and return its path. Raises ``UserError`` where there is no run."""
+    """Writes ``report.html`` of the run in ``directory`` and returns its path. Raises ``UserError`` if ``directory`` is not a run."""
     if not (directory / "journal.sqlite").is_file():
         raise UserError(f"'{directory}' is not a run: it has no journal.sqlite; name a folder under runs/")
     path = directory / "report.html"
@@ -203,9 +203,9 @@ def _memory_table(facts: RunFacts) -> str:
                 measured[phase] = max(measured.get(phase, 0.0), float(value))
     body = []
     for phase in sorted(set(measured) | set(facts.predicted_memory)):
-        predicted, found = facts.predicted_memory.get(phase), measured.get(phase)
-        ratio = f"{found / predicted:.2f}" if predicted and found else "-"
-        cells = "".join(f"<td class='number'>{_mebibytes(v)}</td>" for v in (predicted, found))
+        predicted, peak = facts.predicted_memory.get(phase), measured.get(phase)
+        ratio = f"{peak / predicted:.2f}" if predicted and peak else "-"
+        cells = "".join(f"<td class='number'>{_mebibytes(v)}</td>" for v in (predicted, peak))
         body.append(f"<tr><td>{html.escape(phase)}</td>{cells}<td class='number'>{ratio}</td></tr>")
     return (
         "<table><tr><th>phase</th><th>predicted MiB</th><th>measured MiB (most)</th><th>measured / predicted</th></tr>"

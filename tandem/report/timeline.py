@@ -41,7 +41,7 @@ class Bubble:
 
 
 def bubble(spans: Sequence[Span], order: ScheduleName) -> Bubble | None:
-    """Of the first pipeline in a traced step; ``None`` where there is no pipeline in it."""
+    """Returns the bubble of the first pipeline in a traced step; ``None`` if the step has no pipeline."""
     passes = [span for span in spans if span.name in ("forward", "backward")]
     first = min((span.arguments.get("pipeline", 0) for span in passes), default=0)
     passes = [span for span in passes if span.arguments.get("pipeline", 0) == first]
@@ -70,12 +70,12 @@ def timeline_section(traces: Mapping[int, Sequence[Span]], order: ScheduleName, 
 
 
 def _step(step: int, spans: Sequence[Span], order: ScheduleName, figure: Callable[..., str]) -> str:
-    found, said = bubble(spans, order), ""
-    if found is not None:
-        shape = found.shape
+    idle, said = bubble(spans, order), ""
+    if idle is not None:
+        shape = idle.shape
         said = (
             f"<p>Bubble of {shape.ranks} ranks, {shape.micro_batches} micro-batches and {shape.virtual_stages} stages a rank, {html.escape(order)}: "
-            f"measured {found.measured:.1%}, predicted {found.published:.1%} for equal stages and {found.simulated:.1%} from the stages' "
+            f"measured {idle.measured:.1%}, predicted {idle.published:.1%} for equal stages and {idle.simulated:.1%} from the stages' "
             "measured seconds, each rank with a core of its own.</p>"
         )
     # Calls lie around the parts of the step, and collectives inside them.

@@ -35,8 +35,8 @@ class ServedAdapters:
         return None if name is None else self._found.get(name)
 
     async def load(self, name: str, path: str, replace: bool = False) -> None:
-        """Read the adapter in every engine; requests under way that use an older content of it go on with the new one. Raises
-        ``UserError`` where the name is taken or an engine cannot use it; it is not known then."""
+        """Loads the adapter in every engine; running requests that use its older content continue with the new one. Raises
+        ``UserError``, and registers nothing, if the name is taken or an engine cannot use the adapter."""
         if name in self.taken_names:
             raise UserError(f"adapter '{name}' has the model's own name; give it another")
         held = self._found.get(name)
@@ -47,25 +47,25 @@ class ServedAdapters:
         self._found[name] = request
 
     async def unload(self, name: str) -> None:
-        """Forget it. Raises ``UserError`` where a request under way uses it."""
+        """Unloads the adapter. Raises ``UserError`` if a running request uses it."""
         await self.pool.call("remove_lora", adapter=name)
         del self._found[name]
 
 
 def adapter_meta(request: LoRARequest | None) -> list[Any] | None:
-    """How a request for an adapter travels to an engine."""
+    """Returns ``request`` as the JSON value that is sent to an engine."""
     return None if request is None else [request.lora_name, request.lora_int_id, request.lora_path]
 
 
 def router(adapters: ServedAdapters) -> APIRouter:
-    """``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``; they answer to the control key."""
+    """Returns the routes ``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, which require the control key."""
     routes = APIRouter(tags=["control"])
 
     @routes.post("/v1/load_lora_adapter")
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:
         """Serve the PEFT folder ``lora_path``, on the server's disk, as the model ``lora_name``."""
         if "\0" in body.lora_path or not Path(body.lora_path).is_dir():
-            raise invalid(f"'{body.lora_path[:200]}' is no folder on the server's disk", "lora_path")
+            raise invalid(f"'{body.lora_path[:200]}' is not a folder on the server's disk", "lora_path")
         try:
             await adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         except UserError as error:

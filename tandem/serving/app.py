@@ -131,12 +131,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, str(error.detail))
-    return JSONResponse(found.body, found.status, headers=error.headers)
+    answer = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(answer.body, answer.status, headers=error.headers)
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
-    # Nobody reads it; the number is what proxies log.
+    # The client has left; proxies log the status.
     return Response(status_code=499)
 
 

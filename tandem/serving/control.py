@@ -30,12 +30,12 @@ def _pausing(routes: APIRouter, state: ServerState) -> None:
 
     @routes.post("/pause")
     async def pause(mode: Literal["abort", "wait", "keep", "recompute"] = "abort") -> dict[str, Any]:
-        """Take no step for a while; requests that come meanwhile wait. ``abort``: requests under way are answered with what
-        they have. ``wait``: they are finished first. ``recompute``: they stay, and go on at ``/resume``; after an update their keys
-        and values are computed again."""
+        """Stops taking steps until ``/resume``; requests that arrive meanwhile wait. ``abort``: in-flight requests are answered with
+        the tokens that they have. ``wait``: they are finished first. ``recompute``: they are kept and continue at ``/resume``; after an
+        update their keys and values are recomputed."""
         if mode == "keep":
             raise invalid(
-                "pause mode keep would go on with keys and values of older weights, and no number could be reproduced; use mode=recompute", "mode"
+                "pause mode keep would continue with keys and values of older weights, so results would not be reproducible; use mode=recompute", "mode"
             )
         await _refusing(pool.pause(mode))
         return {"is_paused": pool.is_paused}
@@ -58,7 +58,7 @@ def _pausing(routes: APIRouter, state: ServerState) -> None:
 
     @routes.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=1, le=1)] = 1) -> dict[str, Any]:
-        """Give the memory of the KV cache back. Requests under way go on after ``/wake_up``; new ones get 503."""
+        """Give the memory of the KV cache back. In-flight requests go on after ``/wake_up``; new ones get 503."""
         await _refusing(pool.sleep())
         return {"is_sleeping": pool.is_sleeping}
 
@@ -107,14 +107,14 @@ def _weights(routes: APIRouter, state: ServerState) -> None:
             raise invalid("no weight update was started; call /start_weight_update first")
         folder = body.update_info.folder
         if "\0" in folder or not Path(folder).is_dir():
-            raise invalid(f"'{folder[:200]}' is no folder on the server's disk", "update_info")
+            raise invalid(f"'{folder[:200]}' is not a folder on the server's disk", "update_info")
         answers = await _refusing(pool.call("update_weights", folder=folder))
         state.update[1].append(folder)
         return {"tensors": answers[0]["tensors"]}
 
     @routes.post("/finish_weight_update")
     async def finish_weight_update() -> dict[str, Any]:
-        """Take all that was read between two steps or, where it is no whole set, nothing. Requests under way go on under the
+        """Applies all tensors that were read, between two steps, or none if the set is incomplete. In-flight requests continue with the
         new weights."""
         if state.update is None:
             raise invalid("no weight update was started; call /start_weight_update first")

@@ -65,7 +65,7 @@ class EngineLoop:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            # Whoever is under way would fail again, in every step to come.
+            # The running requests would fail again in every later step.
             logger.exception("a step failed")
             self._fail_all(str(error) if isinstance(error, UserError) else f"the engine failed: {type(error).__name__}")
             outputs = []
@@ -151,7 +151,7 @@ class EngineLoop:
 
     def _pause(self, mode: str) -> dict[str, Any]:
         if self._waiting_pause is not None:
-            raise UserError("a pause with mode=wait is under way; wait for its answer")
+            raise UserError("a pause with mode=wait is in progress; wait for its answer")
         self._paused = True
         if mode == "abort":
             self._abort_requests(None)
@@ -191,7 +191,7 @@ class EngineLoop:
 
     def _remove_lora(self, adapter: str) -> dict[str, Any]:
         if any(held.adapter is not None and held.adapter[0] == adapter for held, _ in self._held.values()):
-            raise UserError(f"adapter '{adapter}' is asked for by requests that wait for /resume; abort them first")
+            raise UserError(f"adapter '{adapter}' is used by requests that wait for /resume; abort them first")
         # An engine that was started again has not read it.
         if adapter in self._engine.list_loras():
             self._engine.remove_lora(adapter)

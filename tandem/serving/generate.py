@@ -84,10 +84,10 @@ async def tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
         tokens = await chat_prompt(state.tokenizer, state.chat_template(), body.messages, generation, body.chat_template_kwargs)
     else:
         tokens = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
-    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": state.max_model_len}
+    response: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": state.max_model_len}
     if body.return_token_strs:
-        found["token_strs"] = [state.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-    return found
+        response["token_strs"] = [state.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return response
 
 
 async def detokenize(state: ServerState, body: DetokenizeRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What stands before every route: keys, the size and the speed of bodies, and the door that closes while draining."""
+"""Middleware of every route: checks keys and the size and speed of bodies, and refuses requests while draining."""
 
 import asyncio
 import hmac

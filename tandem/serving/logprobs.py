@@ -7,7 +7,7 @@ from typing import Any
 from tandem.engine.processing.outputs import Logprob
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write (as in vLLM)."""
+"""Replaces minus infinity, which JSON cannot represent (as in vLLM)."""
 
 Entry = dict[int, Logprob]
 
@@ -22,16 +22,16 @@ class CompletionLogprobs:
     tokens: list[str] = field(default_factory=list)
 
     def take(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> dict[str, Any]:
-        """The object for further tokens; ``None`` stands for the first token of a prompt, which nothing predicts."""
-        found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        """Returns the object for further tokens. An entry is ``None`` for the first token of a prompt, which nothing predicts."""
+        columns: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, entry in zip(token_ids, entries, strict=True):
             text = _text(token, entry)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(None if entry is None else _number(entry[token].logprob))
-            found["top_logprobs"].append(None if entry is None else _top(entry, token, self.count))
-            found["text_offset"].append(self.offset)
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(None if entry is None else _number(entry[token].logprob))
+            columns["top_logprobs"].append(None if entry is None else _top(entry, token, self.count))
+            columns["text_offset"].append(self.offset)
             self.offset += len(text)
-        return found
+        return columns
 
 
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], count: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     count = (body.top_logprobs or 0) if body.logprobs else None
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_params(body, max_tokens=longest, logprobs=count, structured_outputs=response_format(body))
-    # A chat goes on to the end of its context, where the offline default is 16 tokens.
+    # A chat continues to the end of its context, where the offline default is 16 tokens.
     params.setdefault("max_tokens", None)
     generation = body.add_generation_prompt is not False
     prompt = await chat_prompt(state.tokenizer, state.chat_template(), body.messages, generation, body.chat_template_kwargs)

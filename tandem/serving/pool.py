@@ -92,7 +92,7 @@ class Pool:
             self._keepers.append(asyncio.create_task(self._keep(slot, instance), name=f"{slot.name} keeper"))
 
     async def stop(self) -> None:
-        """End every engine. Requests under way get an error."""
+        """End every engine. In-flight requests get an error."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -192,7 +192,7 @@ class Pool:
         return stream
 
     def check_unused(self, request_id: str) -> None:
-        """Raise ``ApiError`` where a request under way has that id."""
+        """Raises ``ApiError`` if an in-flight request has that id."""
         if request_id in self._homeless or any(request_id in slot.streams for slot in self.slots):
             raise invalid(f"request_id {request_id.rpartition('-')[0][:100]!r} is in use; give every request one of its own", "request_id")
 
@@ -202,7 +202,7 @@ class Pool:
         return [stream.request.id for stream in self.streams if stream.request.id.rpartition("-")[0] in wanted]
 
     def drop(self, stream: Stream) -> None:
-        """Nobody waits for it any more: abort it, so that its blocks are free."""
+        """Aborts the request of ``stream``, whose client has left, and so frees its blocks."""
         self._homeless.pop(stream.request.id, None)
         for slot in self.slots:
             if slot.remove(stream.request.id) is not None:
@@ -260,16 +260,16 @@ class Pool:
         if not alive:
             raise unavailable("no engine is ready", retry_after_s=5)
         answers = await asyncio.gather(*(instance.call(name, **arguments) for instance in alive), return_exceptions=True)
-        found = []
+        results = []
         for answer in answers:
             if isinstance(answer, InstanceDied):
                 continue
             if isinstance(answer, BaseException):
                 raise answer
-            found.append(answer)
-        if not found:
+            results.append(answer)
+        if not results:
             raise unavailable("every engine died before it answered", retry_after_s=5)
-        return found
+        return results
 
     async def pause(self, mode: str) -> None:
         self.is_paused = True

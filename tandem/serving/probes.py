@@ -18,7 +18,7 @@ def router(state: ServerState) -> APIRouter:
 
     @routes.get("/liveness")
     async def liveness() -> dict[str, Any]:
-        """200 while the event loop runs, whatever the load: to answer is the proof."""
+        """Returns 200 while the event loop runs, under any load: the answer itself is the proof."""
         return {"status": "alive"}
 
     @routes.get("/health")

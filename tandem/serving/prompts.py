@@ -1,4 +1,4 @@
-"""From a request's body to what an engine is asked: token ids and sampling parameters."""
+"""Converts a request's body to token ids and sampling parameters."""
 
 import asyncio
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> l
 
 
 async def completion_prompts(tokenizer: Tokenizer, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
-    """The prompts of a completion request, whatever form they have."""
+    """Returns the prompts of a completion request in any of their forms."""
     listed: Sequence[Any] = prompt if isinstance(prompt, list) else [prompt]
     if not listed:
         raise invalid("'prompt' is empty; give at least one text or token", "prompt")

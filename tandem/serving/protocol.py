@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Body(BaseModel):
-    """A JSON object, whose values have the types they should have: a number in quotes is no number."""
+    """A JSON object, whose values have the types they should have: a number in quotes is not a number."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     not_supported: ClassVar[tuple[str, ...]] = ()
@@ -160,7 +160,7 @@ class AbortRequest(Body):
 
 
 class LoadAdapter(Body):
-    """``load_inplace``: the name may be taken, and stands for this adapter from now on."""
+    """``load_inplace``: replaces the adapter of the same name, if there is one."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1)]

@@ -85,7 +85,7 @@ async def _serve(state: ServerState, callback: socket.socket) -> int:
     try:
         await asyncio.wait({life, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not life.done():
-            _say("stopped at once; requests under way were cut off")
+            _say("stopped at once; in-flight requests were cut off")
             return 1
         return life.result()
     finally:
@@ -119,9 +119,9 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     await stopping
     state.is_draining = True
     if state.open_requests:
-        _say(f"draining: {state.open_requests} requests are under way; a second signal cuts them off")
+        _say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
         if state.pool.is_paused:
-            # Nobody would resume it: its clients would wait for ever.
+            # Otherwise the clients of paused requests would wait forever.
             await state.pool.resume()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):

@@ -27,8 +27,8 @@ class ClientLeft(Exception):
 
 @contextlib.contextmanager
 def submitted(pool: Pool, requests: Sequence[EngineRequest]) -> Iterator[tuple[list[Stream], Outputs]]:
-    """Give all of ``requests`` to engines; those that are not over at the end are aborted. Raises ``ApiError`` and gives
-    none where there is no room for all."""
+    """Submits all of ``requests`` to engines and aborts the unfinished ones at the end. Raises ``ApiError`` and submits none if there is
+    no room for all."""
     pool.check_room(len(requests))
     for request in requests:
         pool.check_unused(request.id)
@@ -55,8 +55,8 @@ async def each(outputs: Outputs, count: int) -> AsyncIterator[tuple[Stream, Requ
 async def answers(pool: Pool, requests: Sequence[EngineRequest]) -> list[RequestOutput]:
     """The whole answers of requests that are not streamed, in order."""
     with submitted(pool, requests) as (streams, outputs):
-        found = {stream: output async for stream, output in each(outputs, len(streams))}
-        return [found[stream] for stream in streams]
+        last = {stream: output async for stream, output in each(outputs, len(streams))}
+        return [last[stream] for stream in streams]
 
 
 async def begin(request: Request, events: AsyncGenerator[bytes, None]) -> "EventStream":

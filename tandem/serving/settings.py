@@ -13,9 +13,9 @@ class ServerSettings:
     ``adapters``: the name and the folder of each LoRA adapter that is served from the start.
     ``api_keys``: a request needs one of them (empty: no key is needed). ``control_key``: needed by control calls; without
     one they are refused. ``instances``: engines, each in a process of its own with ``threads`` threads.
-    ``max_waiting``: requests under way at once, besides those that the engines' rows hold; more are answered with 429.
+    ``max_waiting``: in-flight requests, besides those that the engines' rows hold; more are answered with 429.
     ``max_body_bytes`` of a request. ``request_s``: how long a client may take to send a request. ``stall_s``: how long a
-    reader may take no byte of its answer. ``drain_s``: how long requests under way may go on after SIGTERM."""
+    reader may take no byte of its answer. ``drain_s``: how long in-flight requests may continue after SIGTERM."""
 
     engine: EngineArgs
     host: str = "127.0.0.1"

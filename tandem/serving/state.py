@@ -29,7 +29,7 @@ class ServerState:
     open_requests: int = 0
     """Requests of clients whose answers are not sent to their end."""
     update: tuple[WeightVersion, list[str]] | None = None
-    """The weight update under way: its version, and the folders that were read for it."""
+    """The weight update in progress: its version, and the folders that were read for it."""
     created: int = field(default_factory=lambda: int(time.time()))
     _templates: list[ChatTemplate] = field(default_factory=list)
 
@@ -39,7 +39,7 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        assert self.pool.info is not None, "nobody asks before the model is loaded"
+        assert self.pool.info is not None, "the model is loaded before requests are admitted"
         return self.pool.info.max_model_len
 
     @property

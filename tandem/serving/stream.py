@@ -1,4 +1,4 @@
-"""A request under way, from the server's side: what its engine hands out, once each, whichever engine it was."""
+"""An in-flight request on the server's side: every output exactly once, from whichever engine computes it."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ class _Progress:
 
 
 Outputs = asyncio.Queue["tuple[Stream, RequestOutput | ApiError]"]
-"""What one or several streams hand out, in the order in which it came."""
+"""Outputs of one or several streams, in order of arrival."""
 
 
 @dataclass(eq=False)

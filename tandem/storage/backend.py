@@ -8,8 +8,8 @@ from tandem.types import UserError
 
 def is_local(url: str) -> bool:
     """Whether ``url`` is a path or ``file://``."""
-    scheme, found, _ = url.partition("://")
-    return not found or scheme == "file"
+    scheme, separator, _ = url.partition("://")
+    return not separator or scheme == "file"
 
 
 def local_path(url: str) -> str:
@@ -19,7 +19,7 @@ def local_path(url: str) -> str:
 
 def connect(url: str, options: Mapping[str, Any] | None = None, *, is_cached: bool = True) -> tuple[Any, str]:
     """The file system at ``url`` and the root in it. ``options`` reach the library, which finds credentials and endpoints itself (for
-    S3 the usual AWS settings). Without ``is_cached`` a listing is always asked for anew. Raises ``UserError`` in one line."""
+    S3 the usual AWS settings). Without ``is_cached`` every listing is requested again. Raises ``UserError`` in one line."""
     scheme = url.partition("://")[0]
     extra = "tandem-rl[s3]" if scheme in ("s3", "s3a") else "fsspec"
     try:
@@ -27,8 +27,8 @@ def connect(url: str, options: Mapping[str, Any] | None = None, *, is_cached: bo
     except ImportError:
         raise UserError(f"'{url}' needs fsspec, which is not installed; pip install '{extra}'") from None
     try:
-        found = {**({} if is_cached else {"use_listings_cache": False}), **(options or {})}
-        backend, root = fsspec.core.url_to_fs(url, **found)
+        arguments = {**({} if is_cached else {"use_listings_cache": False}), **(options or {})}
+        backend, root = fsspec.core.url_to_fs(url, **arguments)
     except ImportError:
         raise UserError(f"'{url}' needs a library that is not installed; pip install '{extra}'") from None
     except (ValueError, OSError) as error:

@@ -52,13 +52,13 @@ def read_from_disk(path: Path, size: int, chunk_bytes: int) -> Iterator[memoryvi
             wanted = min(chunk_bytes, size - start)
             asked = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES
             try:
-                found = os.preadv(descriptor, [memory[: asked if is_direct else wanted]], start)
+                count = os.preadv(descriptor, [memory[: asked if is_direct else wanted]], start)
             except OSError as error:
                 if not is_direct or error.errno != errno.EINVAL:
                     raise
                 is_direct = _set_direct(descriptor, False)
-                found = os.preadv(descriptor, [memory[:wanted]], start)
-            if found < wanted:
+                count = os.preadv(descriptor, [memory[:wanted]], start)
+            if count < wanted:
                 raise ValueError("it became shorter")
             yield memory[:wanted]
     finally:

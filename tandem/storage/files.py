@@ -62,8 +62,8 @@ class Storage(Protocol):
 
 
 def open_storage(url: str, *, create: bool = False) -> Storage:
-    """The storage at ``url``: a path, ``file://``, or a scheme of fsspec. With ``create`` a folder is made. Raises
-    ``UserError`` where there is none."""
+    """Returns the storage at ``url``: a path, ``file://``, or a scheme of fsspec. ``create`` makes a missing folder. Raises
+    ``UserError`` if the folder does not exist."""
     if is_local(url):
         return FolderStorage.at(Path(local_path(url)), create)
     backend, root = connect(url, is_cached=False)
@@ -103,7 +103,7 @@ class FolderStorage:
         except OSError as error:
             raise UserError(f"the folder '{root}' cannot be made: {error.strerror}; name another one") from None
         if not root.is_dir():
-            raise UserError(f"'{root}' is no folder; name the folder that holds the data")
+            raise UserError(f"'{root}' is not a folder; name the folder that holds the data")
         return cls(root)
 
     @property
@@ -111,14 +111,14 @@ class FolderStorage:
         return str(self.root)
 
     def files(self) -> list[StoredFile]:
-        found = []
+        files = []
         for folder, folders, names in os.walk(self.root):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for name in names:
                 if not name.startswith("."):
                     path = Path(folder, name)
-                    found.append(StoredFile(path.relative_to(self.root).as_posix(), path.stat().st_size))
-        return sorted(found)
+                    files.append(StoredFile(path.relative_to(self.root).as_posix(), path.stat().st_size))
+        return sorted(files)
 
     def open(self, name: str) -> BinaryIO:
         return (self.root / name).open("rb")
@@ -171,9 +171,9 @@ class RemoteStorage:
 
     def files(self) -> list[StoredFile]:
         with _service(self.url):
-            found = self.backend.find(self.root, detail=True)
+            entries = self.backend.find(self.root, detail=True)
         start = len(self.root.rstrip("/")) + 1
-        named = [StoredFile(path[start:], int(entry["size"])) for path, entry in found.items()]
+        named = [StoredFile(path[start:], int(entry["size"])) for path, entry in entries.items()]
         return sorted(file for file in named if not any(part.startswith(".") for part in file.name.split("/")))
 
     def open(self, name: str) -> BinaryIO:

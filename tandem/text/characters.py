@@ -14,9 +14,9 @@ ASCII = "".join(sorted(set(string.printable) - set("\t\r\x0b\x0c")))
 
 
 def make_character_tokenizer(characters: str, folder: str | Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``, as transformers reads them.
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``, as transformers reads them.
 
-    Ids: 0 ``<pad>``, 1 ``<bos>``, 2 ``<eos>``, then ``characters`` in their order; ``ascii`` stands for ``ASCII``.
+    Ids: 0 ``<pad>``, 1 ``<bos>``, 2 ``<eos>``, then ``characters`` in their order; ``ascii`` means ``ASCII``.
     There is no token for unknown characters: encoding one is an error. Raises ``UserError`` for a character given
     twice, or none.
     """
@@ -24,7 +24,7 @@ def make_character_tokenizer(characters: str, folder: str | Path) -> None:
         characters = ASCII
     twice = next((c for i, c in enumerate(characters) if c in characters[:i]), None)
     if twice is not None:
-        raise UserError(f"the tokenizer's characters hold {twice!r} twice; each may stand once")
+        raise UserError(f"the tokenizer's characters contain {twice!r} twice; list each once")
     if not characters:
         raise UserError("the tokenizer's characters are empty; give at least one, or 'ascii'")
     vocabulary = {token: number for number, token in enumerate((PAD, BOS, EOS, *characters))}

@@ -1,5 +1,5 @@
-"""Chats whose last message the model goes on with: a mark stands after its content while a template is applied, and the text is
-cut there."""
+"""Chats whose last message the model continues: a mark follows its content while the template is applied, and the text is cut at the
+mark."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from typing import Any
 from tandem.types import UserError
 
 _MARK = "\x02the end of the last message\x03 "
-"""Its last character is gone where the template trims contents."""
+"""A template that trims contents removes the last character."""
 
 
 def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """``messages`` with the mark after the last one's content. Raises ``UserError`` where that is no text."""
+    """Returns ``messages`` with the mark after the last one's content. Raises ``UserError`` if that content is not a string."""
     if not messages or not isinstance(messages[-1].get("content"), str):
         raise UserError("continue_final_message needs a last message whose content is a text")
     return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]

@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _settle(self) -> None:
-        """Forget what stands before the piece just completed, and keep that as the left neighbour of the next."""
+        """Drops the tokens before the piece just completed, and keeps that piece as the left context of the next."""
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         self._shown = self._decode(self._window)

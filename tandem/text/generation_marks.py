@@ -1,4 +1,4 @@
-"""``{% generation %} ... {% endgeneration %}`` of chat templates: what the assistant writes, and so what it is to learn.
+"""``{% generation %} ... {% endgeneration %}`` of chat templates: the text of the assistant, which is learned.
 
 The tags are transformers' own (``apply_chat_template``, ``return_assistant_tokens_mask``)."""
 
@@ -7,11 +7,11 @@ from typing import Any
 
 NO_MARKS = ("", "")
 MARKS = ("\ufdd0", "\ufdd1")
-"""Noncharacters of Unicode, which are for use inside a program and stand in no text."""
+"""Noncharacters of Unicode, which are reserved for internal use and occur in no text."""
 
 
 def generation_extension(marks: tuple[str, str]) -> Any:
-    """A jinja2 extension that reads the tags and writes ``marks`` around what stands between them."""
+    """Returns a jinja2 extension that writes ``marks`` around the text between the tags."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser

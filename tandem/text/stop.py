@@ -20,7 +20,7 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """What can be shown now: text that is no part of a stop string, whatever follows. Empty once stopped.
+        """What can be shown now: text that cannot be part of a stop string. Empty once stopped.
 
         A stop string that ends in ``text`` does not count without ``may_stop``; one that only begins there does."""
         if self.stopped is not None:
@@ -30,9 +30,9 @@ class StopMatcher:
         held = self._held + text
         if not may_stop:
             self._passed = len(held)
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(held, stop)) >= 0]
-        if found:
-            end, start, self.stopped = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(held, stop)) >= 0]
+        if matches:
+            end, start, self.stopped = min(matches)
             self._held = ""
             return held[: end if self._include_stop else start]
         keep = max(_overlap(held, stop) for stop in self._stops)
@@ -41,11 +41,11 @@ class StopMatcher:
         return held[: len(held) - keep]
 
     def _find(self, text: str, stop: str) -> int:
-        """Where ``stop`` stands in ``text``, ending after what has passed; -1: nowhere."""
+        """Returns the index of the first ``stop`` in ``text`` that ends after the text already passed; -1 if there is none."""
         return text.find(stop, max(0, self._passed - len(stop) + 1))
 
     def finish(self) -> str:
-        """The text that was held back and turned out to be no stop string."""
+        """Returns the held-back text, which is not a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -37,7 +37,7 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """Read ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-sequence ids are those of
         ``generation_config.json``, else of ``config.json``, else the tokenizer's own token. Raises ``UserError`` for
-        a folder that is no tokenizer."""
+        a folder that is not a tokenizer."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -100,12 +100,12 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], name: str
         token = token.get("content")
     if token is None:
         return None
-    found: int | None = backend.token_to_id(token) if isinstance(token, str) else None
-    if found is None:
+    token_id: int | None = backend.token_to_id(token) if isinstance(token, str) else None
+    if token_id is None:
         raise UserError(
             f"'{folder / 'tokenizer_config.json'}' has {name} {token!r}, which tokenizer.json does not know"
         )
-    return found
+    return token_id
 
 
 def _id_list(value: Any, path: Path) -> tuple[int, ...]:

@@ -215,6 +215,19 @@ def test_webdataset_reads_tokens_and_masks(source: Path, marked: Path, tmp_path:
     assert [(sample["npy"].tolist(), sample["learned.npy"].tolist()) for sample in samples] == examples_in(tmp_path / "t")
 
 
+def test_shards_of_webdataset_give_the_examples_of_the_same_json_lines(marked: Path, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed, so that its shards are read is not shown here")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "lines" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS + PAIRS))
+    with webdataset.TarWriter(str(tmp_path / "shards" / "a.tar")) as writer:
+        for i, row in enumerate(CHATS + PAIRS):
+            writer.write({"__key__": f"{i:06d}", "json": row, "txt": "not an example"})
+    for name in ("lines", "shards"):
+        tokenize(settings(tmp_path / name, tmp_path / f"{name}-tokens", marked))
+    assert examples_in(tmp_path / "shards-tokens") == examples_in(tmp_path / "lines-tokens") and len(examples_in(tmp_path / "shards-tokens")) == 120
+
+
 def test_no_question_is_both_trained_on_and_held_out(marked: Path, tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     rows = [{"prompt": f"question {i % 40}", "completion": f"answer {i}"} for i in range(120)]
@@ -228,20 +241,20 @@ def test_no_question_is_both_trained_on_and_held_out(marked: Path, tmp_path: Pat
 
 BROKEN: list[tuple[Any, str]] = [
     ({"prompt": "a", "completion": ""}, "'completion' is empty"),
-    ({"prompt": "a", "completions": "b"}, "neither 'messages' nor a text under the key 'completion' (there is 'prompt', 'completions')"),
+    ({"prompt": "a", "completions": "b"}, "neither 'messages' nor a text under the key 'completion' (it has 'prompt', 'completions')"),
     ({"prompt": None, "completion": "b"}, "under the key 'prompt'"),
     ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is the assistant's and empty"),
     ({"messages": [{"role": "user"}]}, "message 1 lacks a 'content' that is a text"),
     ({"messages": [{"content": "a"}]}, "message 1 lacks a 'role' that is a text"),
     ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "message 1 lacks a 'content' that is a text"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are no list of calls by the assistant"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are not a list of calls by the assistant"),
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "message 1 lacks a 'content' that is a text"),
-    ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is no list of tools"),
-    ({"messages": []}, "'messages' is no list of messages"),
+    ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is not a list of tools"),
+    ({"messages": []}, "'messages' is not a list of messages"),
     ({"messages": CHATS[0]["messages"], "completion": "b"}, "both 'messages' and 'completion'"),
     ({"messages": [{"role": "assistant", "content": "\ufdd0"}]}, "a noncharacter"),
-    ([], "there is no object"),
+    ([], "it is not a JSON object"),
 ]
 
 
@@ -309,5 +322,5 @@ def test_source_without_examples_or_with_a_suffix_is_refused(marked: Path, tmp_p
     (tmp_path / "s" / "a.txt").write_text("text")
     with pytest.raises(UserError, match="holds no document"):
         tokenize(settings(tmp_path / "s", tmp_path / "t", marked))
-    with pytest.raises(UserError, match="examples stand in JSON lines"):
+    with pytest.raises(UserError, match="examples are JSON objects"):
         tokenize(settings(tmp_path / "s", tmp_path / "t", marked, form=DocumentFormat(suffixes=(".txt",), examples=True)))

@@ -64,7 +64,7 @@ def test_a_file_without_answers_is_fine_where_no_key_is_named(write: Write) -> N
         ('{"prompt": "x", "answer": ["y"]}', "'answer' is a list; it must be a text or a number"),
         ('{"prompt": "x", "answer": true}', "'answer' is true or false"),
         ('{"prompt": "x", "answer": null}', "'answer' is null"),
-        ('{"prompt": "x", "answer": NaN}', "NaN is no JSON number"),
+        ('{"prompt": "x", "answer": NaN}', "NaN is not a JSON number"),
         ('{"prompt": "x", "prompt": "z", "answer": "y"}', "key 'prompt' stands twice"),
         ('{"prompt": "x", "answer": "y", "completions": []}', "key 'completions' is what reward functions receive"),
         ("[" * 100_000, "not valid JSON"),
@@ -149,7 +149,7 @@ def test_a_file_of_its_own_serves_evaluation_and_a_shared_prompt_is_said(write: 
     task = jsonl_task(config, 0)
     assert task.size == 10
     assert texts(task, "held_out") == {f"question {i}" for i in range(9, 14)}
-    assert "1 prompts stand in both" in caplog.text
+    assert "1 prompts are in both" in caplog.text
 
 
 def test_too_few_prompts_to_hold_some_out_are_refused(write: Write) -> None:

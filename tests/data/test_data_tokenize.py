@@ -2,20 +2,23 @@
 
 import contextlib
 import gzip
+import io
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tandem.data.documents import DocumentFormat, divide, documents
+from tandem.data.documents import DocumentFormat, Part, divide, documents
 from tandem.data.shards import ShardReader
 from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
@@ -101,6 +104,112 @@ def test_webdataset_reads_the_shards(source: Path, tokenizer_folder: Path, tmp_p
     arrays = [sample["npy"] for sample in webdataset.WebDataset(urls, shardshuffle=False).decode()]
     backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
     assert [backend.decode(array.tolist()[:-1]) for array in arrays] == decoded(tmp_path / "tokens", tokenizer_folder)
+
+
+def token_ids(folder: Path) -> list[list[int]]:
+    dataset = read_dataset(open_storage(str(folder)))
+    ids = []
+    for shard in dataset.shards:
+        reader = ShardReader(folder / f"{shard.name}.tar", folder / f"{shard.name}.lengths", shard, dataset.dtype)
+        ids += [list(reader.tokens(i, 0, length)) for i, length in enumerate(reader.lengths)]
+    return ids
+
+
+@pytest.mark.parametrize("kind", ["txt", "json"])
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_shards_of_webdataset_give_the_tokens_of_the_same_json_lines(kind: str, suffix: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed, so that its shards are read is not shown here")
+    lines, shards = tmp_path / "lines", tmp_path / "shards"
+    lines.mkdir()
+    shards.mkdir()
+    for number, texts in enumerate((TEXTS[:170], TEXTS[170:])):
+        (lines / f"{number}.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
+        with webdataset.TarWriter(str(shards / f"{number}{suffix}")) as writer:
+            for i, text in enumerate(texts):
+                sample = {"__key__": f"folder.v1/{i:05d}", "jpg.raw": b"\xff\xd8" * 700, "cls": i % 10}
+                # A text is the document; the object beside it is its metadata.
+                sample |= {"json": {"content": text, "i": i}} if kind == "json" else {"json": {"width": i}, "txt": text}
+                writer.write(sample)
+    form = DocumentFormat(text_key="content")
+    tokenize(settings(lines, tmp_path / "a", tokenizer_folder, form=form))
+    dataset = tokenize(settings(shards, tmp_path / "b", tokenizer_folder, form=form))
+    assert dataset.skipped == 0 and token_ids(tmp_path / "b") == token_ids(tmp_path / "a")
+    assert [len(shard) for shard in divide(open_storage(str(shards)).files(), form, 100)] == [1, 1], "a shard is not divided"
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        ({"a.txt": b"fine", "b.txt": b"caf\xe9"}, "shard.tar, member b.txt: not UTF-8"),
+        ({"a.txt": b"fine", "b.json": b"{"}, "shard.tar, member b.json: not valid JSON"),
+        ({"a.txt": b"fine", "b.json": b'{"caption": "x"}'}, "shard.tar, member b.json: there is no text under the key 'text' (it has 'caption')"),
+        ({"000.npy": b"\x93NUMPY", "__meta__/a.txt": b"x", ".hidden.txt": b"x", "README": b"x"}, "shard.tar: no member ends in .txt or .md or .json"),
+    ],
+)
+def test_broken_member_of_a_shard_is_one_line_or_is_skipped(members: dict[str, bytes], problem: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    write_shard(tmp_path / "s" / "shard.tar", members)
+    with pytest.raises(UserError) as caught:
+        tokenize(settings(tmp_path / "s", tmp_path / "t", tokenizer_folder))
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+    tokenize(settings(tmp_path / "s", tmp_path / "u", tokenizer_folder, form=DocumentFormat(skip_broken=True)))
+    assert read_dataset(open_storage(str(tmp_path / "u"))).skipped == 1
+    assert decoded(tmp_path / "u", tokenizer_folder) == ["fine"] * ("a.txt" in members)
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_shard_cut_anywhere_is_one_broken_document_after_those_before_the_cut(suffix: str, tmp_path: Path) -> None:
+    texts = [f"text {i} " * 90 for i in range(6)]
+    path = tmp_path / "whole.tar"
+    write_shard(path, {f"{i}.txt": text.encode() for i, text in enumerate(texts)})
+    whole = path.read_bytes() if suffix == ".tar" else gzip.compress(path.read_bytes())
+    path.unlink()
+    storage, form = open_storage(str(tmp_path)), DocumentFormat(skip_broken=True)
+    # At every block of the tar: in contents, in headers, at the ends of members, and where only the end-of-archive marker is missing.
+    end = 6 * (512 + 1024) if suffix == ".tar" else len(whole) - 1
+    for cut in {*range(1, end + 1, 97), *range(512, end + 1, 512), end}:
+        (tmp_path / f"cut{suffix}").write_bytes(whole[:cut])
+        read = list(documents(storage, Part(f"cut{suffix}", 0, cut), form))
+        assert [document.text for document in read[:-1]] == texts[: len(read) - 1]
+        assert read[-1].text is None and read[-1].problem.startswith("damaged: ") and "\n" not in read[-1].problem
+    (tmp_path / f"cut{suffix}").write_bytes(whole)
+    assert [document.text for document in documents(storage, Part(f"cut{suffix}", 0, len(whole)), form)] == texts
+
+
+def test_command_says_of_a_cut_shard_one_line(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    write_shard(tmp_path / "s" / "shard.tar", {"a.txt": b"x" * 5000})
+    os.truncate(tmp_path / "s" / "shard.tar", 3000)
+    command = [sys.executable, "-m", "tandem.cli.main", "tokenize", str(tmp_path / "s"), str(tmp_path / "t"), "--tokenizer", str(tokenizer_folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "tandem: shard.tar: damaged: unexpected end of data; correct it, remove it or skip broken documents\n"
+    )
+
+
+def test_shard_is_streamed_and_members_of_other_kinds_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "big.tar"
+    with tarfile.open(path, "w") as archive:
+        for i in range(2000):
+            for name, size in ((f"{i}.jpg", 20_000), (f"{i}.txt", 1000)):
+                header = tarfile.TarInfo(name)
+                header.size = size
+                archive.addfile(header, io.BytesIO(b"x" * size))
+    assert path.stat().st_size > 40e6
+    storage, form = open_storage(str(tmp_path)), DocumentFormat()
+    tracemalloc.start()
+    count = sum(1 for _ in documents(storage, Part("big.tar", 0, path.stat().st_size), form))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 2000 and peak < 500_000, "neither contents nor headers accumulate"
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 17, 1000, 10**9])
@@ -206,11 +315,11 @@ def test_interrupted_command_says_so_in_one_line_and_leaves_no_process(source: P
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"text": "fine"}\n{"txt": "mistyped"}\n', "the line at byte 17: there is no text under the key 'text' (there is 'txt')"),
+        (b'{"text": "fine"}\n{"txt": "mistyped"}\n', "the line at byte 17: there is no text under the key 'text' (it has 'txt')"),
         (b'{"text": "fine"}\n\n{"text": "x"}\n', "the line at byte 17: not valid JSON"),
         (b'{"text": "fine"}\n{"text": "\xff"}\n', "the line at byte 17: not UTF-8"),
         (b'{"text": 5}\n', "the line at byte 0: there is no text"),
-        (b"[]\n", "there is no object"),
+        (b"[]\n", "it is not a JSON object"),
     ],
 )
 def test_broken_document_is_one_line_with_file_and_place(content: bytes, said: str, tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -249,7 +358,7 @@ def test_broken_documents_can_be_skipped_and_are_counted(source: Path, tokenizer
     (source / "broken.jsonl").write_bytes(b'{"text": "fine"}\n{\n{"text": "\xff"}\n{"other": 1}\n')
     (source / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (source / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "before the cut"}\n' * 500)[:-20])
-    with pytest.raises(UserError, match="skip what is broken"):
+    with pytest.raises(UserError, match="skip broken documents"):
         tokenize(settings(source, tmp_path / "t", tokenizer_folder))
     found = tokenize(settings(source, tmp_path / "u", tokenizer_folder, form=DocumentFormat(skip_broken=True)))
     texts = decoded(tmp_path / "u", tokenizer_folder)
@@ -293,7 +402,7 @@ def test_what_cannot_work_is_refused_before_any_work(source: Path, tokenizer_fol
     full.mkdir()
     (full / "letter.txt").write_text("mine")
     cases = [
-        (settings(tmp_path / "nix", tmp_path / "t", tokenizer_folder), "is no folder"),
+        (settings(tmp_path / "nix", tmp_path / "t", tokenizer_folder), "is not a folder"),
         (settings(empty, tmp_path / "t", tokenizer_folder), "holds no document"),
         (settings(source, tmp_path / "t", empty), "no tokenizer.json"),
         (settings(source, source, tokenizer_folder), "source and destination are both"),

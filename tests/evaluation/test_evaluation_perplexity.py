@@ -69,12 +69,12 @@ def test_command_reads_text_and_json_lines_alike(small_model: Path, tmp_path: Pa
     ("arguments", "said"),
     [
         (("--task", "perplexity"), "needs a text"),
-        (("--task", "perplexity", "--data", "nix.txt"), "'nix.txt' is no file"),
+        (("--task", "perplexity", "--data", "nix.txt"), "'nix.txt' is not a file"),
         (("--task", "perplexity", "--data", "{data}", "--context", "65"), "between 2 and the model's 64"),
         (("--task", "perplexity", "--data", "{data}", "--context", "8", "--stride", "8"), "between 1 and 7, or 0"),
         (("--task", "perplexity", "--data", "{data}", "--rollout.top_p=0.5"), "sets a key of a recipe"),
         (("--task", "perplexity", "--data", "{short}"), "nothing to predict"),
-        (("--task", "sort", "--data", "{data}"), "--data is of --task perplexity"),
+        (("--task", "sort", "--data", "{data}"), "--data is for --task perplexity"),
         (("--task", "lm-eval:"), "names no task"),
     ],
 )

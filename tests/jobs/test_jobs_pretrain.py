@@ -268,7 +268,7 @@ def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Pat
     ("changed", "said"),
     [
         ({"data": {"train": []}}, "'data.train' is empty"),
-        ({"data": {"train": [{"path": "nix"}]}}, "'nix' is no folder"),
+        ({"data": {"train": [{"path": "nix"}]}}, "'nix' is not a folder"),
         ({"data": {"train": [{"path": "{data}/json", "weight": 0}]}}, "it must be above 0"),
         ({"data": {"train": [{"path": "{data}/text"}]}}, "has no dataset.json"),
         ({"data": {"sequence_length": 65}}, "more than the model's context of 64"),

@@ -96,7 +96,7 @@ def test_promoted_version_survives_its_run_and_one_whose_files_are_gone_is_not_p
     shutil.rmtree(tmp_path / "run")
     kept = find(registry, "small/1")
     assert (Path(kept.entry.path) / "MANIFEST.json").read_text() == "content of step 1" and str(tmp_path / "registry") in kept.entry.path
-    with pytest.raises(UserError, match="are gone from"):
+    with pytest.raises(UserError, match="no longer exist in"):
         registry.promote(find(registry, "small/2"), "production")
     assert [v.stage for v in registry.versions()] == ["staging", "none"]
     assert registry.promote(kept, "production").stage == "production"

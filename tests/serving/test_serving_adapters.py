@@ -92,7 +92,7 @@ def test_an_adapter_that_is_written_anew_reaches_the_next_request(running: Serve
     [
         ({"lora_name": "first", "lora_path": "."}, "unload it first"),
         ({"lora_name": "base", "lora_path": "."}, "the model's own name"),
-        ({"lora_name": "new", "lora_path": "/nowhere"}, "no folder"),
+        ({"lora_name": "new", "lora_path": "/nowhere"}, "not a folder"),
         ({"lora_name": "new", "lora_path": "."}, "adapter_config.json"),
     ],
     ids=["taken", "own", "missing", "none"],

@@ -169,7 +169,7 @@ def test_an_update_that_is_no_whole_set_changes_nothing(running: Server, tmp_pat
 
     assert "start_weight_update" in refused("/finish_weight_update") and "start_weight_update" in refused("/update_weights", {"update_info": {"folder": "/"}})
     running.control("/start_weight_update")
-    assert "no folder" in refused("/update_weights", {"update_info": {"folder": str(tmp_path / "nowhere")}})
+    assert "not a folder" in refused("/update_weights", {"update_info": {"folder": str(tmp_path / "nowhere")}})
     running.control("/update_weights", {"update_info": {"folder": str(tmp_path)}})
     assert "missing" in refused("/finish_weight_update")
     assert "backend" in refused("/init_weight_transfer_engine", {"init_info": {"backend": "telepathy"}})

@@ -96,7 +96,7 @@ def test_scratch_of_a_process_that_lives_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_address_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    for url, said in ((str(tmp_path / "nix"), "is no folder"), ("nosuch://x", "nosuch")):
+    for url, said in ((str(tmp_path / "nix"), "is not a folder"), ("nosuch://x", "nosuch")):
         with pytest.raises(UserError) as caught:
             open_storage(url)
         assert said in str(caught.value) and "\n" not in str(caught.value)

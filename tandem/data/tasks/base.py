@@ -1,4 +1,4 @@
-"""What every task can do."""
+"""The interface of tasks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from tandem.data.split import Split
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One instance. ``text``: what is asked, before any template. ``where``: for messages, a file and line or an index.
+    """One instance. ``text``: the question, before any template. ``where``: a file and line or an index, for messages.
     ``ground_truth`` and ``columns`` are JSON values."""
 
     text: str
@@ -27,9 +27,9 @@ class Demonstration(NamedTuple):
 
 
 class Task(Protocol):
-    """A source of instances. Everything is a function of the task's seed and the index, so any position can be asked
-    for first. ``size``: training instances, ``None`` where they are made on demand. ``fingerprint``: changes where the
-    instances would."""
+    """A source of instances. Everything is a function of the task's seed and the index, so instances can be read in any
+    order. ``size``: the number of training instances, ``None`` if they are generated on demand. ``fingerprint``: changes when the
+    instances change."""
 
     @property
     def name(self) -> str: ...
@@ -41,11 +41,11 @@ class Task(Protocol):
     def fingerprint(self) -> str: ...
 
     def train_prompt(self, index: int) -> TaskItem:
-        """Training instance ``index``, below ``size`` where there is one."""
+        """Returns training instance ``index``, which is below ``size`` if the task has one."""
         ...
 
     def eval_prompts(self, split: Split, count: int, seed: int) -> list[TaskItem]:
-        """Up to ``count`` instances of ``held_out`` or ``final``, none of which is ever a training instance."""
+        """Returns up to ``count`` instances of ``held_out`` or ``final``, none of which is ever a training instance."""
         ...
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:

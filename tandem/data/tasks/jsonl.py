@@ -40,7 +40,7 @@ class JsonlTask:
         return items[:count]
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
-        """The file's own answer; epochs are shuffled anew."""
+        """The file's own answer; each epoch is shuffled differently."""
         if corrupted_share:
             raise UserError(f"task 'jsonl' cannot make wrong answers, and 'sft.corrupted_share' is {corrupted_share}; set it to 0")
         items = self.splits["train"]
@@ -57,7 +57,7 @@ class JsonlTask:
 
 
 def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
-    """Read and check ``config.path`` and, where given, ``config.eval_path``. Raises ``UserError`` with file and line.
+    """Reads and checks ``config.path`` and, if given, ``config.eval_path``. Raises ``UserError`` with file and line.
 
     With an evaluation file its rows serve both for evaluations and for the final figure. Without one, prompts are held
     out in the order of their hash, equal prompts on the same side.
@@ -69,7 +69,7 @@ def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
         shared = {item.text for item in items} & {item.text for item in held_out}
         if shared:
             logger.warning(
-                "%d prompts stand in both %s and %s: accuracy on them is not held out", len(shared), config.path, config.eval_path
+                "%d prompts are in both %s and %s: accuracy on them is not held out", len(shared), config.path, config.eval_path
             )
         splits: dict[Split, tuple[TaskItem, ...]] = {"train": tuple(items), "held_out": tuple(held_out), "final": tuple(held_out)}
         return JsonlTask("jsonl", f"jsonl {digest} {eval_digest} {seed}", splits)
@@ -77,7 +77,7 @@ def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
 
 
 def read_jsonl(path: str, prompt_key: str, answer_key: str) -> tuple[list[TaskItem], str]:
-    """Every line of ``path`` as an item, and a digest of the file. Raises ``UserError`` with file and line."""
+    """Returns every line of ``path`` as an item, and a digest of the file. Raises ``UserError`` with file and line."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _kind(value: Any) -> str:

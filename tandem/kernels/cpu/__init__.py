@@ -13,7 +13,7 @@ _LOG = logging.getLogger(__name__)
 
 def load(compiler: str = "g++", directory: Path | None = None) -> Kernels:
     """The kernels, built in ``directory`` (default ``~/.cache/tandem/kernels``) if they are not there yet. Raises
-    ``UserError``, one line, where they cannot be had."""
+    ``UserError``, one line, if they are unavailable."""
     return _load(compiler, directory or default_directory())
 
 

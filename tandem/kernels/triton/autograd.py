@@ -1,5 +1,5 @@
-"""Gradients. The forward pass is this room's, and so is the backward pass of attention, norms, the gate and the rotation; the others' is torch's, where
-norms of heads stand before the rotation that of the same formula in the reference kernels, since only the forward pass has bits to keep."""
+"""Gradients. The forward pass and the backward pass of attention, norms, the gate and the rotation are Triton kernels. The other backward passes are
+torch's; with norms of heads before the rotation, that of the same formula in the reference kernels. Only the forward pass must keep its bits."""
 
 import itertools
 from collections.abc import Callable
@@ -99,7 +99,7 @@ class Rope(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """The gradients of a matrix product are two others, whose bits nobody compares with an engine's."""
+    """The gradients of a matrix product are two other products, whose bits need not match an engine's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from tandem.types import UserError
 
 def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, iteration: int) -> Namespace:
     """Returns the ``args`` of a checkpoint of ``shapes`` written by ``mesh``."""
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_layers": shapes.num_hidden_layers, "hidden_size": shapes.hidden_size, "ffn_hidden_size": shapes.intermediate_size,
         "num_attention_heads": shapes.num_attention_heads,
         "group_query_attention": shapes.num_key_value_heads != shapes.num_attention_heads,
@@ -32,17 +32,17 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
     window = next((window for window in windows if window is not None), None)
     if window is not None:
         # Megatron counts the tokens on either side, without the token itself.
-        found["window_size"] = (window - 1, 0)
-        found["window_attn_skip_freq"] = None if None not in windows else [int(window is not None) for window in windows]
+        arguments["window_size"] = (window - 1, 0)
+        arguments["window_attn_skip_freq"] = None if None not in windows else [int(window is not None) for window in windows]
     if shapes.experts is not None:
         experts = shapes.experts
-        found |= {
+        arguments |= {
             "num_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok,
             "moe_ffn_hidden_size": experts.intermediate_size,
             "moe_router_pre_softmax": not experts.normalised,
             "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(shapes.num_hidden_layers)],
         }  # fmt: skip
-    return Namespace(**found)
+    return Namespace(**arguments)
 
 
 def shapes_of(arguments: Namespace | None) -> ModelShapes:

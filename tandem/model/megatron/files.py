@@ -68,16 +68,16 @@ def open_megatron(folder: Path) -> MegatronCheckpoint:
     if (folder / TRACKER).is_file():
         named = (folder / TRACKER).read_text(encoding="ascii", errors="replace").strip()
         inner = folder / ("release" if named == "release" else f"iter_{int(named):07d}" if named.isdigit() else named)
-    found = {m[0]: m for path in inner.glob("mp_rank_*") if (m := re.fullmatch(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?", path.name))}
-    if not found:
+    ranks = {m[0]: m for path in inner.glob("mp_rank_*") if (m := re.fullmatch(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?", path.name))}
+    if not ranks:
         raise UserError(f"'{inner}' holds no mp_rank_* folders; name a Megatron checkpoint")
-    first = inner / min(found) / FILE
+    first = inner / min(ranks) / FILE
     content = _load(first)
     arguments = content.get("args")
     if isinstance(arguments, Namespace):
         mesh = mesh_of(arguments)
     else:
-        arguments, columns = None, [[int(match[i] or 0) for match in found.values()] for i in (1, 2, 3)]
+        arguments, columns = None, [[int(match[i] or 0) for match in ranks.values()] for i in (1, 2, 3)]
         mesh = MegatronMesh(*(max(column) + 1 for column in columns))
     missing = [name for name in map(mesh.folder, mesh.ranks()) if not (inner / name / FILE).is_file()]
     if missing:
@@ -126,7 +126,7 @@ def _check_parts(entry: Entry, parts: list[Tensor], shapes: ModelShapes, wanted:
         raise UserError(f"'{entry.name}' has another shape or dtype in a neighbour of '{where}'; the files do not belong together")
     if entry.is_replicated and not all(torch.equal(part, parts[0]) for part in parts):
         raise UserError(f"'{entry.name}' differs between the tensor-parallel ranks beside '{where}'; the files do not belong together")
-    # What the parts of this size come to, before anything is cut out of them.
+    # Checks the total size of the parts before they are divided.
     sizes = [torch.Size(wanted[name]) for name in entry.names]
     count = sum(part.numel() for part in parts[: 1 if entry.is_replicated else None])
     is_padded = entry.names[0] in ("model.embed_tokens.weight", "lm_head.weight")
@@ -147,7 +147,7 @@ def _keep(weights: dict[str, Tensor], name: str, tensor: Tensor, wanted: Mapping
     if tuple(tensor.shape) != tuple(wanted[name]):
         raise UserError(f"'{where}' makes '{name}' {list(tensor.shape)}; the model's is {list(wanted[name])}")
     if name in weights and not torch.equal(weights[name], tensor):
-        # What stands in several files: all but the experts of expert-parallel ranks, and a tied embedding.
+        # Replicated tensors: all but the experts of expert-parallel ranks, and a tied embedding.
         raise UserError(f"'{name}' in '{where}' is not what the other ranks have; the files do not belong together")
     weights[name] = tensor
 

@@ -142,19 +142,19 @@ def _layer(
 
 
 def _same(name: str, of: str) -> Entry:
-    return Entry(name, (of,), lambda parts, rank, size: parts[0], lambda found: [found[0]], is_replicated=True)
+    return Entry(name, (of,), lambda parts, rank, size: parts[0], lambda parts: [parts[0]], is_replicated=True)
 
 
 def _columns(name: str, of: str) -> Entry:
-    return Entry(name, (of,), lambda parts, rank, size: parts[0].chunk(size, dim=1)[rank], lambda found: [torch.cat(found, dim=1)])
+    return Entry(name, (of,), lambda parts, rank, size: parts[0].chunk(size, dim=1)[rank], lambda parts: [torch.cat(parts, dim=1)])
 
 
 def _gated(name: str, of: tuple[str, ...]) -> Entry:
     def join(parts: list[Tensor], rank: int, size: int) -> Tensor:
         return torch.cat([part.chunk(size)[rank] for part in parts])
 
-    def split(found: list[Tensor]) -> list[Tensor]:
-        halves = [part.chunk(2) for part in found]
+    def split(parts: list[Tensor]) -> list[Tensor]:
+        halves = [part.chunk(2) for part in parts]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
 
     return Entry(name, of, join, split)
@@ -168,8 +168,8 @@ def _qkv(name: str, of: tuple[str, ...], shapes: ModelShapes) -> Entry:
         grouped = [part.unflatten(0, (groups, -1)) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1).chunk(size)[rank]
 
-    def split(found: list[Tensor]) -> list[Tensor]:
-        grouped = torch.cat(found).unflatten(0, (groups, queries + 2 * head))
+    def split(parts: list[Tensor]) -> list[Tensor]:
+        grouped = torch.cat(parts).unflatten(0, (groups, queries + 2 * head))
         return [part.flatten(0, 1).contiguous() for part in grouped.split((queries, head, head), dim=1)]
 
     return Entry(name, of, join, split)
@@ -181,4 +181,4 @@ def _vocabulary(name: str, of: str, shapes: ModelShapes) -> Entry:
         padding = parts[0][-1:].expand(rows - parts[0].shape[0], -1)
         return torch.cat([parts[0], padding]).chunk(size)[rank]
 
-    return Entry(name, (of,), join, lambda found: [torch.cat(found)[: shapes.vocab_size]])
+    return Entry(name, (of,), join, lambda parts: [torch.cat(parts)[: shapes.vocab_size]])

@@ -1,4 +1,4 @@
-"""AWQ: scale up the input channels that matter before rounding, and fold the inverse into what stands before (Lin et al., 2023)."""
+"""AWQ: scale up the input channels that matter before rounding, and fold the inverse into the preceding operation (Lin et al., 2023)."""
 
 import torch
 from torch import Tensor

@@ -46,12 +46,12 @@ def read_texts(path: str | Path) -> list[str]:
 
 def _text_of(line: str, number: int, path: Path) -> str:
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise UserError(f"calibration '{path}' line {number} has no text; every line must be a JSON object with the field 'text'")
-    return str(found["text"])
+    return str(row["text"])
 
 
 def sequences_of(texts: list[str], tokenizer: Tokenizer, count: int, length: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -31,7 +31,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
     """``weight[N, K]`` in codes that keep the layer's outputs, given ``hessian[K, K]``.
 
     ``damping``: of the mean diagonal, added to the diagonal. ``act_order``: columns of large inputs first, and groups of
-    columns in that order. Scales are found from the corrected columns when their group begins. Raises ``UserError`` where
+    columns in that order. Scales are computed from the corrected columns when their group begins. Raises ``UserError`` where
     the damped Hessian is not positive definite."""
     rest, hessian = weight.detach().float().clone(), hessian.float().clone()
     columns = rest.shape[1]
@@ -49,9 +49,9 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
     for block in _blocks(columns, group):
         own, errors = rest[:, block].clone(), torch.empty_like(rest[:, block])
         if block.start % group == 0:
-            found = group_scales(rest[:, block.start : block.start + group], scheme)
-            scales.append(found[0])
-            zeros.append(found[1])
+            group_scale, group_zero = group_scales(rest[:, block.start : block.start + group], scheme)
+            scales.append(group_scale)
+            zeros.append(group_zero)
         scale, zero = scales[-1], zeros[-1]
         factor = inverse[block, block]
         for i in range(own.shape[1]):
@@ -67,12 +67,12 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
 
 def _blocks(columns: int, group: int) -> list[slice]:
     """Runs of at most ``BLOCK_COLUMNS`` columns, none of which crosses the border of a group."""
-    found, start = [], 0
+    blocks, start = [], 0
     while start < columns:
         stop = min(columns, start + BLOCK_COLUMNS, (start // group + 1) * group)
-        found.append(slice(start, stop))
+        blocks.append(slice(start, stop))
         start = stop
-    return found
+    return blocks
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:

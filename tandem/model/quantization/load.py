@@ -59,7 +59,7 @@ def load_quantized(
 
 def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
     """Every linear layer with the names of the modules whose rows it stacks."""
-    found = []
+    linears = []
     for index, layer in enumerate(decoder._layers()):
         at = f"model.layers.{index}."
         groups = (
@@ -68,8 +68,8 @@ def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
             (f"{at}mlp.gate_proj", f"{at}mlp.up_proj"),
             (f"{at}mlp.down_proj",),
         )
-        found += list(zip(layer.linears(), groups, strict=True))
-    return found
+        linears += list(zip(layer.linears(), groups, strict=True))
+    return linears
 
 
 def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
@@ -220,7 +220,7 @@ def _float8(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, 
 
 
 def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) -> Tensor:
-    """Scales [rows, groups]; one of the whole tensor stands for every row."""
+    """Returns scales [rows, groups]; a single scale of the whole tensor is expanded to every row."""
     held = tensors.get(f"{module}.{name}")
     if held is not None and held.numel() == 1 and (rows, groups) != (1, 1):
         return tensors.pop(f"{module}.{name}").float().reshape(1, 1).expand(rows, groups).contiguous()

@@ -84,8 +84,8 @@ def quantize_folder(
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        found = _quantize(decoder, options, dtype, sequences, progress)
-        write_file(partial / WEIGHTS, _all_tensors(decoder, found, options.method, dtype))
+        quantized = _quantize(decoder, options, dtype, sequences, progress)
+        write_file(partial / WEIGHTS, _all_tensors(decoder, quantized, options.method, dtype))
         config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
         config["quantization_config"] = quantization_config(options.method, options.group_size, options.act_order, options.damping)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -105,12 +105,12 @@ def _dtype(source: Path) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
-def _all_tensors(decoder: Decoder, found: dict[str, QuantizedWeight], method: Method, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+def _all_tensors(decoder: Decoder, quantized: dict[str, QuantizedWeight], method: Method, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
     tensors: list[tuple[str, Tensor]] = []
     for name, tensor in to_huggingface(decoder):
         module = name.removesuffix(".weight")
-        if module in found:
-            tensors += stored_tensors(method, module, found[module])
+        if module in quantized:
+            tensors += stored_tensors(method, module, quantized[module])
         else:
             tensors.append((name, tensor.to(dtype)))
     return tensors
@@ -120,10 +120,10 @@ def _all_tensors(decoder: Decoder, found: dict[str, QuantizedWeight], method: Me
 def _quantize(
     decoder: Decoder, options: QuantizeOptions, dtype: torch.dtype, sequences: list[Tensor], progress: Progress
 ) -> dict[str, QuantizedWeight]:
-    """The quantised weights by module. The decoder's own matrices become what the codes stand for, so that every layer is
-    calibrated on what it will really see."""
+    """Returns the quantised weights by module. Replaces the decoder's own matrices by their dequantised values, so that every layer is
+    calibrated on the inputs that it gets at inference."""
     scheme, layers = options.scheme(dtype), decoder.shapes.num_hidden_layers
-    found: dict[str, QuantizedWeight] = {}
+    weights: dict[str, QuantizedWeight] = {}
     chunks = list(calibration.chunks_of(decoder, sequences)) if options.method in CALIBRATED else []
     groups = projections(decoder)
     for index in range(layers):
@@ -143,10 +143,10 @@ def _quantize(
                     weight = clip(weight, _sample(decoder, index, stage, chunks), scheme)
                 quantised = round_to_nearest(weight, scheme)
             linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
-            found |= dict(zip(modules, _split(quantised, list(_rows(decoder, stage))), strict=True))
+            weights |= dict(zip(modules, _split(quantised, list(_rows(decoder, stage))), strict=True))
         chunks = [c._replace(residual=calibration.inputs_of(decoder, index, calibration.END, c)) for c in chunks]
         progress(index + 1, layers)
-    return found
+    return weights
 
 
 def _rows(decoder: Decoder, stage: int) -> tuple[int, ...]:
@@ -173,8 +173,8 @@ def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.C
 
 
 def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme) -> None:
-    """Search the scales of each linear layer's inputs and fold their inverse into what makes the inputs: a norm, the rows of v, or
-    the rows of up. With fewer key-value heads than query heads a row of v stands for several inputs, so o_proj is left."""
+    """Searches the scales of each linear layer's inputs and folds their inverse into what computes the inputs: a norm, the rows of v, or
+    the rows of up. With fewer key-value heads than query heads a row of v makes several inputs, so o_proj is not scaled."""
     layer, shapes = decoder._layers()[index], decoder.shapes
     down = layer.down_proj
     gate_up = layer.gate_up_proj

@@ -58,10 +58,10 @@ def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     if scheme.kind in ("bfloat16", "float16"):
         return QuantizedWeight(scheme.kind, wide.to(CODE_DTYPES[scheme.kind]), None, None, group)
     runs = list(wide.split(group, dim=1))
-    found = [group_scales(run, scheme) for run in runs]
-    codes = torch.cat([codes_of(run, *own, scheme) for run, own in zip(runs, found, strict=True)], dim=1)
-    scales = torch.stack([scale for scale, _ in found], dim=1)
-    zeros = torch.stack([zero for _, zero in found], dim=1) if scheme.kind == "int4" else None
+    parameters = [group_scales(run, scheme) for run in runs]
+    codes = torch.cat([codes_of(run, *own, scheme) for run, own in zip(runs, parameters, strict=True)], dim=1)
+    scales = torch.stack([scale for scale, _ in parameters], dim=1)
+    zeros = torch.stack([zero for _, zero in parameters], dim=1) if scheme.kind == "int4" else None
     return QuantizedWeight(scheme.kind, codes, scales, zeros, group, None, scheme.inputs, scheme.input_group)
 
 

@@ -1,5 +1,5 @@
-"""From object storage to the local disk: ranges side by side, written in order, so that a process that dies leaves a
-beginning that the next one goes on from."""
+"""Downloads from object storage to the local disk: ranges are fetched in parallel and written in order, so that the next process
+resumes an interrupted download."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ def fetch(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progress: Pr
     try:
         _fetch_files(remote, manifest, entry, on_progress)
     except (RunError, UserError):
-        # A folder that is written anew meanwhile has files that are short or gone: what broke the reading is the change.
+        # A folder that is rewritten meanwhile has short or missing files; report the change, which is the cause.
         if not _is_changed(remote, manifest):
             raise
     else:
@@ -143,7 +143,7 @@ def _beginning(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _in_order(remote: RemoteFolder, file: RemoteFile, start: int, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """The bytes of ``file`` from ``start`` on; a few ranges are under way at a time."""
+    """The bytes of ``file`` from ``start`` on; a few ranges are fetched at a time."""
     starts = iter(range(start, file.size_bytes, RANGE_BYTES))
     under_way: deque[Future[bytes]] = deque()
 

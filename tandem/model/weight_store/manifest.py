@@ -56,7 +56,7 @@ class Manifest:
 
 
 def read_manifest(entry: Path) -> Manifest | None:
-    """The manifest in ``entry``; ``None`` where there is none that can be read, as after a crash of the machine."""
+    """Returns the manifest in ``entry``; ``None`` if it is missing or unreadable, as after a crash of the machine."""
     try:
         data = json.loads((entry / NAME).read_text(encoding="utf-8"))
         return Manifest(

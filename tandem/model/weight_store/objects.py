@@ -43,18 +43,18 @@ class RemoteFolder:
         self._files, self._path = connect(self.url, options, is_cached=False)
 
     def list(self) -> tuple[RemoteFile, ...]:
-        """The files that a model is read from, by name; folders in it are left out. Raises ``UserError`` where there is
-        no such folder or no model in it."""
+        """Returns the files that a model is read from, sorted by name, without subfolders. Raises ``UserError`` if the folder does not
+        exist or holds no model."""
         with _one_line(self.url):
             entries = self._files.ls(self._path, detail=True)
-        found = []
+        files = []
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
             if entry["type"] == "file" and _is_wanted(name):
-                found.append(RemoteFile(name, int(entry["size"]), _version(entry)))
-        if all(file.name != "config.json" for file in found):
+                files.append(RemoteFile(name, int(entry["size"]), _version(entry)))
+        if all(file.name != "config.json" for file in files):
             raise UserError(f"'{self.url}' has no config.json; name the folder of a model")
-        return tuple(sorted(found, key=lambda file: file.name))
+        return tuple(sorted(files, key=lambda file: file.name))
 
     def read(self, name: str, start: int, end: int) -> bytes:
         """Bytes ``start .. end - 1`` of a file. Reads again after a fault that may pass."""

@@ -1,8 +1,8 @@
 """The cache: one folder a model and version, shared by every process of the machine.
 
 A process that reads a model holds a shared lock on it, one that downloads it an exclusive one, and what is evicted is
-locked exclusively first. The locks are the kernel's, so a process that is killed holds none. ``cache.lock`` is held for a
-moment by whoever looks for room or turns its own lock into a shared one.
+locked exclusively first. The locks are the kernel's, so a process that is killed holds none. A process holds ``cache.lock``
+briefly while it frees space or downgrades its exclusive lock to a shared one.
 """
 
 import errno
@@ -100,7 +100,7 @@ class WeightStore:
         return HeldModel(entry / "model", lock)
 
     def _last_copy(self, url: str, verify: bool) -> HeldModel | None:
-        """The copy of ``url`` that was used last, of whatever version, ``None`` where none is whole."""
+        """Returns the most recently used copy of ``url``, of any version; ``None`` if none is complete."""
         entries = [path.parent for path in self.directory.glob(f"*/{NAME}")]
         for entry in sorted(entries, key=_last_used, reverse=True):
             manifest = read_manifest(entry)
@@ -176,7 +176,7 @@ class WeightStore:
         with (self.directory / "locks" / entry.name).open("ab") as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 return False
-            # Without its manifest the rest is no model any more, whatever becomes of this process.
+            # Without its manifest the entry no longer counts as a model, even if this process is killed here.
             (entry / NAME).unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
             return True
@@ -202,9 +202,9 @@ def _key(url: str, files: tuple[RemoteFile, ...]) -> str:
 
 
 def _damaged(manifest: Manifest, entry: Path, verify: bool) -> list[str]:
-    """Stored files that are not what was downloaded."""
+    """Returns the stored files that differ from what was downloaded."""
     sizes = {file.name: file.size_bytes for file in manifest.files}
-    found = []
+    damaged = []
     for name, stored in manifest.stored.items():
         path = entry / "model" / name
         try:
@@ -215,8 +215,8 @@ def _damaged(manifest: Manifest, entry: Path, verify: bool) -> list[str]:
         except OSError:
             same = False
         if not same:
-            found.append(name)
-    return found
+            damaged.append(name)
+    return damaged
 
 
 def _try_lock(lock: IO[bytes], kind: int) -> bool:

@@ -16,7 +16,7 @@ def product(a, b, acc, WIDEN: tl.constexpr):
 @triton.jit
 def sequence_of(place, starts, count, SHIFT: tl.constexpr):
     """The sequence s that tile ``place`` belongs to, where the tiles of ``SHIFT`` rows of s begin at ``starts[s] // SHIFT + s``:
-    one place more than the rows need, so that no sequence shares a tile and nobody must count tiles first. -> s."""
+    one place more than the rows need, so that no two sequences share a tile and tiles need not be counted first. -> s."""
     low = 0
     high = count
     while low < high:
@@ -93,7 +93,7 @@ def rotation(positions, cos_sin, token, h, in_half, D: tl.constexpr):
 
 @triton.jit
 def decode_fp8(codes):
-    """``codes`` uint8 of e4m3 -> fp32, exactly. Its bits stand in an fp16 whose exponent counts from 8 less."""
+    """``codes`` uint8 of e4m3 -> fp32, exactly. Its bits are those of an fp16 whose exponent bias is 8 larger."""
     wide = codes.to(tl.int16)
     half = ((wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where((wide & 0x80) != 0, -half, half)

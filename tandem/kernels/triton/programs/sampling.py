@@ -2,7 +2,7 @@
 
 A row's settings are read here, and each filter becomes a threshold: a token stays where its logit lies above it, or is equal to it and one of the first
 so many equals by id. Thresholds are found bit by bit in the order of floating-point numbers, with one pass over the row for each bit, and only in
-rows that have that filter. Weights are fp32; their sums are fp64, by blocks of ids in order, or by chunks where no filter is asked for.
+rows that have that filter. Weights are fp32; their sums are fp64, by blocks of ids in order, or by chunks if no filter is set.
 """
 
 import triton
@@ -25,7 +25,7 @@ def _number(key):
 
 @triton.jit
 def _kept(x, seen, floor, threshold, equals):
-    """Which of a block of logits stay, where ``seen`` equals of the threshold stand before it, and how many have been seen after it."""
+    """Returns which of a block of logits stay, given ``seen`` values equal to the threshold before it, and the number seen after it."""
     key = _key(x)
     is_equal = key == threshold
     place = seen + tl.cumsum(is_equal.to(tl.int32), 0)
