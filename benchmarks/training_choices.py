@@ -86,7 +86,7 @@ def recipe(folder: Path, name: str, chosen: dict[str, str], steps: int, threads:
         },
         "data": {"train": [{"path": str(folder / "train")}], "held_out": str(folder / "held_out"), "sequence_length": 128, "global_batch_size": 16},
         "trainer": {
-            "learning_rate": 2e-3, "warmup_steps": 10, "schedule": "wsd", "total_steps": steps, "decay_steps": steps // 4, "weight_decay": 0.1,
+            "learning_rate": 2e-3, "warmup_steps": 10, "schedule": "wsd", "decay_steps": steps // 4, "weight_decay": 0.1,
             "beta2": 0.95, **chosen,
         },
         "evaluation": {"every_steps": steps, "sequences": 64},

@@ -123,7 +123,7 @@ class PretrainRun:
         the replica has it)."""
         return train_step(
             self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
-            learning_rate(self.recipe.trainer, step), on_progress=self.records.progress("train"), guard=self.guard,
+            learning_rate(self.recipe.trainer, step, self.recipe.run.max_steps), on_progress=self.records.progress("train"), guard=self.guard,
             sums=self.replica.sums, forward_backward=forward_backward or self.replica.forward_backward, tracer=self.tracer,
             on_phase=lambda phase: self.records.enter(phase, step),
         )  # fmt: skip

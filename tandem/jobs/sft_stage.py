@@ -26,9 +26,8 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     sft = recipe.sft
     assert sft is not None
     trainer = replace(
-        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, total_steps=sft.steps,
-        decay_steps=0,
-    )  # fmt: skip
+        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0
+    )
     return PretrainRecipe(
         algorithm=PretrainConfig("sft"),
         model=ModelConfig(path=str(model), max_length=recipe.model.max_length),

@@ -203,7 +203,8 @@ class TrainerWorker:
         actor.tracer.begin(step)
         batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
         result = update_policy(
-            actor.replica, batch, recipe.algorithm, recipe.trainer, temperature=recipe.rollout.temperature, guard=actor.guard,
+            actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
+            temperature=recipe.rollout.temperature, guard=actor.guard,
             on_progress=lambda done, total: progress({"done": done, "total": total}),
             on_phase=lambda phase: self.rank.enter(phase, step), tracer=actor.tracer,
         )  # fmt: skip

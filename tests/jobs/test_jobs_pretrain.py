@@ -72,7 +72,7 @@ def recipe(data: Path, /, **changed: Any) -> dict[str, Any]:
             "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 6,
         },
         "trainer": {
-            "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "total_steps": 100, "weight_decay": 0.1,
+            "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "weight_decay": 0.1,
             "micro_batch_tokens": 100,
         },
         "evaluation": {"every_steps": 10, "sequences": 8},
