@@ -25,7 +25,7 @@ def warm_model(work: Path, threads: int = 1) -> Path:
     """The folder of the warm model, made where it is missing; its name changes with what the recipe says of it."""
     import torch
 
-    from tandem.jobs.sft_stage import run_sft_stage, sft_recipe
+    from tandem.jobs.sft import run_sft_stage, sft_recipe
     from tandem.model.create_model import create_model
 
     recipe = recipe_with([f"machine.threads={threads}"])

@@ -112,7 +112,7 @@ def test_a_sampled_evaluation_is_the_same_with_the_same_seed(command, model) -> 
 def test_a_run_prints_plain_lines_and_commands_that_work_as_they_stand(command, finished_run) -> None:
     directory, out = finished_run
     assert "\x1b" not in out
-    assert "create model" in out and "warm up" in out and "step 0: reward" in out and "final accuracy" in out
+    assert "create model" in out and "] sft" in out and "step 0: reward" in out and "final accuracy" in out
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  tandem ")]
     assert [words[1] for words in commands] == ["generate", "evaluate"]
     for words in commands:

@@ -31,7 +31,7 @@ def test_a_log_has_one_plain_line_an_event() -> None:
         tell(shown)
     lines = [line.split("] ", 1)[1] for line in stream.getvalue().splitlines()]
     assert lines[0] == "run runs/größe [red]: at most 10 steps, until held-out accuracy 0.90"
-    assert "warm up" in lines and "warm up 3/7 loss 1.234" in lines
+    assert "sft" in lines and "sft 3/7 loss 1.234" in lines
     assert "step 4: sampled accuracy 0.500 on 64 held-out prompts" in lines
     assert "step 4: reward 0.625, 1234 tokens/s, step time 0.50 s, time left -" in lines
     assert lines[-1] == "step 5: 2 of 8 samples masked; [bold]not markup[/bold]"

@@ -25,11 +25,11 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
-from tandem.jobs.pretrain_records import Records
 from tandem.jobs.start import resume, train
 from tandem.runtime.journal import Journal
 from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
+from tandem.runtime.run_records import Records
 from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError
@@ -260,7 +260,8 @@ def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Pat
     with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         records = Records(None, metrics, Listener())
         for step, waited_s in enumerate((0.25, 1.5)):
-            records.row({"step": step}, 100, waited_s)
+            records.add_time("data_wait", waited_s)
+            records.row({"step": step}, 100)
         assert [row["timing_s/data_wait"] for row in metrics.rows()] == [0.25, 1.5]
 
 

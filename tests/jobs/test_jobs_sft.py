@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from data_runs import rows
+from tandem.jobs.replay import replay
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -27,7 +28,6 @@ from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import Mixture
 from tandem.data.shards import ShardReader
 from tandem.data.tokenize import TokenizeSettings, read_dataset, tokenize
-from tandem.jobs.replay import replay
 from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.journal import Journal
