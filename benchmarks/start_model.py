@@ -37,7 +37,7 @@ def warm_model(work: Path, threads: int = 1) -> Path:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         assert recipe.model.create is not None
         create_model(recipe.model.create, recipe.run.seed, folder / "initial")
-        stage = sft_recipe(recipe, folder, folder / "initial", context_tokens(recipe, folder / "initial"))
+        stage = sft_recipe(recipe, folder, folder / "initial", context_tokens(recipe.model, recipe.rollout.max_tokens, folder / "initial"))
         run_sft_stage(stage, folder / "sft", Listener(), inline=True, faults=None)
     return folder / "sft" / "model"
 

@@ -52,12 +52,12 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         folder = stack.enter_context(folder_to_check(recipe.model))
         if recipe.model.create is None:
             _check_folder(folder)
-        shapes, context = read_shapes(folder), context_tokens(recipe, folder)
+        shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        memory, sleep_mode = plan(recipe, shapes, context)
+        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)

@@ -165,8 +165,8 @@ def _kept_step(
         return Comparison("train", len(recorded), tuple(differences(_numbers(recorded), result.metrics)))
     names = ("train/loss", "actor/grad_norm")
     apart = [name for name in names if math.isfinite(recorded[name]) != math.isfinite(result.metrics[name])]
-    lines = tuple(f"{name}: recorded {recorded[name]!r}, now {result.metrics[name]!r}" for name in apart)
-    return Comparison("train", len(names), lines, "finite or not as recorded")
+    apart_lines = tuple(f"{name}: recorded {recorded[name]!r}, now {result.metrics[name]!r}" for name in apart)
+    return Comparison("train", len(names), apart_lines, "finite or not as recorded")
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def replay_rl_step(
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
         samples, scores, row = _recorded(directory, journal, step)
         numerics = journal.get("numerics", {})
-        check_numerics(numerics, numerics_record(rank_threads(recipe), str(numerics.get("kernels"))))
+        check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, inline, listener))
         prompts = stack.enter_context(closing(prompt_source(recipe, pod.start))).for_step(step)
         found = []

@@ -47,8 +47,8 @@ def execute_rl(
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
         start = _start_model(recipe, directory, trainer, journal, listener, inline, faults)
-        shapes, context = read_shapes(start), context_tokens(recipe, start)
-        memory, sleep_mode = plan(recipe, shapes, context)
+        shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
@@ -59,8 +59,9 @@ def execute_rl(
             recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
         )
         step = _bring_up(pod, journal)
+        numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)
         continue_from(
-            step, journal, metrics, listener, numerics=numerics_record(rank_threads(recipe), pod.kernels), shape=mesh_of(recipe.parallel),
+            step, journal, metrics, listener, numerics=numerics, shape=mesh_of(recipe.parallel),
             device="cpu", journal_loaded=pod.journal_loaded, resumed=resumed,
         )  # fmt: skip
         trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(listener.message)))
@@ -94,7 +95,7 @@ def _start_model(
     if recipe.sft is None:
         return folder
     listener.phase("sft", 0)
-    stage = sft_recipe(recipe, directory, folder, context_tokens(recipe, folder))
+    stage = sft_recipe(recipe, directory, folder, context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
     return run_sft_stage(stage, directory / SFT_FOLDER, listener, inline, faults)
 
 

@@ -116,7 +116,7 @@ class TrainerWorker:
         start, recipe, ranks = Path(meta["start"]), self.recipe, self.rank.ranks
         if self.actor is not None:
             self.actor.checkpoints.close()
-        most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe, start))
+        most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
         settings = ReplicaSettings(start, self.directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
         replica, guard = build_replica(settings, ranks, self.kernels), GradScaler(recipe.trainer)
         checkpoints = ReplicaCheckpoints(
