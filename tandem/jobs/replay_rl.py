@@ -1,6 +1,6 @@
 """Runs a recorded step of reinforcement learning again, in a pod of its own beside the run.
 
-A differenceA difference says which part is not a function of its inputs any more: the rollout (other
+A difference says which part is not a function of its inputs any more: the rollout (other
 tokens or log-probabilities), a reward function (other scores), or the trainer (other metrics).
 """
 

@@ -141,7 +141,7 @@ def plain_losses(folder: Path, data: Path, steps: int) -> list[float]:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = 3e-3 * (step + 1) / 5 if step < 5 else 3e-3 * 0.5 * (1 + torch.cos(torch.tensor((step - 5) / 95 * torch.pi)).item())
+        rate = 3e-3 * (step + 1) / 5 if step < 5 else 3e-3 * 0.5 * (1 + torch.cos(torch.tensor((step - 5) / (steps - 5) * torch.pi)).item())
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
