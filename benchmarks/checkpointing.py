@@ -28,7 +28,7 @@ from machine import machine, write_report
 from options import parser as shared_parser
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from tandem.layout.boxes import whole_box
+from tandem.layout.shard_offsets import whole_offsets
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.shard import Key, Shard
@@ -49,7 +49,7 @@ class Ours:
         self.shards = []
         for name, tensor in state.items():
             kind, _, parameter = name.partition("/")
-            self.shards.append(Shard(Key(kind, parameter), tuple(tensor.shape), whole_box(tuple(tensor.shape)), tensor))
+            self.shards.append(Shard(Key(kind, parameter), tuple(tensor.shape), whole_offsets(tuple(tensor.shape)), tensor))
         self.marks: dict[str, float] = {}
         self.checkpointer = Checkpointer(folder, 1, ALONE, {}, asynchronous=asynchronous, fault_point=self.mark)
         self.checkpointer.prepare(self.shards)

@@ -64,9 +64,9 @@ def main() -> None:
             server.terminate()
             server.wait()
     lines = ["# What HTTP costs", "", machine(), "", __doc__.split("\n\n")[1], ""]
-    lines += ["| | output tokens / engine CPU s | ratio | listener CPU ms / request |", "| --- | --- | --- | --- |"]
-    for name, (rate, listener) in best.items():
-        lines.append(f"| {name} | {rate:.0f} | {rate / best['engine alone'][0]:.2f} | {listener * 1e3:.1f} |")
+    lines += ["| | output tokens / engine CPU s | ratio | callback CPU ms / request |", "| --- | --- | --- | --- |"]
+    for name, (rate, callback) in best.items():
+        lines.append(f"| {name} | {rate:.0f} | {rate / best['engine alone'][0]:.2f} | {callback * 1e3:.1f} |")
     print("\n".join(lines))
     print(f"wrote {write_report('serving', chr(10).join(lines), options.out)}")
 
@@ -93,10 +93,10 @@ def offline(llm: LLM, number: int) -> float:
     return REQUESTS * OUTPUT / (time.process_time() - before)
 
 
-def served(url: str, listener: psutil.Process, engine: psutil.Process, number: int, stream: bool) -> tuple[float, float]:
-    before = [sum(process.cpu_times()[:2]) for process in (engine, listener)]
+def served(url: str, callback: psutil.Process, engine: psutil.Process, number: int, stream: bool) -> tuple[float, float]:
+    before = [sum(process.cpu_times()[:2]) for process in (engine, callback)]
     asyncio.run(ask(url, prompts(3 * number + 1 + stream), stream))
-    used = [sum(process.cpu_times()[:2]) - old for process, old in zip((engine, listener), before, strict=True)]
+    used = [sum(process.cpu_times()[:2]) - old for process, old in zip((engine, callback), before, strict=True)]
     return REQUESTS * OUTPUT / used[0], used[1] / REQUESTS
 
 

@@ -12,7 +12,7 @@ from machine import ROOT
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
 from tandem.pod.prompts import context_tokens, prompt_source
-from tandem.runtime.listener import Listener
+from tandem.runtime.callback import Callback
 
 RECIPE = ROOT / "recipes" / "sort.yaml"
 
@@ -38,7 +38,7 @@ def warm_model(work: Path, threads: int = 1) -> Path:
         assert recipe.model.create is not None
         create_model(recipe.model.create, recipe.run.seed, folder / "initial")
         stage = sft_recipe(recipe, folder, folder / "initial", context_tokens(recipe.model, recipe.rollout.max_tokens, folder / "initial"))
-        run_sft_stage(stage, folder / "sft", Listener(), inline=True, faults=None)
+        run_sft_stage(stage, folder / "sft", Callback(), inline=True, faults=None)
     return folder / "sft" / "model"
 
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from machine import machine, write_report
 from options import parser as shared_parser
 
-from tandem.layout.boxes import whole_box
 from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shard_offsets import whole_offsets
 from tandem.runtime.communicator import Communicator, connect
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import WeightShard
@@ -92,7 +92,7 @@ def shards_of(model: ModelShapes) -> list[WeightShard]:
     """The same random weights on every owner."""
     generator = torch.Generator().manual_seed(1)
     tensors = [(name, torch.randn(shape, generator=generator)) for name, shape in parameters(model)]
-    return [WeightShard(name, tuple(t.shape), whole_box(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
+    return [WeightShard(name, tuple(t.shape), whole_offsets(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
 
 
 def world_of(rank: int, owners: int, folder: Path) -> Communicator:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from tandem.runtime.listener import Listener
+from tandem.runtime.callback import Callback
 
 
 def duration(seconds: float) -> str:
@@ -57,7 +57,7 @@ class _State:
         self.first_row_at = self.first_row_at or time.monotonic()
 
 
-class PlainDisplay(Listener):
+class PlainDisplay(Callback):
     """One line an event, for logs and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -105,7 +105,7 @@ class PlainDisplay(Listener):
         return None
 
 
-class TerminalDisplay(Listener):
+class TerminalDisplay(Callback):
     """A panel that is redrawn four times a second; messages and evaluations scroll above it."""
 
     def __init__(self, console: Console | None = None) -> None:

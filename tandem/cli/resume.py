@@ -31,9 +31,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.source:
         restore(options.run_directory, options.source)
-    with display() as listener:
+    with display() as callback:
         result = resume(
-            options.run_directory, inline=options.inline, listener=listener, overrides=options.overrides,
+            options.run_directory, inline=options.inline, callback=callback, overrides=options.overrides,
             faults=FaultPlan.parse(options.fault) if options.fault else None,
         )
     print(result.summary())

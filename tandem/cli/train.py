@@ -34,9 +34,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run(recipe, options.recipe))
         return 0
-    with display() as listener:
+    with display() as callback:
         result = train(
-            recipe, recipe_path=options.recipe, inline=options.inline, listener=listener,
+            recipe, recipe_path=options.recipe, inline=options.inline, callback=callback,
             faults=FaultPlan.parse(options.fault) if options.fault else None,
         )
     print(result.summary())

@@ -9,7 +9,7 @@ import torch
 from tandem.config.engine import EngineArgs
 from tandem.config.load import build
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import Cut
+from tandem.layout.sharding import ShardSpec
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
@@ -38,7 +38,7 @@ def check_ranks(shapes: ModelShapes, args: EngineArgs) -> None:
     if size > 1 and args.device != "cpu" and size > torch.cuda.device_count():
         raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
     try:
-        Cut(0, size, args.deterministic).check(shapes)
+        ShardSpec(0, size, args.deterministic).check(shapes)
     except ValueError as error:
         raise UserError(f"engine tensor_parallel_size: {error}; choose another size") from None
 

@@ -1,7 +1,7 @@
 """Bytes of a model's parts, as plain arithmetic. Imports no torch."""
 
 from tandem.layout.shapes import ModelShapes, parameter_count
-from tandem.layout.sharding import Cut, local_parameters
+from tandem.layout.sharding import ShardSpec, local_parameters
 from tandem.types.kv_cache import KVCacheDtype
 
 _CODED_BLOCK, _FEWEST_CODED = 256, 4096
@@ -12,7 +12,7 @@ def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank
     """Bytes of the parameters that one tensor-parallel rank holds."""
     if tensor_parallel == 1:
         return parameter_count(shapes) * DTYPE_BYTES[dtype]
-    return sum(p.numel for p in local_parameters(shapes, Cut(rank, tensor_parallel))) * DTYPE_BYTES[dtype]
+    return sum(p.numel for p in local_parameters(shapes, ShardSpec(rank, tensor_parallel))) * DTYPE_BYTES[dtype]
 
 
 def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheDtype = "auto") -> int:

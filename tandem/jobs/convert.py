@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import whole_box
 from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface import read_tensors
 from tandem.model.huggingface_config import config_json, read_json, read_shapes
 from tandem.model.megatron.arguments import shapes_of
@@ -139,7 +139,7 @@ def _from_tandem(folder: Path, config: Path | None) -> Source:
     for key in contents.held:
         if key.state == WEIGHTS:
             size, dtype = contents.whole(key)
-            shards.append(Shard(Key(WEIGHTS, key.name), size, whole_box(size), torch.empty(size, dtype=dtype)))
+            shards.append(Shard(Key(WEIGHTS, key.name), size, whole_offsets(size), torch.empty(size, dtype=dtype)))
     contents.read(shards)
     return Source(shapes, _checked(folder, shapes, {shard.key.name: shard.tensor for shard in shards}), _files(config or folder), manifest.step)
 

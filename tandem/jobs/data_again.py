@@ -15,12 +15,12 @@ def run_again(run: DataRun, last: int) -> None:
     checkpoint could be loaded."""
     if run.checkpoints.last is None:
         raise RunError(f"no checkpoint at or before step {last} is whole; see the warnings above for what is wrong with them, and replay a later step")
-    run.records.listener.message(f"standing at the checkpoint of step {run.first_step}")
+    run.records.callback.message(f"standing at the checkpoint of step {run.first_step}")
     if run.first_step > last:
         return
     with run.batches() as loader:
         for step, batch in loader:
-            run.records.listener.message(f"step {step} again")
+            run.records.callback.message(f"step {step} again")
             run.take(step, batch)
             run.write_row(step, run.trained, loader.idle_s)
             if step == last:

@@ -36,7 +36,7 @@ class DataCheckpoints:
     ) -> None:
         self._recipe, self._directory, self._records = recipe, directory, records
         # Where there is a supervisor, that one says it.
-        self.requests = SignalRequests(records.listener.message if records.board is None else None)
+        self.requests = SignalRequests(records.callback.message if records.board is None else None)
         # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
         world = replica.ranks.world
 
@@ -46,7 +46,7 @@ class DataCheckpoints:
         self._trigger = CheckpointTrigger(recipe.checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
         keeps_books = records.journal is not None
         self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
-        self._registered = Registered(recipe, directory, records.journal, records.listener) if records.journal is not None else None
+        self._registered = Registered(recipe, directory, records.journal, records.callback) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
             directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, ranks, asynchronous=recipe.checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
@@ -72,7 +72,7 @@ class DataCheckpoints:
                 "'checkpoint.upload' was, or start a new run"
             )
         for why in damaged:
-            self._records.listener.message(why)
+            self._records.callback.message(why)
         return 0 if self._found is None else self._found.step
 
     def journal_loaded(self) -> None:
@@ -124,7 +124,7 @@ class DataCheckpoints:
     def _make_uploader(self) -> Uploader:
         storage = open_storage(self._recipe.checkpoint.upload, create=True)
         companions = [self._directory / name for name in RUN_FILES]
-        return Uploader(storage, self._directory / "checkpoints", self._recipe.checkpoint.keep, companions, self._records.listener.message)
+        return Uploader(storage, self._directory / "checkpoints", self._recipe.checkpoint.keep, companions, self._records.callback.message)
 
     def _collect(self) -> None:
         done, journal = self.replica.take_committed(), self._records.journal

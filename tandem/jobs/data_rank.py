@@ -6,11 +6,11 @@ from pathlib import Path
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.jobs.data_again import run_again
-from tandem.jobs.rank_events import ProgressListener
+from tandem.jobs.rank_events import ProgressCallback
 from tandem.jobs.start_data import opened_run, train_on
+from tandem.runtime.callback import Callback
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.faults import FaultPoint, no_fault
-from tandem.runtime.listener import Listener
 from tandem.runtime.rank_settings import RankSettings
 from tandem.trainer.rank_process import Rank, start
 
@@ -26,7 +26,7 @@ class DataRank:
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """From the newest whole checkpoint to the end. The reply of rank 0 has the ``result``; one that was asked to stop is ``stopped``."""
         try:
-            result = train_on(self.rank, self.recipe, self._listener(progress), resumed=bool(meta["resumed"]))
+            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]))
         except KeyboardInterrupt:
             return {"stopped": True}, {}
         # No rank leaves while another one still waits for its last words.
@@ -36,13 +36,13 @@ class DataRank:
     def replay(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The steps from the newest checkpoint before ``step`` to ``step`` again, with their rows."""
         step = int(meta["step"])
-        with opened_run(self.rank, self.recipe, self._listener(progress), at_most=step) as run:
+        with opened_run(self.rank, self.recipe, self._callback(progress), at_most=step) as run:
             run_again(run, step)
         self.rank.ranks.world.barrier("the end")
         return {}, {}
 
-    def _listener(self, progress: Progress) -> Listener:
-        return ProgressListener(progress) if self.rank.ranks.is_first else Listener()
+    def _callback(self, progress: Progress) -> Callback:
+        return ProgressCallback(progress) if self.rank.ranks.is_first else Callback()
 
 
 def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:

@@ -125,7 +125,7 @@ class DataRun(Run):
                 f"lower trainer.learning_rate or lengthen its warm-up; the batch is kept in '{kept}'"
             )
         left = f"it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'"
-        self.records.listener.message(f"{what}; {left}")
+        self.records.callback.message(f"{what}; {left}")
 
     def evaluate(self, step: int) -> None:
         """The loss on the held-out data, in nats a token; journalled once."""
@@ -143,7 +143,7 @@ class DataRun(Run):
             tokens = int(counts.tokens)
         perplexity = math.exp(min(loss, 700.0))
         self.records.evaluated(step, "held_out", {"loss": loss, "perplexity": perplexity, "tokens": tokens})
-        self.records.listener.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
+        self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
 
     def checkpoint(self, step: int) -> None:
         """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them

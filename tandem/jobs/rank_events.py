@@ -1,15 +1,15 @@
-"""What the first rank tells its supervisor's listener, as progress of its call."""
+"""What the first rank tells its supervisor's callback, as progress of its call."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.runtime.callback import Callback
 from tandem.runtime.calls import Progress
-from tandem.runtime.listener import Listener
 
 HEARD = ("started", "phase", "progress", "row", "evaluated", "message")
 
 
-class ProgressListener(Listener):
+class ProgressCallback(Callback):
     """Sends all that it hears through ``progress``."""
 
     def __init__(self, progress: Progress) -> None:
@@ -34,8 +34,8 @@ class ProgressListener(Listener):
         self._send("message", text)
 
 
-def tell(listener: Listener, progress: Mapping[str, Any]) -> None:
-    """Give ``listener`` what a rank's listener heard."""
+def tell(callback: Callback, progress: Mapping[str, Any]) -> None:
+    """Give ``callback`` what a rank's callback heard."""
     kind, *values = progress["event"]
     if kind in HEARD:
-        getattr(listener, kind)(*values)
+        getattr(callback, kind)(*values)

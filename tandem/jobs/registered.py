@@ -7,8 +7,8 @@ from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.types import RunError, UserError
 
 
@@ -16,8 +16,8 @@ class Registered:
     """Enters checkpoints of the run in ``directory`` in the registry that ``recipe`` names, if it names one. A registry that fails costs a
     line, and no training."""
 
-    def __init__(self, recipe: AnyRecipe, directory: Path, journal: Journal, listener: Listener) -> None:
-        self._recipe, self._directory, self._journal, self._listener = recipe, directory, journal, listener
+    def __init__(self, recipe: AnyRecipe, directory: Path, journal: Journal, callback: Callback) -> None:
+        self._recipe, self._directory, self._journal, self._callback = recipe, directory, journal, callback
         self._registry = open_registry(recipe.registry, create=True) if recipe.registry.is_on else None
 
     def enter(self, step: int, digest: str, metrics: Mapping[str, float]) -> None:
@@ -32,7 +32,7 @@ class Registered:
         try:
             self._registry.register(entry)
         except (RunError, UserError) as error:
-            self._listener.message(f"the checkpoint of step {step} is not entered in the registry: {error}")
+            self._callback.message(f"the checkpoint of step {step} is not entered in the registry: {error}")
 
     def close(self) -> None:
         if self._registry is not None:

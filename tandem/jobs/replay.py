@@ -8,12 +8,12 @@ from tandem.jobs.comparison import PARTS, Comparison, Part
 from tandem.jobs.replay_data import replay_data_step
 from tandem.jobs.replay_rl import replay_rl_step
 from tandem.jobs.start import read_recipe
-from tandem.runtime.listener import Listener
+from tandem.runtime.callback import Callback
 from tandem.types import UserError
 
 
 def replay(
-    run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, listener: Listener | None = None,
+    run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, callback: Callback | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Comparison]:
     """Runs ``parts`` of ``step`` of the run in ``run_directory`` again. ``say`` hears a line of each stage.
@@ -23,7 +23,7 @@ def replay(
     directory = Path(run_directory)
     recipe = read_recipe(directory)
     if not isinstance(recipe, PretrainRecipe):
-        return replay_rl_step(recipe, directory, step, parts, inline=inline, listener=listener or Listener(), say=say)
+        return replay_rl_step(recipe, directory, step, parts, inline=inline, callback=callback or Callback(), say=say)
     if "train" not in parts:
         raise UserError(f"'{directory}' is a run on data, whose steps have one part, 'train'; leave --only {parts[0]} out")
     return [replay_data_step(recipe, directory, step, inline=inline, say=say)]

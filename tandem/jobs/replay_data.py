@@ -16,9 +16,9 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.comparison import Comparison, differences, scratch_run
 from tandem.jobs.supervise import run_on_ranks
 from tandem.layout.mesh import MeshShape
+from tandem.runtime.callback import Callback
 from tandem.runtime.gpus import Device, chosen_device
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import VOLATILE, read_rows
 from tandem.runtime.requests import SignalRequests
 from tandem.runtime.run_lock import RunLock
@@ -94,7 +94,7 @@ def _check_checkpoints(directory: Path, step: int) -> None:
         )
 
 
-class _Telling(Listener):
+class _Telling(Callback):
     """What the steps say, to who asked for the replay."""
 
     def __init__(self, say: Say) -> None:

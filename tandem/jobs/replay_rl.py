@@ -21,8 +21,8 @@ from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.step_metrics import sample_metrics
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import read_rows
 from tandem.runtime.numerics import check_numerics, numerics_record
 from tandem.runtime.run_lock import RunLock
@@ -32,7 +32,7 @@ from tandem.weight_transfer.manifest import segment_bytes
 
 
 def replay_rl_step(
-    recipe: Recipe, directory: Path, step: int, parts: Sequence[Part], *, inline: bool, listener: Listener, say: Callable[[str], None]
+    recipe: Recipe, directory: Path, step: int, parts: Sequence[Part], *, inline: bool, callback: Callback, say: Callable[[str], None]
 ) -> list[Comparison]:
     """``parts`` of ``step`` of the run in ``directory`` again. ``say`` hears a line of each stage.
 
@@ -43,7 +43,7 @@ def replay_rl_step(
         samples, scores, row = _recorded(directory, journal, step)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
-        pod = stack.enter_context(_scratch_pod(recipe, directory, inline, listener))
+        pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback))
         prompts = stack.enter_context(closing(prompt_source(recipe, pod.start))).for_step(step)
         found = []
         try:
@@ -90,7 +90,7 @@ def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]
 
 
 @contextmanager
-def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, listener: Listener) -> Iterator[Pod]:
+def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
     """A pod that reads the run's checkpoints and writes nothing to the run."""
     start = start_folder(recipe, directory).resolve()
     with ExitStack() as stack:
@@ -101,7 +101,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, listener: Listen
         stack.callback(rollout.close)
         yield Pod(
             TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), "float32"), journal,
-            Records(journal, None, listener), sleep_mode="keep", max_restarts=0,
+            Records(journal, None, callback), sleep_mode="keep", max_restarts=0,
         )  # fmt: skip
 
 

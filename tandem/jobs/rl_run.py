@@ -59,7 +59,7 @@ class RLRun(Run):
             self.journal.record_event(
                 "reward_fault", {"step": step, "count": len(faults), "first": faults[0].sample_id, "reason": faults[0].reason}
             )
-            self.records.listener.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
+            self.records.callback.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
         check_fault_share(judged, self.recipe.rewards)
         self.journal.commit_scores(step, judged)
         return judged
@@ -110,7 +110,7 @@ class RLRun(Run):
 
         result = evaluate(generate, prompts, self.rewards.score, examples=self.recipe.evaluation.examples)
         self.journal.commit_evaluation(step, kind, result.to_json())
-        self.records.listener.evaluated(step, result.accuracy, result.count, kind)
+        self.records.callback.evaluated(step, result.accuracy, result.count, kind)
         return result
 
     def checkpoint(self, pod: Pod, step: int) -> None:

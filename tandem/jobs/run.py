@@ -19,5 +19,5 @@ class Run:
     def stop(self, step: int) -> NoReturn:
         """Ends the run at ``step``, which is saved, as SIGTERM or Ctrl-C asked. Raises ``KeyboardInterrupt``."""
         resume = f"tandem resume {shlex.quote(str(self.directory))}"
-        self.records.listener.message(f"stopped after step {step}, which is saved: '{resume}' continues")
+        self.records.callback.message(f"stopped after step {step}, which is saved: '{resume}' continues")
         raise KeyboardInterrupt

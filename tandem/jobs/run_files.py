@@ -12,9 +12,9 @@ import yaml
 from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.layout.mesh import MeshShape
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPoint, no_fault
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import check_numerics
@@ -30,11 +30,11 @@ def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def begun(directory: Path, role: str, listener: Listener, max_steps: int, target: float | None = None) -> Iterator[None]:
+def begun(directory: Path, role: str, callback: Callback, max_steps: int, target: float | None = None) -> Iterator[None]:
     """Holds the run's lock; this process logs as ``role``. ``target``: held-out accuracy that the run trains to, if it does."""
     with RunLock(directory):
         setup(role, directory / "logs")
-        listener.started(str(directory), max_steps, target)
+        callback.started(str(directory), max_steps, target)
         yield
 
 
@@ -47,12 +47,12 @@ def opened_files(directory: Path, fault_point: FaultPoint = no_fault) -> Iterato
 
 
 def continue_from(
-    step: int, journal: Journal, metrics: MetricsFile, listener: Listener, *, numerics: dict[str, str | int], shape: MeshShape, device: str,
+    step: int, journal: Journal, metrics: MetricsFile, callback: Callback, *, numerics: dict[str, str | int], shape: MeshShape, device: str,
     journal_loaded: Callable[[], None], resumed: bool,
 ) -> None:
     """Brings the files to the checkpoint of ``step`` (0: the beginning): what was written after it is cut. ``journal_loaded`` journals a
     checkpoint that was committed right before a death. Raises ``UserError`` where this machine could not give the same bits."""
-    _check_numerics(journal, numerics, shape, device, step, listener)
+    _check_numerics(journal, numerics, shape, device, step, callback)
     journal.cut_after(step)
     journal_loaded()
     metrics.cut_after(step)
@@ -60,7 +60,7 @@ def continue_from(
         journal.record_event("resume", {"step": step})
 
 
-def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, listener: Listener) -> None:
+def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, callback: Callback) -> None:
     """Refuses to continue from ``step`` with other bits, unless the mesh or the device was changed, which changes them by intent."""
     saved, mesh = journal.get("numerics"), asdict(shape)
     before, on = journal.get("mesh", asdict(MeshShape())), journal.get("device", "cpu")
@@ -68,7 +68,7 @@ def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShap
         check_numerics(saved, now)
         return
     if saved is not None and on != device:
-        listener.message(f"Resuming on {device} at step {step}. Results will not be bit-identical to the {on} run.")
+        callback.message(f"Resuming on {device} at step {step}. Results will not be bit-identical to the {on} run.")
     if saved is not None:
         detail: dict[str, Any] = {"step": step, "before": before, "now": mesh, **({"device": device} if on != device else {})}
         journal.record_event("mesh", detail)

@@ -11,8 +11,8 @@ from tandem.config.pretrain import DataConfig, HeldOutConfig, PretrainConfig, Pr
 from tandem.config.recipe import Recipe
 from tandem.jobs.run_files import write_recipe
 from tandem.jobs.supervise import supervise
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
-from tandem.runtime.listener import Listener
 
 FOLDER = "sft"
 CHECKPOINT_STEPS = 100
@@ -41,7 +41,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     )
 
 
-def run_sft_stage(recipe: PretrainRecipe, folder: Path, listener: Listener, inline: bool, faults: FaultPlan | None) -> Path:
+def run_sft_stage(recipe: PretrainRecipe, folder: Path, callback: Callback, inline: bool, faults: FaultPlan | None) -> Path:
     """Run ``recipe`` in ``folder``, from its newest checkpoint if there is one, once; the trained model's folder."""
     model = folder / "model"
     if model.exists():
@@ -51,20 +51,20 @@ def run_sft_stage(recipe: PretrainRecipe, folder: Path, listener: Listener, inli
     if inline:
         from tandem.jobs.start_data import execute_data_run
 
-        execute_data_run(recipe, folder, _StageListener(listener, recipe.run.max_steps))
+        execute_data_run(recipe, folder, _StageCallback(callback, recipe.run.max_steps))
     else:
-        supervise(recipe, folder, _StageListener(listener, recipe.run.max_steps), resumed=(folder / "checkpoints").exists(), faults=faults)
+        supervise(recipe, folder, _StageCallback(callback, recipe.run.max_steps), resumed=(folder / "checkpoints").exists(), faults=faults)
     return model
 
 
-class _StageListener(Listener):
+class _StageCallback(Callback):
     """Shows the stage as one phase of the run that it belongs to."""
 
-    def __init__(self, listener: Listener, steps: int) -> None:
-        self._listener, self._steps = listener, steps
+    def __init__(self, callback: Callback, steps: int) -> None:
+        self._callback, self._steps = callback, steps
 
     def row(self, row: Mapping[str, float | int | str]) -> None:
-        self._listener.progress("sft", int(row["step"]) + 1, self._steps, f"loss {row['train/loss']:.3f}")
+        self._callback.progress("sft", int(row["step"]) + 1, self._steps, f"loss {row['train/loss']:.3f}")
 
     def message(self, text: str) -> None:
-        self._listener.message(text)
+        self._callback.message(text)

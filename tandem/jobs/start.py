@@ -13,13 +13,13 @@ from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import write_recipe
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.supervise import supervise
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
-from tandem.runtime.listener import Listener
 from tandem.types import UserError
 
 
 def train(
-    recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, listener: Listener | None = None,
+    recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, callback: Callback | None = None,
     faults: FaultPlan | None = None,
 ) -> RunResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
@@ -28,10 +28,10 @@ def train(
         check_upload_is_free(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
     write_recipe(recipe, directory)
-    listener = listener or Listener()
+    callback = callback or Callback()
     for line in warnings:
-        listener.message(line)
-    return _execute(recipe, directory, inline, listener, faults)
+        callback.message(line)
+    return _execute(recipe, directory, inline, callback, faults)
 
 
 def _check(recipe: AnyRecipe) -> list[str]:
@@ -40,7 +40,7 @@ def _check(recipe: AnyRecipe) -> list[str]:
 
 
 def resume(
-    run_directory: str | Path, *, inline: bool = False, listener: Listener | None = None, faults: FaultPlan | None = None,
+    run_directory: str | Path, *, inline: bool = False, callback: Callback | None = None, faults: FaultPlan | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: of the sections ``parallel`` and ``machine``
@@ -51,7 +51,7 @@ def resume(
         _check_changed(recipe, overrides)
         _check(recipe)
         write_recipe(recipe, directory)
-    return _execute(recipe, directory, inline, listener or Listener(), faults, resumed=True)
+    return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
 
 
 def restore(run_directory: str | Path, url: str) -> None:
@@ -124,18 +124,18 @@ def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
 
 
 def _execute(
-    recipe: AnyRecipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool = False
+    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool = False
 ) -> RunResult:
     if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
         if inline:
             raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
-        return supervise(recipe, directory, listener, resumed, faults)
+        return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It trains in this process; a pod's controller needs no torch.
         from tandem.jobs.start_data import execute_data_run
 
-        return execute_data_run(recipe, directory, listener, resumed)
-    return execute_rl(recipe, directory, inline, listener, faults, resumed)
+        return execute_data_run(recipe, directory, callback, resumed)
+    return execute_rl(recipe, directory, inline, callback, faults, resumed)
 
 
 def dry_run(recipe: AnyRecipe, recipe_path: str | Path) -> str:

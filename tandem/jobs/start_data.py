@@ -24,10 +24,10 @@ from tandem.kernels.mixed import is_emulated
 from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.runtime.available_memory import available_bytes
+from tandem.runtime.callback import Callback
 from tandem.runtime.gpus import chosen_device
 from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import numerics_record
 from tandem.runtime.processes import available_cores
@@ -40,10 +40,10 @@ from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.rank_process import Rank, rank_alone, rank_device
 
 
-def execute_data_run(recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False) -> RunResult:
+def execute_data_run(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> RunResult:
     """Run ``recipe`` in ``directory`` in this process, from its newest whole checkpoint if there is one."""
-    with begun(directory, "trainer", listener, recipe.run.max_steps):
-        found = train_on(this_process(recipe, directory), recipe, listener, resumed=resumed)
+    with begun(directory, "trainer", callback, recipe.run.max_steps):
+        found = train_on(this_process(recipe, directory), recipe, callback, resumed=resumed)
         assert found is not None
         return found
 
@@ -55,11 +55,11 @@ def this_process(recipe: PretrainRecipe, directory: Path) -> Rank:
     return rank_alone(directory, rank_device(chosen_device(recipe.machine, 1), 0), threads)
 
 
-def train_on(rank: Rank, recipe: PretrainRecipe, listener: Listener, *, resumed: bool) -> RunResult | None:
+def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool) -> RunResult | None:
     """Run ``recipe`` on this rank, from the run's newest whole checkpoint if there is one; its result, on the first rank.
 
-    ``listener`` is asked on the first rank only."""
-    with opened_run(rank, recipe, listener, resumed=resumed) as run:
+    ``callback`` is asked on the first rank only."""
+    with opened_run(rank, recipe, callback, resumed=resumed) as run:
         with run.checkpoints.requests:
             steps = pretrain(run)
         run.records.sync()
@@ -79,7 +79,7 @@ KEPT_TIMES = 1.25
 
 @contextlib.contextmanager
 def opened_run(
-    rank: Rank, recipe: PretrainRecipe, listener: Listener, *, resumed: bool = False, at_most: int | None = None
+    rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None
 ) -> Iterator[DataRun]:
     """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
     ranks, directory = rank.ranks, rank.directory
@@ -87,10 +87,10 @@ def opened_run(
         journal = metrics = None
         if ranks.is_first:
             journal, metrics = stack.enter_context(opened_files(directory))
-        records = Records(journal, metrics, listener if ranks.is_first else Listener(), rank.heartbeat, rank.fault_point)
+        records = Records(journal, metrics, callback if ranks.is_first else Callback(), rank.heartbeat, rank.fault_point)
         records.enter("load", 0)
         if ranks.is_first:
-            _make_start_model(recipe, directory, listener)
+            _make_start_model(recipe, directory, callback)
         # Nobody reads the model before it is written.
         ranks.world.barrier("the model to start from")
         start, is_alone = _start_folder(recipe, directory), ranks.world.size == 1
@@ -99,8 +99,8 @@ def opened_run(
         stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
         data = open_data(recipe, start, journal)
         for note in data.notes if ranks.is_first else ():
-            listener.message(note)
-        replica, kernels = _load(recipe, directory, ranks, listener, start)
+            callback.message(note)
+        replica, kernels = _load(recipe, directory, ranks, callback, start)
         guard = GradScaler(recipe.trainer)
         checkpoints = DataCheckpoints(recipe, directory, start, replica, guard, rank.saving, records)
         stack.callback(checkpoints.close)
@@ -111,9 +111,9 @@ def opened_run(
             stack.enter_context(freed_memory_kept())
         if journal is not None and metrics is not None:
             if step and at_most is None:
-                _tell_of_gaps(journal, metrics, step, listener)
+                _tell_of_gaps(journal, metrics, step, callback)
             continue_from(
-                step, journal, metrics, listener, numerics=numerics_record(torch.get_num_threads(), kernels.name), shape=ranks.mesh.shape,
+                step, journal, metrics, callback, numerics=numerics_record(torch.get_num_threads(), kernels.name), shape=ranks.mesh.shape,
                 device=ranks.device.type, journal_loaded=checkpoints.journal_loaded, resumed=resumed,
             )  # fmt: skip
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
@@ -131,27 +131,27 @@ def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
     return not recipe.trainer.offloads and KEPT_TIMES * held <= available_bytes(recipe.machine.memory_gib)
 
 
-def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, listener: Listener) -> None:
+def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: Callback) -> None:
     """Say what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole."""
     if not journal.checkpoints():
-        listener.message(f"the journal has nothing of the {step} steps before this checkpoint: their evaluations and events are gone")
+        callback.message(f"the journal has nothing of the {step} steps before this checkpoint: their evaluations and events are gone")
     missing = step - len({row["step"] for row in metrics.rows() if row["step"] < step})
     if missing:
-        listener.message(f"metrics.jsonl lacks {missing} of the {step} rows before this checkpoint: the curves have a gap")
+        callback.message(f"metrics.jsonl lacks {missing} of the {step} rows before this checkpoint: the curves have a gap")
 
 
-def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, listener: Listener, start: Path) -> tuple[Replica, Kernels]:
+def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, callback: Callback, start: Path) -> tuple[Replica, Kernels]:
     """The model to start from and its optimizer, on this rank."""
     trainer, on_gpu = recipe.trainer, ranks.device.type == "cuda"
     if on_gpu:
-        listener.message(DeviceSpeed(ranks.device, trainer.precision).describe())
+        callback.message(DeviceSpeed(ranks.device, trainer.precision).describe())
     if is_emulated(trainer.precision, ranks.device):
-        listener.message(
+        callback.message(
             f"trainer.precision {trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
             "which shows its numbers and not its speed"
         )
     if trainer.offload == "cpu" and not on_gpu:
-        listener.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
+        callback.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
     kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
     return build_replica(ReplicaSettings(start, directory, trainer, recipe.parallel, recipe.most_tokens), ranks, kernels), kernels
 
@@ -169,7 +169,7 @@ def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:
     return Path(recipe.model.path or "").resolve() if recipe.model.create is None else directory / "models" / "initial"
 
 
-def _make_start_model(recipe: PretrainRecipe, directory: Path, listener: Listener) -> None:
+def _make_start_model(recipe: PretrainRecipe, directory: Path, callback: Callback) -> None:
     if recipe.model.create is not None:
-        listener.phase("create_model", 0)
+        callback.phase("create_model", 0)
         create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))

@@ -23,9 +23,9 @@ from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.numerics import numerics_record
 from tandem.runtime.requests import SignalRequests
 from tandem.runtime.run_records import Records
@@ -35,25 +35,25 @@ from tandem.weight_transfer.manifest import segment_bytes
 
 
 def execute_rl(
-    recipe: Recipe, directory: Path, inline: bool, listener: Listener, faults: FaultPlan | None, resumed: bool
+    recipe: Recipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
     with ExitStack() as stack:
-        stack.enter_context(begun(directory, "controller", listener, recipe.run.max_steps, recipe.evaluation.target_accuracy))
+        stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
         journal, metrics = stack.enter_context(opened_files(directory, faults.point("controller", directory) if faults else no_fault))
-        records = Records(journal, metrics, listener)
+        records = Records(journal, metrics, callback)
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
-        start = _start_model(recipe, directory, trainer, journal, listener, inline, faults)
+        start = _start_model(recipe, directory, trainer, journal, callback, inline, faults)
         shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
         memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
-        registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, listener)))
+        registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, records, sleep_mode,
             recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
@@ -61,10 +61,10 @@ def execute_rl(
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)
         continue_from(
-            step, journal, metrics, listener, numerics=numerics, shape=mesh_of(recipe.parallel),
+            step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
             device="cpu", journal_loaded=pod.journal_loaded, resumed=resumed,
         )  # fmt: skip
-        trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(listener.message)))
+        trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message)))
         run = RLRun(
             directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=memory,
             trigger=trigger,
@@ -76,12 +76,12 @@ def execute_rl(
 
 
 def _start_model(
-    recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, listener: Listener, inline: bool, faults: FaultPlan | None
+    recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, callback: Callback, inline: bool, faults: FaultPlan | None
 ) -> Path:
     """The folder of the model that reinforcement learning starts from: given or made, and fine-tuned as section ``sft`` says."""
     folder, left = _untrained(recipe, directory), recipe.run.max_restarts
     while recipe.model.create is not None and not folder.exists():
-        listener.phase("create_model", 0)
+        callback.phase("create_model", 0)
         try:
             trainer.channel.start()
             trainer.create_model(folder)
@@ -90,13 +90,13 @@ def _start_model(
                 raise RunError(f"{death}; see the run's logs") from None
             left -= 1
             journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": 0})
-            listener.message(f"{death}; replacing it")
+            callback.message(f"{death}; replacing it")
             trainer.channel.discard()
     if recipe.sft is None:
         return folder
-    listener.phase("sft", 0)
+    callback.phase("sft", 0)
     stage = sft_recipe(recipe, directory, folder, context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
-    return run_sft_stage(stage, directory / SFT_FOLDER, listener, inline, faults)
+    return run_sft_stage(stage, directory / SFT_FOLDER, callback, inline, faults)
 
 
 def start_folder(recipe: Recipe, directory: Path) -> Path:

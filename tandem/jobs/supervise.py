@@ -16,10 +16,10 @@ from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import begun
 from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.gpus import chosen_device
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.processes import available_cores
 from tandem.runtime.requests import SignalRequests
 from tandem.runtime.worker_group import GroupSettings, RanksLost, WorkerGroup
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 def supervise(
-    recipe: PretrainRecipe, directory: Path, listener: Listener, resumed: bool = False, faults: FaultPlan | None = None
+    recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False, faults: FaultPlan | None = None
 ) -> RunResult:
     """Run ``recipe`` in ``directory`` on its mesh, from the newest whole checkpoint if there is one.
 
     If a rank dies or hangs, all are started again from the newest checkpoint: on the same mesh, or on one with fewer data-parallel
     ranks if the same rank was lost twice and no step was completed in between. Raises ``RunError`` past ``run.max_restarts``."""
     with ExitStack() as stack:
-        stack.enter_context(begun(directory, "controller", listener, recipe.run.max_steps))
+        stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps))
         folder = Path(mkdtemp(prefix="tandem-ranks-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        requests = stack.enter_context(SignalRequests(listener.message))
+        requests = stack.enter_context(SignalRequests(callback.message))
         shape, before, restarts = mesh_of(recipe.parallel), None, 0
         while True:
             try:
                 found = run_on_ranks(
-                    recipe, directory, shape, folder / str(restarts), listener, requests, "train", {"resumed": resumed or restarts > 0}, faults
+                    recipe, directory, shape, folder / str(restarts), callback, requests, "train", {"resumed": resumed or restarts > 0}, faults
                 )
                 return RunResult.from_json(found["result"])
             except RanksLost as loss:
@@ -54,11 +54,11 @@ def supervise(
                     raise RunError(f"{loss}; run.max_restarts ({restarts}) is used up; see '{directory / 'logs'}', then resume") from None
                 restarts += 1
                 is_again = before is not None and before.step == loss.step and bool(set(before.ranks) & set(loss.ranks))
-                shape, before = _recover(shape, loss, is_again, directory, listener), loss
+                shape, before = _recover(shape, loss, is_again, directory, callback), loss
 
 
 def run_on_ranks(
-    recipe: PretrainRecipe, directory: Path, shape: MeshShape, folder: Path, listener: Listener, requests: SignalRequests, call: str,
+    recipe: PretrainRecipe, directory: Path, shape: MeshShape, folder: Path, callback: Callback, requests: SignalRequests, call: str,
     meta: Mapping[str, Any], faults: FaultPlan | None = None,
 ) -> dict[str, Any]:
     """Start the ranks of ``shape`` and ask them for ``call``; rank 0's reply. What ``requests`` hear meanwhile is passed on to the ranks.
@@ -79,14 +79,14 @@ def run_on_ranks(
             group.signal(signal.SIGTERM)
         requests.save, is_told = False, is_told or requests.stop
 
-    with closing(WorkerGroup(settings, shape, say=listener.message)) as group:
-        found = group.call(call, meta, deadline_s=float("inf"), on_progress=lambda progress: tell(listener, progress), on_poll=pass_on).meta
+    with closing(WorkerGroup(settings, shape, say=callback.message)) as group:
+        found = group.call(call, meta, deadline_s=float("inf"), on_progress=lambda progress: tell(callback, progress), on_poll=pass_on).meta
     if found.get("stopped"):
         raise KeyboardInterrupt
     return dict(found)
 
 
-def _recover(shape: MeshShape, loss: RanksLost, is_again: bool, directory: Path, listener: Listener) -> MeshShape:
+def _recover(shape: MeshShape, loss: RanksLost, is_again: bool, directory: Path, callback: Callback) -> MeshShape:
     """Journal that ranks were lost; the mesh to continue with."""
     fewer = smaller(shape) if is_again else None
     with Journal(directory / "journal.sqlite") as journal:
@@ -95,5 +95,5 @@ def _recover(shape: MeshShape, loss: RanksLost, is_again: bool, directory: Path,
     what = "starting all ranks again from the newest checkpoint"
     if fewer is not None:
         what = f"lost twice without a step between: continuing from the newest checkpoint with {fewer.data} data-parallel ranks"
-    listener.message(f"{loss}; {what}")
+    callback.message(f"{loss}; {what}")
     return fewer or shape

@@ -2,7 +2,7 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import Cut, vocabulary_part
+from tandem.layout.sharding import ShardSpec, vocabulary_part
 from tandem.types.errors import UserError
 
 
@@ -20,7 +20,7 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig) -> None:
         if count % tensor:
             fits = [size for size in range(1, tensor) if all(other % size == 0 for other in counts.values())]
             raise UserError(f"'parallel.tensor' is {tensor}, which does not divide the model's {name} {count}; {fits[-1]} does")
-    if shapes.vocab_size <= vocabulary_part(shapes, Cut(0, tensor)) * (tensor - 1):
+    if shapes.vocab_size <= vocabulary_part(shapes, ShardSpec(0, tensor)) * (tensor - 1):
         raise UserError(f"'parallel.tensor' is {tensor}, too many for the model's vocabulary of {shapes.vocab_size}")
     if parallel.pipeline * parallel.virtual_stages > shapes.num_hidden_layers:
         asked = f"'parallel.pipeline' is {parallel.pipeline}"

@@ -64,7 +64,7 @@ def rule_for(name: str, names: ExpertNames | None = None) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardSpec:
     """The part of tensor-parallel ``rank`` of ``size``, and of the experts those of ``expert_rank`` of ``expert_size``: runs of
     neighbours.
 
@@ -100,15 +100,15 @@ class Cut:
             raise ValueError(f"the model's vocabulary of {shapes.vocab_size} is too small for {where}")
 
 
-WHOLE = Cut()
+WHOLE = ShardSpec()
 
 
-def vocabulary_part(shapes: ModelShapes, cut: Cut) -> int:
+def vocabulary_part(shapes: ModelShapes, cut: ShardSpec) -> int:
     """Rows of the embedding on every rank but the last, which has the rest."""
     return -(-shapes.vocab_size // cut.size)
 
 
-def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
+def local_shapes(shapes: ModelShapes, cut: ShardSpec) -> ModelShapes:
     """``shapes`` with the heads, the inner sizes and the vocabulary of one rank. Key-value heads that are fewer than ranks
     stand on several. Raises ``ValueError`` for a model that cannot be cut so."""
     if cut.size == 1 and cut.expert_size == 1:
@@ -125,7 +125,7 @@ def local_shapes(shapes: ModelShapes, cut: Cut) -> ModelShapes:
     )
 
 
-def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[slice, ...]:
+def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: ShardSpec) -> tuple[slice, ...]:
     """Which part of parameter ``name`` (whole ``shape``) a rank holds, one slice an axis. Raises ``KeyError`` for a name
     that the plan does not know."""
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
@@ -147,7 +147,7 @@ def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: Cut)
     return tuple(slice(start, min(start + part, length)) if i == axis else slice(0, n) for i, n in enumerate(shape))
 
 
-def is_held(shapes: ModelShapes, name: str, cut: Cut) -> bool:
+def is_held(shapes: ModelShapes, name: str, cut: ShardSpec) -> bool:
     """Whether the rank of ``cut`` holds any of parameter ``name``: all but the experts of other ranks."""
     expert = _EXPERT.search(name)
     if expert is None or shapes.experts is None:
@@ -155,7 +155,7 @@ def is_held(shapes: ModelShapes, name: str, cut: Cut) -> bool:
     return int(expert[1]) * cut.expert_size // shapes.experts.num_experts == cut.expert_rank
 
 
-def local_parameters(shapes: ModelShapes, cut: Cut) -> Iterator[Parameter]:
+def local_parameters(shapes: ModelShapes, cut: ShardSpec) -> Iterator[Parameter]:
     """``layout.shapes.parameters`` with the shapes that a rank holds, without those that it holds nothing of."""
     for name, shape in parameters(shapes):
         if is_held(shapes, name, cut):

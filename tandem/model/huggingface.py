@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import ExpertNames, parameters
-from tandem.layout.sharding import Cut, cut_slices, is_held, local_parameters
+from tandem.layout.sharding import ShardSpec, cut_slices, is_held, local_parameters
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface_config import TokenIds, config_json, read_json, read_shapes
 from tandem.model.moe import Experts
@@ -159,7 +159,7 @@ def _layer_of(name: str) -> int | None:
     return int(rest.partition(".")[0]) if rest else None
 
 
-def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: Cut | None = None) -> Tensor:
+def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: ShardSpec | None = None) -> Tensor:
     """What the rank of ``cut`` (``None``: the decoder's own) holds of a whole tensor."""
     cut = cut or decoder.cut
     return tensor if cut.size == 1 else tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut)]

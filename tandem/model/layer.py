@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import WHOLE, Cut, local_shapes
+from tandem.layout.sharding import WHOLE, ShardSpec, local_shapes
 from tandem.model.moe import Experts
 from tandem.model.quantization.scheme import Stored
 
@@ -40,11 +40,11 @@ class Layer(nn.Module):
     down_proj: Linear | None
     experts: Experts | None
 
-    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: Cut = WHOLE) -> None:
+    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: ShardSpec = WHOLE) -> None:
         super().__init__()
         shapes = local_shapes(whole, cut)
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
-        # A cut by output columns (see ``Cut``) leaves the sum whole.
+        # A cut by output columns (see ``ShardSpec``) leaves the sum whole.
         rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
         self.input_layernorm = Norm(hidden, dtype, device)
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import Cut
+from tandem.layout.sharding import ShardSpec
 from tandem.model.attention import AttentionLayer
 from tandem.model.layer import Layer
 from tandem.model.moe import ExpertLayer
@@ -32,7 +32,7 @@ class LayerWeights(NamedTuple):
 
 
 def layer_weights(
-    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, cut: Cut, trains: bool
+    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, cut: ShardSpec, trains: bool
 ) -> LayerWeights:
     """Layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's part, which is
     ``cut`` so; ``trains``: together with other ranks."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import WHOLE, Cut, cut_slices
+from tandem.layout.sharding import WHOLE, ShardSpec, cut_slices
 from tandem.model.huggingface_config import read_json
 from tandem.model.safetensors_file import read_file
 from tandem.types import UserError
@@ -153,7 +153,7 @@ def lora_batch(layers: list[LoraLayer], slots: Tensor, count: int) -> LoraBatch 
 
 
 def stack(
-    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, cut: Cut = WHOLE
+    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, cut: ShardSpec = WHOLE
 ) -> list[LoraLayer]:
     """The layers' stacks for ``adapters`` in their slots (``None``: a free one), in the dtype and on the device of
     ``like``; with a ``cut`` what one rank needs beside its part of each matrix."""
@@ -169,7 +169,7 @@ def stack(
 
 def _low_rank(
     adapters: Sequence[Adapter | None], layer: int, parts: Sequence[str], shapes: ModelShapes, kernels: Kernels,
-    max_rank: int, like: Tensor, cut: Cut,
+    max_rank: int, like: Tensor, cut: ShardSpec,
 ) -> LowRank:
     held = [_held(shapes, layer, part, cut) for part in parts]
     sizes = [rows.stop - rows.start for rows, _ in held]
@@ -187,7 +187,7 @@ def _low_rank(
     return LowRank(kernels.pack_groups(first), kernels.pack_groups(second))
 
 
-def _held(shapes: ModelShapes, layer: int, part: str, cut: Cut) -> tuple[slice, slice]:
+def _held(shapes: ModelShapes, layer: int, part: str, cut: ShardSpec) -> tuple[slice, slice]:
     """The rows and the columns of an adapted matrix that a rank holds."""
     name = f"model.layers.{layer}.{'self_attn' if part in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{part}.weight"
     rows, columns = cut_slices(shapes, name, _shape_of(shapes, layer, part, ""), cut)

@@ -1,6 +1,6 @@
 """How the ranks that train one model share it: what stands around each matrix, and who holds which tokens.
 
-Tensor parallelism (Shoeybi et al., 2019) cuts matrices as ``layout.sharding.Cut`` says; with sequence parallelism (Korthikanti
+Tensor parallelism (Shoeybi et al., 2019) cuts matrices as ``layout.sharding.ShardSpec`` says; with sequence parallelism (Korthikanti
 et al., 2022) the residual stream and its norms are cut by tokens between the same ranks. Context parallelism divides the
 tokens of a packed batch in runs.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.layout.sharding import WHOLE, Cut
+from tandem.layout.sharding import WHOLE, ShardSpec
 from tandem.model.attention import PackedContext
 from tandem.model.collective_ops import (
     columns_to_rows,
@@ -38,7 +38,7 @@ class ModelParallel:
     ``context``: with whom it shares the tokens of a batch. ``expert``: with whom it shares the experts of a layer; those see
     different tokens."""
 
-    cut: Cut = WHOLE
+    cut: ShardSpec = WHOLE
     tensor: Communicator = _ALONE
     context: Communicator = _ALONE
     expert: Communicator = _ALONE

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.layout.sharding import Cut
+from tandem.layout.sharding import ShardSpec
 from tandem.model.parallel import ALONE, Collectives
 from tandem.runtime.communicator import connect
 
@@ -17,7 +17,7 @@ class RankGroup:
     """The ranks of one model, seen from ``cut.rank``. Each of its methods must be called by every rank, in the same
     order."""
 
-    def __init__(self, cut: Cut, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
+    def __init__(self, cut: ShardSpec, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
         """Meet the other ranks over the file ``rendezvous``, which only they can read. A rank that is dead ends a call with
         ``RunError`` at once, one that is silent after ``deadline_s``."""
         self.cut = cut

@@ -75,7 +75,7 @@ class Pod:
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
         for why in loaded["passed_over"]:
             self.journal.record_event("checkpoint_damaged", {"reason": why})
-            self.records.listener.message(why)
+            self.records.callback.message(why)
         return self.trainer_step
 
     def journal_loaded(self) -> None:
@@ -138,7 +138,7 @@ class Pod:
 
     def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
         self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
-        self.records.listener.message(f"step {step}: {what}; {repair}")
+        self.records.callback.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT
@@ -146,7 +146,7 @@ class Pod:
         """Samples of ``prompts`` under the weights after ``step`` steps."""
         self.serve_weights(step)
         with self._rollout_does(state, step):
-            report = lambda progress: self.records.listener.progress(state, progress["done"], progress["total"], "prompts")
+            report = lambda progress: self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
         return samples
@@ -175,7 +175,7 @@ class Pod:
         """One optimizer step; returns its metrics."""
         self.hand_over(step)
         with self._trainer_does(TrainerState.TRAIN, step):
-            report = lambda progress: self.records.listener.progress("train", progress["done"], progress["total"], "micro-batches")
+            report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
         self._measure("train", self.trainer.memory())
@@ -189,7 +189,7 @@ class Pod:
                     f"{what}, {trained['exhausted']} steps in a row, more than trainer.max_skipped_steps: training has diverged; lower "
                     "trainer.learning_rate or lengthen its warm-up"
                 )
-            self.records.listener.message(what)
+            self.records.callback.message(what)
         return metrics
 
     def checkpoint(self, step: int) -> None:
@@ -242,7 +242,7 @@ class Pod:
         if self.recoveries > self.max_restarts:
             raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
         logger.warning("%s; replacing it", death)
-        self.records.listener.message(f"{death}; replacing it")
+        self.records.callback.message(f"{death}; replacing it")
 
     def _replace(self, death: SidecarDied, step: int) -> None:
         if death.role == "rollout":

@@ -247,7 +247,7 @@ class Journal:
     def cut_after(self, step: int) -> None:
         """Go back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
 
-        Cut: transitions that began after its commit, evaluations and checkpoints of later steps. Kept: evaluations up
+        ShardSpec: transitions that began after its commit, evaluations and checkpoints of later steps. Kept: evaluations up
         to ``step`` (they are of weights that the checkpoint has or had), every event, all samples and scores.
         """
         with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):

@@ -86,7 +86,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _recover(path: Path) -> None:
-    """Cut a torn last line: one without its end, or (where blocks of the file reached the disk out of order) one that
+    """ShardSpec a torn last line: one without its end, or (where blocks of the file reached the disk out of order) one that
     is not JSON."""
     try:
         data = path.read_bytes()

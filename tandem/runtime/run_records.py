@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.runtime.heartbeat_table import Heartbeat
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
-from tandem.runtime.rank_board import RankWriter
 
 
 @dataclass
 class Records:
-    """``journal``, ``metrics``: the run's files, in the one process that writes them. ``listener`` hears of the run, and nothing of other
+    """``journal``, ``metrics``: the run's files, in the one process that writes them. ``callback`` hears of the run, and nothing of other
     ranks. ``board``: where a supervisor looks. ``timings``: seconds of each phase since the last row. ``row_began``: when the current row's
     step began."""
 
     journal: Journal | None
     metrics: MetricsFile | None
-    listener: Listener
-    board: RankWriter | None = None
+    callback: Callback
+    board: Heartbeat | None = None
     fault_point: FaultPoint = no_fault
     timings: dict[str, float] = field(default_factory=dict)
     row_began: float = field(default_factory=perf_counter)
@@ -35,7 +35,7 @@ class Records:
     def phase(self, name: str, step: int, sidecar: str = "trainer") -> Iterator[None]:
         """The body is ``name`` of ``step``: timed, journalled as a transition of ``sidecar`` and shown."""
         self.enter(name, step)
-        self.listener.phase(name, step)
+        self.callback.phase(name, step)
         began = perf_counter()
         with contextlib.nullcontext() if self.journal is None else self.journal.transition(step, sidecar, name):
             yield
@@ -58,7 +58,7 @@ class Records:
         def report(done: int, total: int) -> None:
             if self.board is not None:
                 self.board.beat()
-            self.listener.progress(name, done, total, "micro-batches")
+            self.callback.progress(name, done, total, "micro-batches")
 
         return report
 
@@ -97,7 +97,7 @@ class Records:
         whole |= rates(seconds)
         if self.metrics is not None:
             self.metrics.append(whole)
-            self.listener.row(whole)
+            self.callback.row(whole)
 
     def _traffic(self) -> dict[str, float | int]:
         """Collectives of this rank since the last row."""

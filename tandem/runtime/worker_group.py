@@ -19,12 +19,12 @@ from typing import Any
 
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.calls import Blobs, Meta, Progress, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.hang_watchdog import HangWatchdog
 from tandem.runtime.heap import kept_heap_environment
+from tandem.runtime.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.processes import Threads, describe_exit, kill, memory_of
-from tandem.runtime.rank_board import RankBoard, RankState
 from tandem.runtime.rank_settings import RankSettings
 from tandem.runtime.stacks import innermost, stacks_of
-from tandem.runtime.stall_watch import StallWatch
 from tandem.runtime.worker import Worker
 from tandem.types import CollectiveError, RunError, UserError
 from tandem.types.wire import Frame
@@ -49,7 +49,7 @@ class GroupSettings:
 
     ``name``: for messages. ``target``: the module that makes a rank's calls (``trainer.rank_process``). ``directory``: of the run.
     ``folder``: an empty folder for rendezvous, heartbeats and stacks. ``threads``: of each rank. ``hang_timeout_s``: a rank without a sign
-    of life for so long hangs; ``heartbeat_timeout_s``: see ``StallWatch``. ``log``: the name of rank r's log file; ``roles``: its roles
+    of life for so long hangs; ``heartbeat_timeout_s``: see ``HangWatchdog``. ``log``: the name of rank r's log file; ``roles``: its roles
     in a plan of faults.
     """
 
@@ -72,9 +72,9 @@ class WorkerGroup:
     def __init__(self, settings: GroupSettings, shape: MeshShape, *, say: Callable[[str], None] = lambda line: None) -> None:
         self.settings, self.shape, self._say = settings, shape, say
         settings.folder.mkdir(parents=True, exist_ok=True)
-        self._board = RankBoard(settings.folder / "heartbeats", shape.world)
+        self._board = HeartbeatTable(settings.folder / "heartbeats", shape.world)
         self._board.clear()
-        self._watch = StallWatch(settings.hang_timeout_s, settings.heartbeat_timeout_s)
+        self._watch = HangWatchdog(settings.hang_timeout_s, settings.heartbeat_timeout_s)
         self._pool = ThreadPoolExecutor(shape.world, thread_name_prefix="rank-call")
         self._broken = ""
         self.workers = [self._start(rank) for rank in range(shape.world)]

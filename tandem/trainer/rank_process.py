@@ -20,8 +20,8 @@ from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.communicator import Communicator, connect, join
 from tandem.runtime.faults import FaultPlan, FaultPoint, no_fault
+from tandem.runtime.heartbeat_table import Heartbeat, HeartbeatTable
 from tandem.runtime.logs import log_uncaught, setup
-from tandem.runtime.rank_board import RankBoard, RankWriter
 from tandem.runtime.rank_settings import RankSettings
 from tandem.runtime.stacks import answer_with_stacks
 from tandem.runtime.worker import serve
@@ -42,7 +42,7 @@ class Rank:
     ranks: Ranks
     directory: Path
     saving: Communicator
-    heartbeat: RankWriter | None = None
+    heartbeat: Heartbeat | None = None
     fault_point: FaultPoint = no_fault
     threads: int = 1
 
@@ -77,7 +77,7 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     directory, mesh = Path(settings.directory), Mesh(MeshShape(**settings.shape), settings.rank)
     torch.set_num_threads(settings.threads)
     device = rank_device(settings.device, mesh.rank)
-    heartbeat = RankBoard(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
+    heartbeat = HeartbeatTable(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
     fault_point = FaultPlan.parse(settings.faults).point(settings.roles, directory) if settings.faults else no_fault
     if mesh.shape.world == 1:
         lonely = alone(device)

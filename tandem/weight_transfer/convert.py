@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem.estimate.model_bytes import DTYPE_BYTES
-from tandem.layout.boxes import Box, difference, intersection
 from tandem.layout.shapes import parameters
+from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.agreement import vote
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.checkpoint.model_state import WEIGHTS
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     """The elements ``box`` of a tensor, which rank ``owner`` writes at ``offset_bytes``."""
 
     owner: int
-    box: Box
+    box: ShardOffsets
     offset_bytes: int
 
 
@@ -51,7 +51,7 @@ class OwnPart(NamedTuple):
     part: int
     size_bytes: int
     shard: WeightShard
-    box: Box | None
+    box: ShardOffsets | None
 
     def read(self) -> Tensor:
         """Contiguous, in the host's memory; a view where the shard is the part."""
@@ -117,7 +117,7 @@ def place_shards(
     return ConvertedWeights(ranks, tensors, tuple(own))
 
 
-def _holder(box: Box, shards: Sequence[WeightShard]) -> WeightShard:
+def _holder(box: ShardOffsets, shards: Sequence[WeightShard]) -> WeightShard:
     """The shard that ``box`` is a part of."""
     return next(shard for shard in shards if shard.box == box or intersection(shard.box, box) == box)
 
@@ -129,7 +129,7 @@ def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str |
     told = [[s.name, dtype_name(s.dtype), s.whole, *s.box] for s in shards]
     return [
         [
-            Piece(Key(WEIGHTS, name), tuple(whole), Box(tuple(start), tuple(stop)), getattr(torch, dtype))
+            Piece(Key(WEIGHTS, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), getattr(torch, dtype))
             for name, dtype, whole, start, stop in pieces
         ]
         for pieces in vote(ranks, "the weights are not converted", trouble, told)
@@ -144,7 +144,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Owned(NamedTuple):
     whole: tuple[int, ...]
     dtype: torch.dtype
-    boxes: list[tuple[Box, int]]
+    boxes: list[tuple[ShardOffsets, int]]
 
 
 def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
@@ -167,8 +167,8 @@ def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
     return found
 
 
-def _disjoint(boxes: Sequence[tuple[Box, int]]) -> list[tuple[Box, int]]:
-    taken: list[tuple[Box, int]] = []
+def _disjoint(boxes: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffsets, int]]:
+    taken: list[tuple[ShardOffsets, int]] = []
     for box, rank in sorted(boxes):
         left = [box]
         for before, _ in taken:

@@ -1,22 +1,22 @@
 """What a rank of a tensor-parallel engine needs of published weights."""
 
-from tandem.layout.boxes import Box
 from tandem.layout.shapes import ModelShapes, parameters
-from tandem.layout.sharding import Cut, cut_slices, is_held
+from tandem.layout.shard_offsets import ShardOffsets
+from tandem.layout.sharding import ShardSpec, cut_slices, is_held
 from tandem.types.errors import RunError
 from tandem.weight_transfer.parts import Wanted
 
 
-def wanted_by(shapes: ModelShapes, cut: Cut) -> Wanted:
+def wanted_by(shapes: ModelShapes, cut: ShardSpec) -> Wanted:
     """The slices of the rank of ``cut``. The function raises ``RunError`` for a tensor that the model does not have in this shape."""
     expected = dict(parameters(shapes))
 
-    def box(name: str, shape: tuple[int, ...]) -> Box | None:
+    def box(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
         if expected.get(name) != shape:
             raise RunError(f"the published weights have '{name}' {list(shape)}; the engine's model has {expected.get(name)}")
         if not is_held(shapes, name, cut):
             return None
         slices = cut_slices(shapes, name, shape, cut)
-        return Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+        return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
 
     return box

@@ -9,8 +9,8 @@ from itertools import accumulate, combinations
 import xxhash
 
 from tandem.estimate.model_bytes import DTYPE_BYTES
-from tandem.layout.boxes import Box, flat_range, intersection, whole_box
 from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
 
@@ -37,8 +37,8 @@ def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
     return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in parameters(shapes))
 
 
-def box_of(part: PartEntry) -> Box:
-    return Box(part.start, part.stop)
+def box_of(part: PartEntry) -> ShardOffsets:
+    return ShardOffsets(part.start, part.stop)
 
 
 def part_offsets(entry: TensorEntry) -> list[int]:
@@ -143,9 +143,9 @@ def check(manifest: WeightManifest) -> None:
         raise ValueError("the weights' manifest does not have the digest that it says")
 
 
-def are_partition(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+def are_partition(shape: tuple[int, ...], boxes: Sequence[ShardOffsets]) -> bool:
     """Whether ``boxes`` contain every element of a tensor of ``shape`` once and are in the order of their ``start``."""
-    whole = whole_box(shape)
+    whole = whole_offsets(shape)
     if len(boxes) == 1:
         return boxes[0] == whole
     for box in boxes:

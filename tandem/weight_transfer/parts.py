@@ -10,18 +10,18 @@ import xxhash
 from torch import Tensor
 
 from tandem.estimate.model_bytes import DTYPE_BYTES
-from tandem.layout.boxes import Box, flat_range, intersection, whole_box
+from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
 from tandem.types.weights import PartEntry, TensorEntry
 from tandem.weight_transfer.copying import CHUNK_BYTES, copy_and_digest
 from tandem.weight_transfer.manifest import box_of, part_offsets
 
-Wanted = Callable[[str, tuple[int, ...]], Box | None]
+Wanted = Callable[[str, tuple[int, ...]], ShardOffsets | None]
 """(name, whole shape) -> the elements that a reader needs of a tensor; ``None``: none."""
 
 
-def wants_all(name: str, shape: tuple[int, ...]) -> Box | None:
+def wants_all(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
     """What an engine of one rank needs."""
-    return whole_box(shape)
+    return whole_offsets(shape)
 
 
 class PartCopy(NamedTuple):
@@ -33,8 +33,8 @@ class PartCopy(NamedTuple):
     part: PartEntry
     offset_bytes: int
     size_bytes: int
-    box: Box
-    common: Box
+    box: ShardOffsets
+    common: ShardOffsets
     to: int | None
 
     def read(self, source: int, out: Tensor) -> bool:
@@ -48,7 +48,7 @@ class PartCopy(NamedTuple):
         return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.box).slices]) == self.part.digest
 
 
-def part_copies(entry: TensorEntry, box: Box) -> list[PartCopy]:
+def part_copies(entry: TensorEntry, box: ShardOffsets) -> list[PartCopy]:
     """The parts of ``entry`` that have elements of ``box``."""
     if len(entry.parts) == 1 and box.shape == entry.shape:
         return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, box, box, 0)]
@@ -63,7 +63,7 @@ def part_copies(entry: TensorEntry, box: Box) -> list[PartCopy]:
     return found
 
 
-def _scatter(source: int, shape: tuple[int, ...], chosen: Box, out: Tensor) -> str:
+def _scatter(source: int, shape: tuple[int, ...], chosen: ShardOffsets, out: Tensor) -> str:
     """Copies the elements ``chosen`` of the contiguous part of ``shape`` at ``source`` to ``out``, a few rows at a time through private
     memory; returns the digest of all of the part as it passed through there."""
     row_bytes = math.prod(shape[1:]) * out.element_size()

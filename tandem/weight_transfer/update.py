@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.estimate.model_bytes import DTYPE_BYTES
-from tandem.layout.boxes import Box
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import DamagedWeights, RunError
@@ -95,7 +95,7 @@ class WeightReader:
         return manifest
 
     def _copy(
-        self, manifest: WeightManifest, chosen: Sequence[tuple[TensorEntry, Box]]
+        self, manifest: WeightManifest, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]
     ) -> tuple[list[tuple[str, Tensor]], tuple[str, ...]]:
         """Fill the private memory with the boxes of ``chosen``; returns them, and the names of those whose copy does not have its digests."""
         copies = [(i, copy) for i, (entry, box) in enumerate(chosen) for copy in part_copies(entry, box)]
@@ -111,7 +111,7 @@ class WeightReader:
         wrong = dict.fromkeys(copy.entry.name for (_, copy), good in zip(copies, right, strict=True) if not good)
         return tensors, tuple(wrong)
 
-    def _tensors(self, chosen: Sequence[tuple[TensorEntry, Box]]) -> list[tuple[str, Tensor]]:
+    def _tensors(self, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]) -> list[tuple[str, Tensor]]:
         """Views of the private memory with the names and shapes of ``chosen``."""
         shapes = [box.shape for _, box in chosen]
         counts = list(map(math.prod, shapes))

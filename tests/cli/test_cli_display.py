@@ -10,19 +10,19 @@ from helpers_cli import COMMAND, ROOT
 from rich.console import Console
 
 from tandem.cli.display import PlainDisplay, TerminalDisplay, display, duration
-from tandem.runtime.listener import Listener
+from tandem.runtime.callback import Callback
 
 
-def tell(listener: Listener) -> None:
-    """A short run, as its listener hears of it."""
-    listener.started("runs/größe [red]", 10, 0.9)
-    listener.phase("sft", 0)
-    listener.progress("sft", 3, 7, "loss 1.234")
-    listener.phase("rollout", 4)
-    listener.evaluated(4, 0.5, 64, "sampled")
+def tell(callback: Callback) -> None:
+    """A short run, as its callback hears of it."""
+    callback.started("runs/größe [red]", 10, 0.9)
+    callback.phase("sft", 0)
+    callback.progress("sft", 3, 7, "loss 1.234")
+    callback.phase("rollout", 4)
+    callback.evaluated(4, 0.5, 64, "sampled")
     for step in (4, 5):
-        listener.row({"step": step, "reward/mean": 0.625, "perf/tokens_per_s": 1234.4, "timing_s/step": 0.5})
-    listener.message("step 5: 2 of 8 samples masked; [bold]not markup[/bold]")
+        callback.row({"step": step, "reward/mean": 0.625, "perf/tokens_per_s": 1234.4, "timing_s/step": 0.5})
+    callback.message("step 5: 2 of 8 samples masked; [bold]not markup[/bold]")
 
 
 def test_a_log_has_one_plain_line_an_event() -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tandem import LLM, SamplingParams
-from tandem.layout.boxes import Box, whole_box
+from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
@@ -49,14 +49,14 @@ class Published:
 
 
 def parts(name: str, tensor: torch.Tensor, cut: str) -> list[WeightShard]:
-    box, whole = whole_box(tuple(tensor.shape)), tuple(tensor.shape)
+    box, whole = whole_offsets(tuple(tensor.shape)), tuple(tensor.shape)
     boxes = [box]
     if cut != "none" and len(whole) == 2:
         axis = 0 if cut == "rows" else 1
         middle = whole[axis] // 3
         boxes = [
-            Box(box.start, tuple(middle if i == axis else n for i, n in enumerate(whole))),
-            Box(tuple(middle if i == axis else 0 for i in range(2)), box.stop),
+            ShardOffsets(box.start, tuple(middle if i == axis else n for i, n in enumerate(whole))),
+            ShardOffsets(tuple(middle if i == axis else 0 for i in range(2)), box.stop),
         ]
     return [WeightShard(name, whole, part, tensor.dtype, partial(tensor.__getitem__, part.slices)) for part in boxes]
 

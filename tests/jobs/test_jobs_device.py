@@ -16,8 +16,8 @@ from tandem.jobs.device_speed import DeviceSpeed
 from tandem.jobs.replay_data import replay_data_step
 from tandem.jobs.start import resume, train
 from tandem.runtime import gpus
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import read_rows
 from tandem.types import UserError
 
@@ -73,7 +73,7 @@ def test_mfu_is_model_flops_over_the_published_peak(monkeypatch: pytest.MonkeyPa
     assert on_cpu.rates(4e12, 2.0) == {"perf/model_tflops": 2.0} and on_cpu.memory() == {}
 
 
-class Heard(Listener):
+class Heard(Callback):
     def __init__(self) -> None:
         self.messages: list[str] = []
 
@@ -115,7 +115,7 @@ def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replaye
         replay_data_step(load_config(run / "config.yaml", ["machine.device=cpu"]), run, 3)  # type: ignore[arg-type]
     shutil.rmtree(run / "checkpoints" / "step-4")
     heard = Heard()
-    resume(run, listener=heard, overrides=["--machine.device=cpu"])
+    resume(run, callback=heard, overrides=["--machine.device=cpu"])
     assert "Resuming on cpu at step 2. Results will not be bit-identical to the cuda run." in heard.messages
     with Journal(run / "journal.sqlite") as journal:
         (changed,) = [event.detail for event in journal.events() if event.kind == "mesh"]

@@ -15,7 +15,7 @@ from package_data import make_datasets
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
-from tandem.runtime.listener import Listener
+from tandem.runtime.callback import Callback
 from tandem.trainer.bad_batch import read_batch
 from tandem.types import RunError, UserError
 
@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("numerics"), "train")
 
 
-class Heard(Listener):
+class Heard(Callback):
     """What a run says."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Heard(Listener):
         self.said.append(text)
 
 
-def begin(data: Path, directory: Path, *overrides: str, listener: Listener | None = None) -> Path:
+def begin(data: Path, directory: Path, *overrides: str, callback: Callback | None = None) -> Path:
     recipe = {
         "algorithm": {"name": "pretrain"},
         "model": {
@@ -54,7 +54,7 @@ def begin(data: Path, directory: Path, *overrides: str, listener: Listener | Non
     }  # fmt: skip
     directory.mkdir(exist_ok=True)
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train(load_config(directory / "recipe.yaml", list(overrides)), listener=listener)
+    train(load_config(directory / "recipe.yaml", list(overrides)), callback=callback)
     return directory / "run"
 
 
@@ -76,7 +76,7 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 def test_each_choice_learns_and_a_run_cut_short_goes_on_to_the_same_bits(choice: str, data: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     torch.set_num_threads(1)
     heard = Heard()
-    run = begin(data, tmp_path, *CHOICES[choice], listener=heard)
+    run = begin(data, tmp_path, *CHOICES[choice], callback=heard)
     assert any(f"{choice} is emulated here" in said for said in heard.said) == (choice in ("bf16", "fp16", "fp8"))
     whole = rows(run)
     losses = [row["train/loss"] for row in whole]
@@ -159,7 +159,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
 
 def test_run_whose_steps_are_left_out_ends_with_a_report(data: Path, tmp_path: Path) -> None:
     heard = Heard()
-    run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100", "trainer.offload=cpu", listener=heard)
+    run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100", "trainer.offload=cpu", callback=heard)
     assert "offload cpu changes nothing here" in heard.said[0]
     found = rows(run)
     assert sum("it is left out (" in said for said in heard.said) == 6

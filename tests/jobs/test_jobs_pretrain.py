@@ -26,8 +26,8 @@ from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
+from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.run_records import Records
 from tandem.storage.files import open_storage
@@ -258,7 +258,7 @@ def test_held_out_loss_is_taken_at_the_start_every_so_many_steps_and_at_the_end(
 
 def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Path) -> None:
     with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
-        records = Records(None, metrics, Listener())
+        records = Records(None, metrics, Callback())
         for step, waited_s in enumerate((0.25, 1.5)):
             records.add_time("data_wait", waited_s)
             records.row({"step": step}, 100)

@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from data_runs import rows
-from tandem.jobs.replay import replay
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -28,10 +27,11 @@ from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import Mixture
 from tandem.data.shards import ShardReader
 from tandem.data.tokenize import TokenizeSettings, read_dataset, tokenize
+from tandem.jobs.replay import replay
 from tandem.jobs.start import dry_run, resume, train
+from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.journal import Journal
-from tandem.runtime.listener import Listener
 from tandem.storage.files import open_storage
 from tandem.types import UserError
 
@@ -99,7 +99,7 @@ def write_recipe(folder: Path, data: Path, /, **changed: Any) -> Path:
     return folder / "recipe.yaml"
 
 
-class Heard(Listener):
+class Heard(Callback):
     def __init__(self) -> None:
         self.messages: list[str] = []
 
@@ -112,7 +112,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     before = torch.get_num_threads()
     heard = Heard()
-    found = train(load_config(write_recipe(folder, data)), listener=heard)
+    found = train(load_config(write_recipe(folder, data)), callback=heard)
     torch.set_num_threads(before)
     assert "60 steps: held-out loss" in found.summary() and "--prompt" in found.summary()
     (folder / "heard").write_text("\n".join(heard.messages))
@@ -229,16 +229,16 @@ def is_same_run(folder: Path, other: Path) -> bool:
     return rows(folder / "run") == rows(other / "run") and all((folder / "run" / name).read_bytes() == (other / "run" / name).read_bytes() for name in names)
 
 
-class Failing(Listener):
+class Failing(Callback):
     def row(self, row: Any) -> None:
         if row["step"] == 13:
-            raise OSError("this listener fails")
+            raise OSError("this callback fails")
 
 
 def test_run_that_failed_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    with pytest.raises(OSError, match="this listener fails"):
-        train(load_config(write_recipe(tmp_path, data)), listener=Failing())
+    with pytest.raises(OSError, match="this callback fails"):
+        train(load_config(write_recipe(tmp_path, data)), callback=Failing())
     assert len(rows(tmp_path / "run")) == 14 and not (tmp_path / "run" / "model").exists()
     resume(tmp_path / "run")
     torch.set_num_threads(before)
@@ -286,7 +286,7 @@ def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_pat
     left_out = f"left out of '{data / 'chats'}': 2 of 4 examples"
     assert f"{left_out}, which have more than 20 tokens" in dry_run(recipe, "recipe.yaml") and "10 examples in 2 datasets" in dry_run(recipe, "")
     heard, before = Heard(), torch.get_num_threads()
-    train(recipe, listener=heard)
+    train(recipe, callback=heard)
     torch.set_num_threads(before)
     assert f"{left_out}, which are too long" in heard.messages
 
@@ -294,7 +294,7 @@ def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_pat
 def test_pretraining_learns_every_token_of_examples_and_says_so(data: Path, tmp_path: Path) -> None:
     recipe = load_config(write_recipe(tmp_path, data, algorithm={"name": "pretrain"}, run={"max_steps": 1}))
     heard, before = Heard(), torch.get_num_threads()
-    train(recipe, listener=heard)
+    train(recipe, callback=heard)
     torch.set_num_threads(before)
     assert any("marks what is to be learned, and pretraining learns all of it" in message for message in heard.messages)
     (row,) = rows(tmp_path / "run")

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tandem.layout.boxes import Box, boxes_of_range, difference, intersection, is_covered
+from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range, difference, intersection, is_covered
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (4, 1, 3), (1, 6)])
@@ -19,9 +19,9 @@ def test_run_of_memory_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def drawn(draw: random.Random, shape: tuple[int, ...]) -> Box:
+def drawn(draw: random.Random, shape: tuple[int, ...]) -> ShardOffsets:
     ends = [sorted(draw.sample(range(size + 1), 2)) for size in shape]
-    return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+    return ShardOffsets(tuple(a for a, _ in ends), tuple(b for _, b in ends))
 
 
 def test_intersections_differences_and_covers_are_those_of_sets_of_elements() -> None:

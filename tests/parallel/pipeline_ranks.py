@@ -13,7 +13,7 @@ from tandem.kernels import select
 from tandem.layout.mesh import GroupName
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
-from tandem.layout.sharding import Cut
+from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface import load_tensors, to_huggingface
 from tandem.model.parallel import ModelParallel
@@ -95,7 +95,7 @@ def piped(
     groups, ranks = here.groups, here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size * virtual, counts)
     own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
-    cut = Cut(groups["tensor"].rank, groups["tensor"].size, case.deterministic)
+    cut = ShardSpec(groups["tensor"].rank, groups["tensor"].size, case.deterministic)
     parallel = ModelParallel(cut, groups["tensor"], groups["context"], groups["expert"], case.sequence)
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, spans=own, parallel=parallel)

@@ -18,7 +18,7 @@ from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.shapes import parameters
-from tandem.layout.sharding import Cut, cut_slices
+from tandem.layout.sharding import ShardSpec, cut_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors
 from tandem.rl.algorithms.batch import make_batch, train_sequence
@@ -114,7 +114,7 @@ def reinforced(here: Here | None, policy: Policy, folder: Path | None = None) ->
     (replica, reference), algorithm = replica_of(policy, here, folder), policy.algorithm
     model, ranks, guard = replica.model, replica.ranks, GradScaler(policy.trainer)
     tensor, expert = ranks.groups["tensor"], ranks.groups["expert"]
-    found: dict[str, Any] = {"metrics": [], "tokens": [], "cut": Cut(tensor.rank, tensor.size, policy.case.deterministic, expert.rank, expert.size)}
+    found: dict[str, Any] = {"metrics": [], "tokens": [], "cut": ShardSpec(tensor.rank, tensor.size, policy.case.deterministic, expert.rank, expert.size)}
     gradients = {} if policy.offloaded else _gradients_before_clipping(replica)
     for step in range(policy.case.steps):
         samples, scores = judged_samples(policy, step)

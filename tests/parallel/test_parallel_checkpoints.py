@@ -10,10 +10,10 @@ import torch
 from ranks import Here, Ranks
 from safetensors.torch import load_file
 
-from tandem.layout.boxes import Box, whole_box
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
-from tandem.layout.sharding import Cut, cut_slices
+from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
+from tandem.layout.sharding import ShardSpec, cut_slices
 from tandem.model.families import mixtral
 from tandem.trainer.checkpoint import write
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
@@ -37,15 +37,15 @@ def whole(shapes: ModelShapes, state: str, seed: int = 0) -> dict[str, torch.Ten
     return found
 
 
-def part(shapes: ModelShapes, name: str, size: tuple[int, ...], cut: Cut) -> Box:
+def part(shapes: ModelShapes, name: str, size: tuple[int, ...], cut: ShardSpec) -> ShardOffsets:
     slices = cut_slices(shapes, name, size, cut)
-    return Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+    return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
 
 
 def shards(here: Here, shapes: ModelShapes, deterministic: bool, seed: int = 0, empty: bool = False) -> list[Shard]:
     """Weights cut by tensor-parallel rank and the same on every data-parallel rank; moments besides cut flat over the data-parallel
     ranks, as ZeRO does."""
-    cut = Cut(here.mesh.coordinate("tensor"), here.mesh.shape.tensor, deterministic)
+    cut = ShardSpec(here.mesh.coordinate("tensor"), here.mesh.shape.tensor, deterministic)
     found = []
     for name, tensor in whole(shapes, "weights", seed).items():
         box = part(shapes, name, tuple(tensor.shape), cut)
@@ -209,14 +209,14 @@ def test_full_disk_of_one_rank_is_one_line_on_all_and_the_checkpoint_before_stay
 def test_tensor_that_is_not_there_or_of_another_shape_is_one_line_and_nothing_is_filled(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(MeshShape(data=2), save, tmp_path, SHAPES, True, [1])
     contents = Contents(tmp_path / "step-1", verify(tmp_path / "step-1")[0])
-    good = Shard(Key("weights", "model.norm.weight"), (32,), whole_box((32,)), torch.zeros(32, dtype=torch.bfloat16))
+    good = Shard(Key("weights", "model.norm.weight"), (32,), whole_offsets((32,)), torch.zeros(32, dtype=torch.bfloat16))
     for name, shape, dtype, said in (
         ("model.nothing", (3,), torch.bfloat16, "has no 'weights/model.nothing'"),
         ("lm_head.weight", (60, 32), torch.bfloat16, r"\[61, 32\]; torch.bfloat16 \[60, 32\] is asked for"),
         ("lm_head.weight", (61, 32), torch.float32, "torch.float32"),
     ):
         with pytest.raises(UserError, match=said):
-            contents.read([good, Shard(Key("weights", name), shape, whole_box(shape), torch.zeros(shape, dtype=dtype))])
+            contents.read([good, Shard(Key("weights", name), shape, whole_offsets(shape), torch.zeros(shape, dtype=dtype))])
         assert not good.tensor.any()
 
 

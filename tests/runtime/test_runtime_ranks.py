@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.communicator import CollectiveError, join
-from tandem.runtime.rank_board import RankBoard, RankState
+from tandem.runtime.hang_watchdog import FACTOR, HangWatchdog
+from tandem.runtime.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.stacks import innermost, stacks_of
-from tandem.runtime.stall_watch import FACTOR, StallWatch
 
 DEADLINE_S = 3.0
 STATE = RankState(0, 100, 1000.0, 0, "forward", "", "", 0.0, 0, 0, 0.0)
 
 
 def test_board_says_what_a_rank_does_and_waits_for(tmp_path: Path) -> None:
-    board = RankBoard(tmp_path / "board", 2)
-    other = RankBoard(tmp_path / "board", 2)
+    board = HeartbeatTable(tmp_path / "board", 2)
+    other = HeartbeatTable(tmp_path / "board", 2)
     writer = board.writer(1)
     writer.phase_is("backward", 7)
     writer.started("tokens", "gradients of layer 3", 640)
@@ -41,17 +41,17 @@ def test_board_says_what_a_rank_does_and_waits_for(tmp_path: Path) -> None:
 
 
 def test_clock_of_the_day_that_jumps_is_no_hang_and_hides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    board = RankBoard(tmp_path / "board", 1)
+    board = HeartbeatTable(tmp_path / "board", 1)
     writer, began = board.writer(0), time.monotonic()
     for jump_s in (0.0, 1e6, -1e6):
         monkeypatch.setattr(time, "time", lambda jump_s=jump_s: 2e9 + jump_s)
         writer.waits("tokens", "the loss")
         (state,) = board.states()
         assert began <= state.since_s <= state.beat_s <= time.monotonic()
-        assert StallWatch(10.0, 1.0).look([state], time.monotonic()) == [] and StallWatch(10.0, 1.0).look([state], time.monotonic() + 11) == [state]
+        assert HangWatchdog(10.0, 1.0).look([state], time.monotonic()) == [] and HangWatchdog(10.0, 1.0).look([state], time.monotonic() + 11) == [state]
 
 
-def watched(pause_s: float, steps: int, watch: StallWatch) -> float:
+def watched(pause_s: float, steps: int, watch: HangWatchdog) -> float:
     """Two ranks that show life every ``pause_s`` for ``steps`` steps; the time at the end."""
     now = 1000.0
     for step in range(steps + 1):
@@ -62,7 +62,7 @@ def watched(pause_s: float, steps: int, watch: StallWatch) -> float:
 
 @pytest.mark.parametrize("pause_s", [0.5, 2.0])
 def test_deadline_follows_from_the_pauses_that_were_seen(pause_s: float) -> None:
-    watch = StallWatch(first_s=300.0, least_s=1.0)
+    watch = HangWatchdog(first_s=300.0, least_s=1.0)
     assert watch.deadline_s("forward") == 300.0
     now = watched(pause_s, 5, watch)
     assert watch.deadline_s("forward") == pytest.approx(FACTOR * pause_s)
@@ -73,7 +73,7 @@ def test_deadline_follows_from_the_pauses_that_were_seen(pause_s: float) -> None
 
 
 def test_rank_that_waits_for_another_is_not_the_one_that_is_stuck() -> None:
-    watch = StallWatch(first_s=10.0, least_s=1.0)
+    watch = HangWatchdog(first_s=10.0, least_s=1.0)
     waits = replace(STATE, collective="the loss", beat_s=1000.0)
     idle = replace(STATE, rank=1, beat_s=1001.0)
     assert [state.rank for state in watch.look([waits, idle], 1012.0)] == [1]
@@ -83,7 +83,7 @@ def test_rank_that_waits_for_another_is_not_the_one_that_is_stuck() -> None:
 
 
 def test_rank_that_reads_data_or_saves_has_the_whole_time_and_so_have_those_who_wait_for_it() -> None:
-    watch = StallWatch(first_s=300.0, least_s=1.0)
+    watch = HangWatchdog(first_s=300.0, least_s=1.0)
     now = watched(0.5, 5, watch)
     waits = replace(STATE, step=5, phase="train", collective="counts of the batch", beat_s=now)
     for phase in ("data", "checkpoint"):
@@ -93,7 +93,7 @@ def test_rank_that_reads_data_or_saves_has_the_whole_time_and_so_have_those_who_
 
 
 def test_rank_that_has_not_begun_is_no_hang_and_neither_is_a_slow_start() -> None:
-    watch = StallWatch(first_s=10.0, least_s=1.0)
+    watch = HangWatchdog(first_s=10.0, least_s=1.0)
     assert watch.look([STATE, replace(STATE, rank=1, beat_s=0.0)], 5000.0) == []
     assert watch.look([STATE, replace(STATE, rank=1)], 1009.0) == []
 
@@ -141,7 +141,7 @@ def test_collective_that_does_not_end_is_named_after_its_deadline(tmp_path: Path
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store")], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        board = RankBoard(tmp_path / "board", 2)
+        board = HeartbeatTable(tmp_path / "board", 2)
         store = dist.FileStore(str(tmp_path / "store"), 2)
         tokens = join(Mesh(MeshShape(data=2), 0), store, torch.device("cpu"), DEADLINE_S, board.writer(0))["tokens"]
         with pytest.raises(CollectiveError, match=r"rank 0 of 2 \('tokens'\): the collective 'gradients of layer 3' failed: .*[Tt]imed out"):

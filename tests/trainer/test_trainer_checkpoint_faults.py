@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.layout.boxes import Box
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole, prune
@@ -30,13 +30,13 @@ RANKS = 2
 def rows(step: int, rank: int) -> Shard:
     """Rank ``rank``'s half of the rows of the one tensor of step ``step``."""
     values = torch.arange(4000, dtype=torch.float32).view(8, 500) * step
-    return Shard(Key("weights", "x"), (8, 500), Box((4 * rank, 0), (4 * rank + 4, 500)), values[4 * rank : 4 * rank + 4].clone())
+    return Shard(Key("weights", "x"), (8, 500), ShardOffsets((4 * rank, 0), (4 * rank + 4, 500)), values[4 * rank : 4 * rank + 4].clone())
 
 
 def content(folder: Path, step: int) -> torch.Tensor:
     found = newest_whole(folder, ALONE)
     assert found is not None and found.step == step
-    target = Shard(Key("weights", "x"), (8, 500), Box((0, 0), (8, 500)), torch.empty(8, 500))
+    target = Shard(Key("weights", "x"), (8, 500), ShardOffsets((0, 0), (8, 500)), torch.empty(8, 500))
     Contents(found.folder, found.manifest).read([target])
     return target.tensor
 
@@ -220,7 +220,7 @@ def test_damage_that_comes_between_the_look_and_the_reading_is_refused(two: Path
     contents = Contents(found.folder, found.manifest)
     flipped(0.9)(found.folder / "rank-00000.safetensors")
     with pytest.raises(RunError, match=r"does not have the digest it was written with at bytes 0 to \d+"):
-        contents.read([Shard(Key("weights", "x"), (8, 500), Box((0, 0), (8, 500)), torch.empty(8, 500))])
+        contents.read([Shard(Key("weights", "x"), (8, 500), ShardOffsets((0, 0), (8, 500)), torch.empty(8, 500))])
 
 
 def test_full_file_system_is_one_line_and_both_checkpoints_before_stay(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.layout.boxes import Box
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.communicator import Communicator
 from tandem.storage.files import Storage, open_storage, read
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
@@ -31,7 +31,7 @@ def write(folder: Path, *steps: int, keep: int = 9, uploader: Uploader | None = 
     )
     for step in steps:
         values = torch.full((50, 100), float(step))
-        checkpointer.save(step, [Shard(Key("weights", "x"), (50, 100), Box((0, 0), (50, 100)), values)], {"updates": step})
+        checkpointer.save(step, [Shard(Key("weights", "x"), (50, 100), ShardOffsets((0, 0), (50, 100)), values)], {"updates": step})
     checkpointer.wait()
     checkpointer.close()
 

@@ -13,9 +13,9 @@ from ranks import Here
 from torch import Tensor
 
 from tandem.kernels import select
-from tandem.layout.boxes import Box
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_tensors, save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -70,13 +70,13 @@ def train_once(replica: Replica, case: Case, folder: Path) -> None:
             save_model(replica.model, folder)
 
 
-def rows(here: Here, read: Callable[[int, Box], Tensor], tensors: int = 6) -> list[WeightShard]:
+def rows(here: Here, read: Callable[[int, ShardOffsets], Tensor], tensors: int = 6) -> list[WeightShard]:
     """This rank's rows of some made-up tensors, of which ``read(tensor, box)`` gives the numbers."""
     world, found = here.groups["world"], []
     share = WHOLE_ROWS // world.size
     for i in range(tensors):
         whole = (WHOLE_ROWS, COLUMNS + i)
-        box = Box((world.rank * share, 0), ((world.rank + 1) * share, whole[1]))
+        box = ShardOffsets((world.rank * share, 0), ((world.rank + 1) * share, whole[1]))
         found.append(WeightShard(f"t{i}", whole, box, torch.float32, lambda i=i, box=box: read(i, box)))
     return found
 
@@ -97,7 +97,7 @@ def one_fails(here: Here, names: tuple[str, str], store: Path, told: Path, how: 
     world = here.groups["world"]
     writer.publish(place_shards(world, rows(here, lambda i, box: torch.full(box.shape, 1.0))), WeightVersion(1, 1))
 
-    def read(i: int, box: Box) -> Tensor:
+    def read(i: int, box: ShardOffsets) -> Tensor:
         if world.rank == 1 and i == 3:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -16,10 +16,10 @@ from owner_ranks import many_versions, one_fails, peak, registered, replica_of
 from ranks import Ranks
 from safetensors.torch import load_file
 
-from tandem.layout.boxes import Box, boxes_of_range, intersection, whole_box
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import Cut, cut_slices, is_held
+from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range, intersection, whole_offsets
+from tandem.layout.sharding import ShardSpec, cut_slices, is_held
 from tandem.model.huggingface import save_model
 from tandem.runtime.calls import error_meta, raise_error
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -140,7 +140,7 @@ def test_a_flipped_byte_in_any_part_is_found_and_named(ranks: Ranks, shared: Sha
     assert any(part.start[1:] != (0,) for entry in published[0].tensors for part in entry.parts if len(entry.shape) > 1), "some by columns"
     for entry in published[0].tensors:
         for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
-            at = offset + draw.randrange(4 * Box(part.start, part.stop).numel)
+            at = offset + draw.randrange(4 * ShardOffsets(part.start, part.stop).numel)
             segment.memory[at] ^= 1
             with pytest.raises(DamagedWeights, match=f"tensor '{entry.name}' of weights of step 1 .* was read twice"):
                 reader.update(lambda tensors, version: pytest.fail("damaged weights were applied"))
@@ -186,11 +186,11 @@ def test_a_rank_of_an_engine_reads_its_own_slices(ranks: Ranks, shared: Shared, 
     else:
         ranks.run(MeshShape(tensor=2), registered, shared.buffers.names, shared.store_path, TIED)
     for rank in range(2):
-        cut = Cut(rank, 2, deterministic)
+        cut = ShardSpec(rank, 2, deterministic)
 
-        def box(name: str, shape: tuple[int, ...], cut: Cut = cut) -> Box | None:
+        def box(name: str, shape: tuple[int, ...], cut: ShardSpec = cut) -> ShardOffsets | None:
             slices = cut_slices(shapes, name, shape, cut)
-            return Box(tuple(s.start for s in slices), tuple(s.stop for s in slices)) if is_held(shapes, name, cut) else None
+            return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices)) if is_held(shapes, name, cut) else None
 
         reader = shared.reader(wanted=box)
         weights = reader.read()
@@ -280,13 +280,13 @@ def test_boxes_are_a_partition_where_every_element_is_in_one() -> None:
     draw, seen = random.Random(4), set[bool]()
     for _ in range(2000):
         shape = tuple(draw.randrange(1, 4) for _ in range(draw.randrange(1, 4)))
-        count = whole_box(shape).numel
+        count = whole_offsets(shape).numel
         if draw.random() < 0.5:
             cuts = sorted({0, count, *(draw.randrange(count) for _ in range(2))})
             boxes = [box for a, b in pairwise(cuts) for box in boxes_of_range(shape, a, b)]
         else:
             corners = [[sorted(draw.choices(range(n + 1), k=2)) for n in shape] for _ in range(draw.randrange(1, 4))]
-            boxes = [Box(tuple(a for a, _ in corner), tuple(b for _, b in corner)) for corner in corners]
+            boxes = [ShardOffsets(tuple(a for a, _ in corner), tuple(b for _, b in corner)) for corner in corners]
             boxes = [box for box in boxes if box.numel]
         boxes = sorted(boxes)
         if boxes and draw.random() < 0.3:
@@ -295,6 +295,6 @@ def test_boxes_are_a_partition_where_every_element_is_in_one() -> None:
         for box in boxes:
             times[box.slices] += 1
         assert are_partition(shape, boxes) == bool((times == 1).all()), (shape, boxes)
-        assert all(intersection(box, whole_box(shape)) == box for box in boxes)
+        assert all(intersection(box, whole_offsets(shape)) == box for box in boxes)
         seen.add(bool((times == 1).all()))
     assert seen == {True, False}

@@ -21,7 +21,7 @@ from tandem.engine.executor.load import LoadFormat, load_decoder
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.kernels import KernelChoice
 from tandem.layout.shapes import parameters
-from tandem.layout.sharding import Cut
+from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
@@ -58,7 +58,7 @@ class RankSettings:
 
     def join(self, rank: int, rendezvous: Path) -> RankGroup:
         """Meet the other ranks."""
-        return RankGroup(Cut(rank, self.size, self.deterministic), rendezvous, self.device_of(rank), self.deadline_s)
+        return RankGroup(ShardSpec(rank, self.size, self.deterministic), rendezvous, self.device_of(rank), self.deadline_s)
 
     def load(self, group: RankGroup) -> Decoder:
         """This rank's part of the model."""
@@ -177,7 +177,7 @@ class Ranks:
         decoder, size = self.decoder, self._settings.size
         given = checked_tensors(decoder, tensors)
         names = [name for name, _ in parameters(decoder.shapes)]
-        cuts = [Cut(rank, size, self._settings.deterministic) for rank in range(1, size)]
+        cuts = [ShardSpec(rank, size, self._settings.deterministic) for rank in range(1, size)]
 
         def send() -> None:
             assert decoder.group is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from tandem.layout.boxes import Box
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.safetensors_file import DTYPE_NAMES
 from tandem.runtime.agreement import gather_values
 from tandem.runtime.communicator import Communicator
@@ -47,7 +47,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Committed] | None = None
         self._held: tuple[Piece, ...] = ()
-        self._chosen: set[tuple[Key, Box]] = set()
+        self._chosen: set[tuple[Key, ShardOffsets]] = set()
         self._staging: Staging | None = None
 
     def prepare(self, shards: Sequence[Shard]) -> None:
@@ -115,7 +115,7 @@ class Checkpointer:
         told = [[*piece.key, piece.whole, *piece.box, DTYPE_NAMES[piece.dtype]] for piece in held]
         everyone = [
             [
-                Piece(Key(state, name), tuple(whole), Box(tuple(start), tuple(stop)), DTYPES[dtype])
+                Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), DTYPES[dtype])
                 for state, name, whole, start, stop, dtype in pieces
             ]
             for pieces in gather_values(self.ranks, told, "what every rank holds of the checkpoint")

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box, intersection, is_covered
 from tandem.layout.shapes import parameters
-from tandem.layout.sharding import WHOLE, Cut, cut_slices
+from tandem.layout.shard_offsets import ShardOffsets, intersection, is_covered
+from tandem.layout.sharding import WHOLE, ShardSpec, cut_slices
 from tandem.model.decoder import Decoder
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard
@@ -32,14 +32,14 @@ class Part(NamedTuple):
     first: int
     name: str
     whole: tuple[int, ...]
-    box: Box
+    box: ShardOffsets
 
 
 def coded_shard(decoder: Decoder, kind: str, parameter: str, first: int, values: Tensor) -> Shard:
     """``values[n]``: the codes or scales that this rank has of ``parameter``, from ``first`` on."""
     count = decoder.get_parameter(parameter).numel()
     whole = count if kind.endswith(CODES) else -(-count // BLOCK)
-    return Shard(Key(kind, parameter + _mark(_cut_of(decoder, parameter))), (whole,), Box((first,), (first + len(values),)), values)
+    return Shard(Key(kind, parameter + _mark(_cut_of(decoder, parameter))), (whole,), ShardOffsets((first,), (first + len(values),)), values)
 
 
 class StoredCodes:
@@ -50,7 +50,7 @@ class StoredCodes:
         self._parts: dict[str, list[Part]] = defaultdict(list)
         for part in sorted(parts, key=lambda part: part.first):
             self._parts[part.parameter].append(part)
-        self._cuts: dict[tuple[str, str], list[tuple[Cut, Key]]] = defaultdict(list)
+        self._cuts: dict[tuple[str, str], list[tuple[ShardSpec, Key]]] = defaultdict(list)
         for key in contents.held:
             if key.state.endswith(CODES):
                 parameter, cut = _unmarked(key.name)
@@ -79,7 +79,7 @@ class StoredCodes:
         if (moment, parameter) not in self._cuts:
             raise UserError(f"it has no '{moment}{CODES}/{parameter}'")
         found = torch.empty(self._decoder.get_parameter(parameter).numel())
-        covered: dict[str, list[Box]] = defaultdict(list)
+        covered: dict[str, list[ShardOffsets]] = defaultdict(list)
         book = codebook(moment, found.device)
         for cut, key in self._cuts[moment, parameter]:
             theirs = self._under(parameter, cut)
@@ -95,7 +95,7 @@ class StoredCodes:
             raise UserError(f"its '{moment}{CODES}/{parameter}' is not there whole")
         return found
 
-    def _under(self, parameter: str, cut: Cut) -> list[Part]:
+    def _under(self, parameter: str, cut: ShardSpec) -> list[Part]:
         """What the rank of ``cut`` has of a parameter."""
         shapes, names = self._decoder.shapes, [part.name for part in self._parts[parameter]]
         if _is_of_experts(parameter):
@@ -107,23 +107,23 @@ class StoredCodes:
         wholes, found, at = dict(parameters(shapes)), [], 0
         for name in names:
             slices = cut_slices(shapes, name, wholes[name], cut)
-            box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+            box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
             found.append(Part(parameter, at, name, wholes[name], box))
             at += box.numel
         return found
 
 
-def _cut_of(decoder: Decoder, parameter: str) -> Cut:
+def _cut_of(decoder: Decoder, parameter: str) -> ShardSpec:
     """How ranks cut a matrix of a layer between them."""
     return decoder.cut if _is_of_experts(parameter) else replace(decoder.cut, expert_rank=0, expert_size=1)
 
 
-def _mark(cut: Cut) -> str:
+def _mark(cut: ShardSpec) -> str:
     tensor = f"@tensor-{cut.rank}-of-{cut.size}{'-by-outputs' if cut.deterministic else ''}" if cut.size > 1 else ""
     return tensor + (f"@expert-{cut.expert_rank}-of-{cut.expert_size}" if cut.expert_size > 1 else "")
 
 
-def _unmarked(name: str) -> tuple[str, Cut]:
+def _unmarked(name: str) -> tuple[str, ShardSpec]:
     """The parameter and the cut of a name that ``_mark`` ends. Raises ``UserError`` for another end."""
     parameter, *marks = name.split("@")
     cut = WHOLE

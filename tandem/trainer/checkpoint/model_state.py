@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box
 from tandem.layout.shapes import parameters
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import to_huggingface
@@ -34,7 +34,7 @@ def parts_of(decoder: Decoder) -> list[Part]:
         start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
         assert view.is_contiguous()
         slices = cut_slices(decoder.shapes, name, shapes[name], decoder.cut)
-        box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+        box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
         found.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
     return found
 

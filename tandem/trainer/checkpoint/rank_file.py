@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.layout.boxes import Box
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.safetensors_file import DTYPE_NAMES
 from tandem.storage.direct import read_from_disk, write_new
 from tandem.trainer.checkpoint.digests import chunk_digest
@@ -56,7 +56,7 @@ def read_index(data: bytes) -> RankIndex:
     try:
         content = json.loads(data)
         placed = [
-            Placed(Piece(Key(state, name), tuple(whole), Box(tuple(start), tuple(stop)), DTYPES[dtype]), int(offset))
+            Placed(Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), DTYPES[dtype]), int(offset))
             for state, name, dtype, whole, start, stop, offset in content["pieces"]
         ]
         return RankIndex(

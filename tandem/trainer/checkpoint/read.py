@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box, difference, intersection, is_covered, whole_box
+from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, is_covered, whole_offsets
 from tandem.trainer.checkpoint.digests import chunk_digest, chunks_over
 from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_indexes
 from tandem.trainer.checkpoint.rank_file import Placed, RankIndex
@@ -54,7 +54,7 @@ class Contents:
         """The whole of a tensor. Raises ``KeyError``, ``UserError`` where parts of it lack, ``Damaged``."""
         size, dtype = self.whole(key)
         tensor = torch.empty(size, dtype=dtype)
-        self.read([Shard(key, size, whole_box(size), tensor)])
+        self.read([Shard(key, size, whole_offsets(size), tensor)])
         return tensor
 
     def own(self, rank: int, size: int) -> Mapping[str, Any] | None:
@@ -134,7 +134,7 @@ class _ChunkedFile:
         return data
 
 
-def _copy(file: _ChunkedFile, placed: Placed, common: Box, shard: Shard) -> None:
+def _copy(file: _ChunkedFile, placed: Placed, common: ShardOffsets, shard: Shard) -> None:
     """Copy ``common`` from where ``placed`` lies into the shard, a block of rows at a time."""
     piece = placed.piece
     inside, target = common.within(piece.box), shard.tensor[common.within(shard.box).slices]

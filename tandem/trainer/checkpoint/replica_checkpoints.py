@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import whole_box
 from tandem.layout.shapes import parameters
+from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface import save_model
 from tandem.runtime.agreement import gather_values
 from tandem.runtime.communicator import Communicator
@@ -128,7 +128,7 @@ class ReplicaCheckpoints:
         for name, shape in parameters(self._replica.model.shapes):
             dtype = contents.whole(Key(WEIGHTS, name))[1]
             tensor = torch.empty(shape, dtype=dtype) if into is None else file_tensor(into, shape, dtype)
-            contents.read([Shard(Key(WEIGHTS, name), shape, whole_box(shape), tensor)])
+            contents.read([Shard(Key(WEIGHTS, name), shape, whole_offsets(shape), tensor)])
             yield name, tensor
 
     def _paged_weights(self) -> Iterator[tuple[str, Tensor]]:

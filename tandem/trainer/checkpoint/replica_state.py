@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box
 from tandem.layout.shapes import parameters
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.huggingface import checked_tensors
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
@@ -28,7 +28,7 @@ class WeightShard(NamedTuple):
 
     name: str
     whole: tuple[int, ...]
-    box: Box
+    box: ShardOffsets
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
@@ -138,5 +138,5 @@ def _shard_of_run(run: Run, shard: Shard, read: Callable[[], Tensor]) -> WeightS
     return WeightShard(shard.key.name, shard.whole, shard.box, shard.tensor.dtype, partial(_view, read, first, shard.box))
 
 
-def _view(flat: Callable[[], Tensor], first: int, box: Box) -> Tensor:
+def _view(flat: Callable[[], Tensor], first: int, box: ShardOffsets) -> Tensor:
     return flat().detach().view(-1)[first : first + box.numel].view(box.shape)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.boxes import Box, boxes_of_range
+from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range
 
 
 class Key(NamedTuple):
@@ -25,7 +25,7 @@ class Shard(NamedTuple):
 
     key: Key
     whole: tuple[int, ...]
-    box: Box
+    box: ShardOffsets
     tensor: Tensor
 
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     key: Key
     whole: tuple[int, ...]
-    box: Box
+    box: ShardOffsets
     dtype: torch.dtype
 
     @property
@@ -46,7 +46,7 @@ def piece_of(shard: Shard) -> Piece:
     return Piece(shard.key, shard.whole, shard.box, shard.tensor.dtype)
 
 
-def flat_shards(key: Key, whole: tuple[int, ...], box: Box, first: int, values: Tensor) -> list[Shard]:
+def flat_shards(key: Key, whole: tuple[int, ...], box: ShardOffsets, first: int, values: Tensor) -> list[Shard]:
     """The shards of a rank that holds a run of a part's memory: ``values`` (one axis) are the elements from ``first`` on of the
     row-major memory of the part ``box``."""
     found, taken = [], 0
@@ -57,19 +57,19 @@ def flat_shards(key: Key, whole: tuple[int, ...], box: Box, first: int, values: 
     return found
 
 
-def divide(held: Sequence[Iterable[Piece]]) -> list[set[tuple[Key, Box]]]:
+def divide(held: Sequence[Iterable[Piece]]) -> list[set[tuple[Key, ShardOffsets]]]:
     """Who writes what: for every rank the parts that it writes of those it holds (``held`` by rank). Each part is written
     once; of several holders the one that has least to write so far, the first among equals. A pure function, so that every
     rank finds the same."""
-    holders: dict[tuple[Key, Box], list[int]] = {}
-    sizes: dict[tuple[Key, Box], int] = {}
+    holders: dict[tuple[Key, ShardOffsets], list[int]] = {}
+    sizes: dict[tuple[Key, ShardOffsets], int] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
             part = (piece.key, piece.box)
             holders.setdefault(part, []).append(rank)
             sizes[part] = piece.nbytes
     loads = [0] * len(held)
-    chosen: list[set[tuple[Key, Box]]] = [set() for _ in held]
+    chosen: list[set[tuple[Key, ShardOffsets]]] = [set() for _ in held]
     # What only one rank holds comes first: the rest evens out the loads, the largest before the smallest.
     for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part)):
         rank = min(holders[part], key=lambda rank: (loads[rank], rank))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.layout.mesh import GroupName, Mesh, MeshShape
-from tandem.layout.sharding import Cut
+from tandem.layout.sharding import ShardSpec
 from tandem.model.parallel import ModelParallel
 from tandem.runtime.communicator import GROUPS, Communicator
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """``mesh``: who stands where. ``groups``: a communicator for each of this rank's groups. ``deterministic`` and ``sequence``: how
-    tensor-parallel ranks cut a model (``Cut``, ``ModelParallel``). ``device``: what this rank computes on.
+    tensor-parallel ranks cut a model (``ShardSpec``, ``ModelParallel``). ``device``: what this rank computes on.
 
     Who talks over which group: the model's layers over ``tensor``, ``context`` and ``expert`` (by ``model_parallel``); a pipeline's
     stages over ``pipeline``; gradients and ZeRO over ``tokens`` and, those of experts, ``expert_data``; the loss over ``data``;
@@ -49,7 +49,7 @@ class Ranks:
         tensor, context, expert = self.groups["tensor"], self.groups["context"], self.groups["expert"]
         if tensor.size == context.size == expert.size == 1:
             return None
-        cut = Cut(tensor.rank, tensor.size, self.deterministic, expert.rank, expert.size)
+        cut = ShardSpec(tensor.rank, tensor.size, self.deterministic, expert.rank, expert.size)
         return ModelParallel(cut, tensor, context, expert, self.sequence)
 
     def all_values(self, values: Sequence[float], name: str) -> list[list[float]]:

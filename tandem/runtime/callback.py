@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 
-class Listener:
+class Callback:
     """Hears of a run and does nothing; override what is wanted. Every method is called from the job's own thread."""
 
     def started(self, run_directory: str, max_steps: int, target: float | None) -> None:

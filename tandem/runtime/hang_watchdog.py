@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tandem.runtime.rank_board import RankState
+from tandem.runtime.heartbeat_table import RankState
 
 FACTOR = 20.0
 """A rank that needs 20 times the longest pause between two signs of life is not slow."""
@@ -10,7 +10,7 @@ STEPS = 3
 """Steps from which a deadline is learned: the first ones are not like the others."""
 
 
-class StallWatch:
+class HangWatchdog:
     """Looks at the board again and again. A rank shows life when its step begins another phase, a micro-batch is done, or a
     collective begins to be waited for or ends.
 

@@ -6,7 +6,7 @@ from operator import sub
 from typing import NamedTuple
 
 
-class Box(NamedTuple):
+class ShardOffsets(NamedTuple):
     """The elements with ``start[i] <= index[i] < stop[i]`` along every axis i of a whole tensor."""
 
     start: tuple[int, ...]
@@ -20,32 +20,32 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def within(self, outer: "Box") -> "Box":
+    def within(self, outer: "ShardOffsets") -> "ShardOffsets":
         """The same elements, counted from the corner of ``outer``."""
         shift = lambda corner: tuple(a - b for a, b in zip(corner, outer.start, strict=True))
-        return Box(shift(self.start), shift(self.stop))
+        return ShardOffsets(shift(self.start), shift(self.stop))
 
-    def moved(self, start: tuple[int, ...]) -> "Box":
+    def moved(self, start: tuple[int, ...]) -> "ShardOffsets":
         """The same elements where the corner they are counted from stands at ``start``."""
         move = lambda corner: tuple(a + b for a, b in zip(corner, start, strict=True))
-        return Box(move(self.start), move(self.stop))
+        return ShardOffsets(move(self.start), move(self.stop))
 
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
+def whole_offsets(shape: tuple[int, ...]) -> ShardOffsets:
+    return ShardOffsets((0,) * len(shape), shape)
 
 
-def intersection(a: Box, b: Box) -> Box | None:
+def intersection(a: ShardOffsets, b: ShardOffsets) -> ShardOffsets | None:
     """The elements in both, ``None`` where there are none."""
-    found = Box(tuple(map(max, a.start, b.start)), tuple(map(min, a.stop, b.stop)))
+    found = ShardOffsets(tuple(map(max, a.start, b.start)), tuple(map(min, a.stop, b.stop)))
     return found if all(size > 0 for size in found.shape) else None
 
 
-def flat_range(shape: tuple[int, ...], box: Box) -> range | None:
+def flat_range(shape: tuple[int, ...], box: ShardOffsets) -> range | None:
     """The row-major places of the elements of ``box`` in a tensor of ``shape``; ``None`` where they are not one run."""
     first, has_several = 0, False
     for size, start, stop in zip(shape, box.start, box.stop, strict=True):
@@ -56,20 +56,20 @@ def flat_range(shape: tuple[int, ...], box: Box) -> range | None:
     return range(first, first + box.numel)
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardOffsets]:
     """The elements ``start .. stop - 1`` of a tensor's row-major memory as boxes, in the order of that memory: at most
     2 n - 1 of them for n axes."""
     if start >= stop:
         return
     if len(shape) < 2:
-        yield Box((start,), (stop,)) if shape else Box((), ())
+        yield ShardOffsets((start,), (stop,)) if shape else ShardOffsets((), ())
         return
     inner = shape[1:]
     size = math.prod(inner)
 
-    def of_one_row(row: int, first: int, last: int) -> Iterator[Box]:
+    def of_one_row(row: int, first: int, last: int) -> Iterator[ShardOffsets]:
         for box in boxes_of_range(inner, first, last):
-            yield Box((row, *box.start), (row + 1, *box.stop))
+            yield ShardOffsets((row, *box.start), (row + 1, *box.stop))
 
     first, last = start // size, stop // size
     if first == last:
@@ -79,12 +79,12 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         yield from of_one_row(first, start % size, size)
         first += 1
     if first < last:
-        yield Box((first,) + (0,) * len(inner), (last, *inner))
+        yield ShardOffsets((first,) + (0,) * len(inner), (last, *inner))
     if stop % size:
         yield from of_one_row(last, 0, stop % size)
 
 
-def is_covered(box: Box, parts: Iterable[Box]) -> bool:
+def is_covered(box: ShardOffsets, parts: Iterable[ShardOffsets]) -> bool:
     """Whether every element of ``box`` is in one of ``parts``."""
     left = [box]
     for part in parts:
@@ -92,7 +92,7 @@ def is_covered(box: Box, parts: Iterable[Box]) -> bool:
     return not left
 
 
-def difference(box: Box, part: Box) -> Iterator[Box]:
+def difference(box: ShardOffsets, part: ShardOffsets) -> Iterator[ShardOffsets]:
     """``box`` without ``part``, as boxes: what lies before and after it along each axis in turn."""
     common = intersection(box, part)
     if common is None:
@@ -102,7 +102,7 @@ def difference(box: Box, part: Box) -> Iterator[Box]:
     start, stop = list(box.start), list(box.stop)
     for axis in range(len(start)):
         if start[axis] < common.start[axis]:
-            yield Box(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :]))
+            yield ShardOffsets(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :]))
         if common.stop[axis] < stop[axis]:
-            yield Box((*start[:axis], common.stop[axis], *start[axis + 1 :]), tuple(stop))
+            yield ShardOffsets((*start[:axis], common.stop[axis], *start[axis + 1 :]), tuple(stop))
         start[axis], stop[axis] = common.start[axis], common.stop[axis]

@@ -46,7 +46,7 @@ class RankState:
         return f"rank {self.rank} has done nothing {where} for {now_s - self.beat_s:.1f} s"
 
 
-class RankBoard:
+class HeartbeatTable:
     """The records of ``ranks`` ranks in the file ``path``, which is made where it is missing."""
 
     def __init__(self, path: Path, ranks: int) -> None:
@@ -68,16 +68,16 @@ class RankBoard:
             found.append(RankState(rank, pid, beat_s, step, phase, collective, group, since_s, collectives, sent, waited))
         return found
 
-    def writer(self, rank: int) -> "RankWriter":
+    def writer(self, rank: int) -> "Heartbeat":
         """What rank ``rank``, which is this process, writes with."""
-        return RankWriter(self._memory, rank)
+        return Heartbeat(self._memory, rank)
 
     def clear(self) -> None:
         """Forget all ranks, before others are started."""
         self._memory[:] = bytes(len(self._memory))
 
 
-class RankWriter:
+class Heartbeat:
     """Writes one rank's record: a ``Traffic`` of its communicators."""
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
