@@ -25,7 +25,7 @@ def warm_model(work: Path, threads: int = 1) -> Path:
     """The folder of the warm model, made where it is missing; its name changes with what the recipe says of it."""
     import torch
 
-    from tandem.jobs.sft_stage import run_sft_stage, sft_recipe
+    from tandem.jobs.sft import run_sft_stage, sft_recipe
     from tandem.model.create_model import create_model
 
     recipe = recipe_with([f"machine.threads={threads}"])
@@ -37,7 +37,7 @@ def warm_model(work: Path, threads: int = 1) -> Path:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         assert recipe.model.create is not None
         create_model(recipe.model.create, recipe.run.seed, folder / "initial")
-        stage = sft_recipe(recipe, folder, folder / "initial", context_tokens(recipe, folder / "initial"))
+        stage = sft_recipe(recipe, folder, folder / "initial", context_tokens(recipe.model, recipe.rollout.max_tokens, folder / "initial"))
         run_sft_stage(stage, folder / "sft", Callback(), inline=True, faults=None)
     return folder / "sft" / "model"
 

@@ -86,7 +86,7 @@ def recipe(folder: Path, name: str, chosen: dict[str, str], steps: int, threads:
         },
         "data": {"train": [{"path": str(folder / "train")}], "held_out": str(folder / "held_out"), "sequence_length": 128, "global_batch_size": 16},
         "trainer": {
-            "learning_rate": 2e-3, "warmup_steps": 10, "schedule": "wsd", "total_steps": steps, "decay_steps": steps // 4, "weight_decay": 0.1,
+            "learning_rate": 2e-3, "warmup_steps": 10, "schedule": "wsd", "decay_steps": steps // 4, "weight_decay": 0.1,
             "beta2": 0.95, **chosen,
         },
         "evaluation": {"every_steps": steps, "sequences": 64},
@@ -137,7 +137,7 @@ def main() -> None:
             moments = sum(tensor.nbytes for name, tensor in read_file(saved) if not name.startswith("weights/"))
             rows = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             seconds = min(row["timing_s/train"] for row in rows)
-            lines.append(f"| {name} | {result.loss:.4f} | {moments / 2**20:.2f} MiB | {1000 * seconds:.0f} ms |")  # type: ignore[union-attr]
+            lines.append(f"| {name} | {result.figures['loss'].after:.4f} | {moments / 2**20:.2f} MiB | {1000 * seconds:.0f} ms |")
             print(lines[-1], file=sys.stderr, flush=True)
         offloaded = offload_rows(folder, options.offload_steps, options.threads)
     text = "\n".join([

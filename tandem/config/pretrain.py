@@ -143,4 +143,5 @@ class PretrainRecipe:
                 f"'machine.attention' is '{self.machine.attention}', which computes in 16 bits, and trainer.precision is 'fp32'; set trainer.precision to "
                 "bf16 or fp16, or machine.attention to auto"
             )
+        self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)

@@ -21,14 +21,12 @@ class TrainerConfig:
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly from 0. 0: no warm-up."""
     schedule: Schedule = "constant"
-    """The learning rate after the warm-up: `constant`, falling linearly (`linear`) or along half a `cosine`, or constant and falling
-    linearly in the last `decay_steps` (`wsd`: Hu et al., 2024)."""
-    total_steps: int = 0
-    """The step at which `linear`, `cosine` and `wsd` end; `constant` does not read it."""
+    """The learning rate after the warm-up: `constant`, falling linearly (`linear`) or along half a `cosine` until `run.max_steps`, or
+    constant and falling linearly in the last `decay_steps` before it (`wsd`: Hu et al., 2024)."""
     decay_steps: int = 0
     """Steps in which `wsd` falls."""
     min_lr_ratio: float = 0.0
-    """The share of `learning_rate` that is left at `total_steps` and after."""
+    """The share of `learning_rate` that is left at `run.max_steps`."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float = 0.999
@@ -92,19 +90,9 @@ class TrainerConfig:
         for name in ("weight_decay", "max_grad_norm", "router_balance_loss", "router_bias_rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 (off) or more, and finite")
-        for name in ("warmup_steps", "total_steps", "decay_steps", "max_skipped_steps"):
+        for name in ("warmup_steps", "decay_steps", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 or more")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise UserError(
-                f"'trainer.total_steps' is {self.total_steps}; schedule '{self.schedule}' needs more than "
-                f"trainer.warmup_steps ({self.warmup_steps})"
-            )
-        if self.schedule == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
-            raise UserError(
-                f"'trainer.decay_steps' is {self.decay_steps}; schedule 'wsd' needs 1 to {self.total_steps - self.warmup_steps} of them, "
-                "which is trainer.total_steps without trainer.warmup_steps"
-            )
         if not 1 <= self.muon_iterations <= 20:
             raise UserError(f"'trainer.muon_iterations' is {self.muon_iterations}; it must be between 1 and 20 (5 is usual)")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -133,4 +121,17 @@ class TrainerConfig:
             raise UserError(
                 f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
                 "trainer.offload_activations"
+            )
+
+    def check_schedule(self, total_steps: int) -> None:
+        """Raises ``UserError`` for a schedule that does not fit in ``total_steps``, which is ``run.max_steps``."""
+        if self.schedule != "constant" and total_steps <= self.warmup_steps:
+            raise UserError(
+                f"'run.max_steps' is {total_steps}; trainer.schedule '{self.schedule}' ends there and needs more than "
+                f"trainer.warmup_steps ({self.warmup_steps})"
+            )
+        if self.schedule == "wsd" and not 0 < self.decay_steps <= total_steps - self.warmup_steps:
+            raise UserError(
+                f"'trainer.decay_steps' is {self.decay_steps}; schedule 'wsd' needs 1 to {total_steps - self.warmup_steps} of them, "
+                "which is run.max_steps without trainer.warmup_steps"
             )

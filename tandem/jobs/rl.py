@@ -1,21 +1,24 @@
 """Reinforcement learning in a pod: rollout, inference, train, as the figure draws it."""
 
-from tandem.jobs.run import Run
+from tandem.jobs.rl_run import RLRun
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 
 
-def reinforce(pod: Pod, run: Run) -> int:
-    """Train until the target holds or ``run.max_steps`` are done; returns the number of optimizer steps taken.
+def reinforce(pod: Pod, run: RLRun) -> int:
+    """Trains until the target holds or ``run.max_steps`` are done; returns the number of optimizer steps taken.
 
     Any line may be asked for again after a fault: what the journal holds of a step is used, never computed a second time.
     """
     step, last = run.first_step, run.recipe.run.max_steps
     while True:
         try:
-            if run.checkpoint_due(step):
+            due = run.trigger.due(step)
+            if due != "nothing":
                 run.checkpoint(pod, step)
-            run.check_stop(step)
+            if due == "stop":
+                pod.finish_checkpoints()
+                run.stop(step)
             if run.target_holds(pod, step) or step == last:
                 run.final_evaluation(pod, step)
                 run.checkpoint(pod, step)

@@ -1,173 +1,23 @@
-"""One run: its directory, its prompts, its judge and its rows. The job's loop asks it for everything but the pod's work."""
+"""One run of any job: where it is, what it writes down, and how it ends when asked to."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter
-from typing import Any
+from typing import NoReturn
 
-from tandem.config.recipe import Recipe
-from tandem.data.prompts import PromptSource
-from tandem.estimate.memory import PodMemory
-from tandem.evaluation.tasks import EvaluationResult, evaluate
-from tandem.pod.pod import Pod
-from tandem.pod.states import RolloutState
-from tandem.rl.rewards.pool import RewardPool, check_fault_share
-from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
-from tandem.rl.step_metrics import sample_metrics, staleness
-from tandem.runtime.callback import Callback
-from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import MetricsFile
-from tandem.runtime.requests import SignalRequests
-from tandem.types import Prompt, RunError, Sample, Score
+from tandem.runtime.run_records import Records
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
-    """What a job needs besides the pod. ``first_step``: where it starts (0, or the checkpoint that it resumes from)."""
+    """``first_step``: where its loop begins: 0, or the step of the checkpoint that it resumes from."""
 
-    recipe: Recipe
     directory: Path
-    journal: Journal
-    metrics: MetricsFile
-    prompts: PromptSource
-    rewards: RewardPool
-    callback: Callback
-    memory: PodMemory
+    records: Records
     first_step: int = 0
-    requests: SignalRequests = field(default_factory=SignalRequests)
-    step_began: float = field(default_factory=perf_counter)
-    saved_s: float = field(default_factory=monotonic)
 
-    # -- samples and scores: what the journal holds is used, never computed a second time ------------------------------
-
-    def samples(self, pod: Pod, step: int) -> list[Sample]:
-        """The samples of ``step``: the journal's, or drawn now and written down before anything else happens."""
-        found = self.journal.samples(step)
-        if found is not None:
-            return found
-        settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
-        drawn = pod.roll_out(step, self.prompts.for_step(step), settings)
-        self.journal.commit_samples(step, drawn)
-        return drawn
-
-    def scores(self, pod: Pod, step: int, samples: Sequence[Sample]) -> list[Score]:
-        """The scores of ``samples``: the journal's, or judged now, while the frozen models make their passes."""
-        found = self.journal.scores(step)
-        if found is not None:
-            return found
-        began = perf_counter()
-        judging = self.rewards.submit(samples, self.prompts.for_step(step))
-        if self.recipe.algorithm.kl_coef > 0:
-            pod.infer(step, samples)
-        judged = judging.result()
-        pod.timings["reward"] = pod.timings.get("reward", 0.0) + perf_counter() - began
-        faults = [score for score in judged if score.value is None]
-        if faults:
-            self.journal.record_event(
-                "reward_fault", {"step": step, "count": len(faults), "first": faults[0].sample_id, "reason": faults[0].reason}
-            )
-            self.callback.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
-        check_fault_share(judged, self.recipe.rewards)
-        self.journal.commit_scores(step, judged)
-        return judged
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def target_holds(self, pod: Pod, step: int) -> bool:
-        """Evaluate where ``step`` is due; whether the run may end here."""
-        settings, sft = self.recipe.evaluation, self.recipe.sft
-        if step % settings.every_steps:
-            return False
-        found = self.journal.evaluation(step, "sampled")
-        accuracy = found["accuracy"] if found else self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts)).accuracy
-        if step == 0:
-            if self.journal.evaluation(step, "greedy") is None:
-                self.evaluate(pod, step, "greedy", self.prompts.fresh(settings.final_prompts))
-            if sft is not None and accuracy > sft.max_accuracy:
-                raise RunError(
-                    f"the model that reinforcement learning starts from already has a held-out sampled accuracy of {accuracy:.3f}, more than sft.max_accuracy "
-                    f"({sft.max_accuracy:g}); lower sft.steps or raise sft.corrupted_share"
-                )
-        return self.target_reached(step)
-
-    def target_reached(self, step: int) -> bool:
-        """Whether the last ``consecutive`` sampled evaluations up to ``step`` all reached the target."""
-        settings = self.recipe.evaluation
-        last = step - step % settings.every_steps
-        recent = [self.journal.evaluation(last - k * settings.every_steps, "sampled") for k in range(settings.consecutive)]
-        return all(found is not None and found["accuracy"] >= settings.target_accuracy for found in recent)
-
-    def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:
-        """The final figure on prompts with a fresh seed, sampled and greedy; the sampled one is returned."""
-        prompts = self.prompts.fresh(self.recipe.evaluation.final_prompts)
-        for kind in ("final_greedy", "final"):
-            if self.journal.evaluation(step, kind) is None:
-                self.evaluate(pod, step, kind, prompts)
-        result = self.journal.evaluation(step, "final")
-        assert result is not None
-        return result
-
-    def evaluate(self, pod: Pod, step: int, kind: str, prompts: Sequence[Prompt]) -> EvaluationResult:
-        """One completion for each of ``prompts``, judged; journalled as ``kind``."""
-        greedy = kind.endswith("greedy")
-
-        def generate(chosen: Sequence[Prompt]) -> list[Sample]:
-            settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=greedy, purpose=kind)
-            return pod.roll_out(step, chosen, settings, RolloutState.EVALUATE)
-
-        result = evaluate(generate, prompts, self.rewards.score, examples=self.recipe.evaluation.examples)
-        self.journal.commit_evaluation(step, kind, result.to_json())
-        self.callback.evaluated(step, result.accuracy, result.count, kind)
-        return result
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def checkpoint_due(self, step: int) -> bool:
-        """Whether the state after ``step`` steps is to be saved: by steps, by minutes, or because a signal asked for it."""
-        config = self.recipe.checkpoint
-        is_late = 0 < 60 * config.every_minutes <= monotonic() - self.saved_s
-        return step % config.every_steps == 0 or is_late or self.requests.save or self.requests.stop
-
-    def checkpoint(self, pod: Pod, step: int) -> None:
-        """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
-        again."""
-        self.metrics.sync()
-        pod.checkpoint(step)
-        self.saved_s, self.requests.save = monotonic(), False
-        if self.requests.stop:
-            pod.finish_checkpoints()
-
-    def check_stop(self, step: int) -> None:
-        """End here, with everything saved, if SIGTERM or Ctrl-C asked for it."""
-        if self.requests.stop:
-            self.callback.message(f"stopped after step {step}, which is saved: 'tandem resume {shlex.quote(str(self.directory))}' continues")
-            raise KeyboardInterrupt
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
-
-    def write_row(self, pod: Pod, step: int, samples: Sequence[Sample], scores: Sequence[Score], trained: dict[str, float]) -> None:
-        """The row of ``step`` in ``metrics.jsonl``, once."""
-        now = perf_counter()
-        seconds, self.step_began = now - self.step_began, now
-        row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
-        row.update(sample_metrics(samples, scores))
-        row.update(trained)
-        held_out = self.journal.evaluation(step, "sampled")
-        if held_out is not None:
-            row["evaluation/accuracy"] = held_out["accuracy"]
-        timings = pod.take_timings()
-        new_tokens = sum(len(sample.token_ids) for sample in samples)
-        row.update({f"timing_s/{name}": value for name, value in sorted(timings.items())})
-        row["timing_s/step"] = seconds
-        row["perf/time_per_step"] = seconds
-        row["perf/tokens_per_s"] = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples) / seconds
-        if timings.get("rollout"):
-            row["perf/rollout_tokens_per_s"] = new_tokens / timings["rollout"]
-        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout}
-        for phase, measured in sorted(pod.memory.items()):
-            row[f"memory/{phase}/measured"] = measured
-            row[f"memory/{phase}/predicted"] = float(predicted[phase])
-        self.metrics.append(row)
-        self.callback.row(row)
+    def stop(self, step: int) -> NoReturn:
+        """Ends the run at ``step``, which is saved, as SIGTERM or Ctrl-C asked. Raises ``KeyboardInterrupt``."""
+        resume = f"tandem resume {shlex.quote(str(self.directory))}"
+        self.records.callback.message(f"stopped after step {step}, which is saved: '{resume}' continues")
+        raise KeyboardInterrupt

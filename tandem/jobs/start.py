@@ -5,15 +5,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, load_config
-from tandem.jobs.inputs import check_inputs
-from tandem.jobs.pretrain_inputs import check_pretraining, check_upload_is_free
-from tandem.jobs.pretrain_result import PretrainResult
-from tandem.jobs.start_rl import RunResult, execute_rl
+from tandem.jobs.check_data import check_data_run, check_upload_is_free
+from tandem.jobs.check_rl import check_rl_run
+from tandem.jobs.result import RunResult
+from tandem.jobs.run_files import write_recipe
+from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.supervise import supervise
 from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
@@ -23,35 +21,28 @@ from tandem.types import UserError
 def train(
     recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, callback: Callback | None = None,
     faults: FaultPlan | None = None,
-) -> RunResult | PretrainResult:
+) -> RunResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
     warnings = [line for line in _check(recipe) if line.startswith("warning: ")]
     if isinstance(recipe, PretrainRecipe):
         check_upload_is_free(recipe)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
-    _write_recipe(recipe, directory)
+    write_recipe(recipe, directory)
     callback = callback or Callback()
     for line in warnings:
         callback.message(line)
     return _execute(recipe, directory, inline, callback, faults)
 
 
-def _write_recipe(recipe: AnyRecipe, directory: Path) -> None:
-    text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
-    fresh = directory / "config.yaml.tmp"
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(directory / "config.yaml")
-
-
 def _check(recipe: AnyRecipe) -> list[str]:
     """Refuse what cannot work; what the run will need, a line a figure."""
-    return check_pretraining(recipe) if isinstance(recipe, PretrainRecipe) else check_inputs(recipe).lines()
+    return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
 
 
 def resume(
     run_directory: str | Path, *, inline: bool = False, callback: Callback | None = None, faults: FaultPlan | None = None,
     overrides: Sequence[str] = (),
-) -> RunResult | PretrainResult:
+) -> RunResult:
     """Go on with the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: of the sections ``parallel`` and ``machine``
     and of what is offloaded, of a run on data, which goes on with them."""
     directory = Path(run_directory)
@@ -59,7 +50,7 @@ def resume(
     if overrides:
         _check_changed(recipe, overrides)
         _check(recipe)
-        _write_recipe(recipe, directory)
+        write_recipe(recipe, directory)
     return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
 
 
@@ -134,16 +125,16 @@ def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
 
 def _execute(
     recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool = False
-) -> RunResult | PretrainResult:
+) -> RunResult:
     if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
         if inline:
             raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It trains in this process; a pod's controller needs no torch.
-        from tandem.jobs.start_pretraining import execute_pretraining
+        from tandem.jobs.start_data import execute_data_run
 
-        return execute_pretraining(recipe, directory, callback, resumed)
+        return execute_data_run(recipe, directory, callback, resumed)
     return execute_rl(recipe, directory, inline, callback, faults, resumed)
 
 

@@ -1,20 +1,19 @@
 """A run of reinforcement learning in a pod, from the model it starts from to the trained one and its report."""
 
 import contextlib
-import os
-import shlex
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
-from tandem.jobs.numerics import check_run_numerics
 from tandem.jobs.registered import Registered
+from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
-from tandem.jobs.run import Run
-from tandem.jobs.sft_stage import FOLDER as SFT_FOLDER
-from tandem.jobs.sft_stage import run_sft_stage, sft_recipe
+from tandem.jobs.rl_run import RLRun
+from tandem.jobs.run_files import begun, continue_from, opened_files
+from tandem.jobs.sft import FOLDER as SFT_FOLDER
+from tandem.jobs.sft import run_sft_stage, sft_recipe
+from tandem.jobs.try_commands import task_commands
 from tandem.layout.placement import mesh_of
 from tandem.model.huggingface_config import read_shapes
 from tandem.pod.failures import SidecarDied
@@ -23,48 +22,17 @@ from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
-from tandem.report.run_report import report_run
 from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan, no_fault
 from tandem.runtime.journal import Journal
 from tandem.runtime.logs import setup
-from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import numerics_record
 from tandem.runtime.requests import SignalRequests
-from tandem.runtime.run_lock import RunLock
+from tandem.runtime.run_records import Records
+from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import RunError, UserError
 from tandem.weight_transfer.manifest import segment_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """``steps``: optimizer steps taken. ``accuracy``: sampled, on the final prompts, ``before`` the same kind of figure on the
-    held-out prompts of step 0; ``greedy`` and ``before_greedy`` on the final prompts. ``model``: the trained model's folder."""
-
-    directory: Path
-    steps: int
-    before: float | None
-    before_greedy: float | None
-    accuracy: float
-    greedy: float
-    reached: bool
-    model: Path
-    report: Path
-    commands: tuple[str, ...]
-
-    def summary(self) -> str:
-        """What a person wants to know at the end."""
-        before = f" (before: {self.before:.3f})" if self.before is not None else ""
-        greedy = f" (before: {self.before_greedy:.3f})" if self.before_greedy is not None else ""
-        lines = [
-            f"{'target reached' if self.reached else 'target NOT reached'} after {self.steps} steps: "
-            f"sampled accuracy {self.accuracy:.3f}{before}, greedy {self.greedy:.3f}{greedy} on fresh prompts",
-            f"report: {self.report}",
-            "try the model:",
-            *(f"  {command}" for command in self.commands),
-        ]
-        return "\n".join(lines)
 
 
 def execute_rl(
@@ -72,12 +40,9 @@ def execute_rl(
 ) -> RunResult:
     """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
     with ExitStack() as stack:
-        stack.enter_context(RunLock(directory))
-        setup("controller", directory / "logs")
-        point = faults.point("controller", directory) if faults else no_fault
-        journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=point))
-        metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
-        callback.started(str(directory), recipe.run.max_steps, recipe.evaluation.target_accuracy)
+        stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
+        journal, metrics = stack.enter_context(opened_files(directory, faults.point("controller", directory) if faults else no_fault))
+        records = Records(journal, metrics, callback)
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
@@ -85,30 +50,32 @@ def execute_rl(
         start = _start_model(recipe, directory, trainer, journal, callback, inline, faults)
         # The stage before had logs of its own.
         setup("controller", directory / "logs")
-        shapes, context = read_shapes(start), context_tokens(recipe, start)
-        memory, sleep_mode = plan(recipe, shapes, context)
+        shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
         journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
         registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, callback, sleep_mode,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, records, sleep_mode,
             recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
         )
         step = _bring_up(pod, journal)
-        check_run_numerics(journal, numerics_record(rank_threads(recipe), pod.kernels), mesh_of(recipe.parallel), "cpu", step, callback)
-        if resumed:
-            journal.cut_after(step)
-        pod.journal_loaded()
-        metrics.cut_after(step)
-        if resumed:
-            journal.record_event("resume", {"step": step})
-        requests = stack.enter_context(SignalRequests(callback.message))
-        run = Run(recipe, directory, journal, metrics, prompts, rewards, callback, memory, first_step=step, requests=requests)
+        numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)
+        continue_from(
+            step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
+            device="cpu", journal_loaded=pod.journal_loaded, resumed=resumed,
+        )  # fmt: skip
+        trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message)))
+        run = RLRun(
+            directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=memory,
+            trigger=trigger,
+        )  # fmt: skip
+        records.begin_rows()
         steps = reinforce(pod, run)
-        metrics.sync()
-        return _finish(recipe, directory, pod, run, steps, callback)
+        records.sync()
+        return _finish(pod, run, steps)
 
 
 def _start_model(
@@ -131,7 +98,7 @@ def _start_model(
     if recipe.sft is None:
         return folder
     callback.phase("sft", 0)
-    stage = sft_recipe(recipe, directory, folder, context_tokens(recipe, folder))
+    stage = sft_recipe(recipe, directory, folder, context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
     return run_sft_stage(stage, directory / SFT_FOLDER, callback, inline, faults)
 
 
@@ -168,33 +135,23 @@ def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
         raise UserError("the task's prompts are not those that this run began with (a file has changed?); restore them or start a new run")
 
 
-def _finish(recipe: Recipe, directory: Path, pod: Pod, run: Run, steps: int, callback: Callback) -> RunResult:
-    """Write the model and the report."""
-    model = directory / "model"
+def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
+    """Writes the model and the report."""
+    model = run.directory / "model"
     while True:
         try:
             pod.export(model)
             break
         except SidecarDied as death:
             pod.recover(death, steps)
-    journal = run.journal
-    final, greedy = journal.evaluation(steps, "final"), journal.evaluation(steps, "final_greedy")
-    before, before_greedy = journal.evaluation(0, "sampled"), journal.evaluation(0, "greedy")
-    assert final is not None and greedy is not None
-    commands = _commands(recipe, model, run)
-    journal.set("commands", list(commands))
-    report = report_run(directory)
-    return RunResult(
-        directory, steps, before["accuracy"] if before else None, before_greedy["accuracy"] if before_greedy else None,
-        final["accuracy"], greedy["accuracy"],
-        run.target_reached(steps), model, report, commands,
-    )
 
+    def accuracy(step: int, kind: str) -> float | None:
+        found = run.journal.evaluation(step, kind)
+        return None if found is None else float(found["accuracy"])
 
-def _commands(recipe: Recipe, model: Path, run: Run) -> tuple[str, ...]:
-    text = run.prompts.held_out(1)[0].text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    quoted = f"$'{text}'" if "\\n" in text else f'"{text}"'
-    return (
-        f"tandem generate {shlex.quote(str(model))} --prompt {quoted} --temperature 0",
-        f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
-    )
+    figures = {
+        "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),
+        "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),
+    }
+    commands = task_commands(model, run.prompts.held_out(1)[0].text)
+    return finish_run(run.directory, run.journal, model, steps, figures, commands, run.target_reached(steps))

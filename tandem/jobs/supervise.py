@@ -11,18 +11,17 @@ from tempfile import mkdtemp
 from typing import Any
 
 from tandem.config.pretrain import PretrainRecipe
-from tandem.jobs.pretrain_result import PretrainResult
 from tandem.jobs.rank_events import tell
+from tandem.jobs.result import RunResult
+from tandem.jobs.run_files import begun
 from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
 from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
 from tandem.runtime.gpus import chosen_device
 from tandem.runtime.journal import Journal
-from tandem.runtime.logs import setup
 from tandem.runtime.processes import available_cores
 from tandem.runtime.requests import SignalRequests
-from tandem.runtime.run_lock import RunLock
 from tandem.runtime.worker_group import GroupSettings, RanksLost, WorkerGroup
 from tandem.types import RunError
 
@@ -31,17 +30,15 @@ logger = logging.getLogger(__name__)
 
 def supervise(
     recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False, faults: FaultPlan | None = None
-) -> PretrainResult:
+) -> RunResult:
     """Run ``recipe`` in ``directory`` on its mesh, from the newest whole checkpoint if there is one.
 
     If a rank dies or hangs, all are started again from the newest checkpoint: on the same mesh, or on one with fewer data-parallel
     ranks if the same rank was lost twice and no step was completed in between. Raises ``RunError`` past ``run.max_restarts``."""
     with ExitStack() as stack:
-        stack.enter_context(RunLock(directory))
-        setup("controller", directory / "logs")
+        stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps))
         folder = Path(mkdtemp(prefix="tandem-ranks-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        callback.started(str(directory), recipe.run.max_steps, None)
         requests = stack.enter_context(SignalRequests(callback.message))
         shape, before, restarts = mesh_of(recipe.parallel), None, 0
         while True:
@@ -49,7 +46,7 @@ def supervise(
                 found = run_on_ranks(
                     recipe, directory, shape, folder / str(restarts), callback, requests, "train", {"resumed": resumed or restarts > 0}, faults
                 )
-                return PretrainResult.from_json(found["result"])
+                return RunResult.from_json(found["result"])
             except RanksLost as loss:
                 if requests.stop:
                     raise KeyboardInterrupt from None
@@ -69,7 +66,7 @@ def run_on_ranks(
     parallel = recipe.parallel
     threads = max(1, (recipe.machine.threads or available_cores()) // shape.world)
     settings = GroupSettings(
-        "the run", "tandem.jobs.pretrain_rank", directory, folder, threads, chosen_device(recipe.machine, shape.world), str(faults or ""),
+        "the run", "tandem.jobs.data_rank", directory, folder, threads, chosen_device(recipe.machine, shape.world), str(faults or ""),
         parallel.collective_timeout_s, parallel.heartbeat_timeout_s,
     )  # fmt: skip
     is_told = False

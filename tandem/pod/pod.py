@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
-from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
+from tandem.runtime.run_records import Records
 from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Pod:
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
-    is there. ``timings``: seconds of each phase since ``take_timings``.
+    is there. ``records`` times and shows each phase; ``journal`` is theirs.
     """
 
     trainer: TrainerSidecar
@@ -42,7 +42,7 @@ class Pod:
     start: Path
     segment_bytes: int
     journal: Journal
-    callback: Callback
+    records: Records
     sleep_mode: str
     max_restarts: int
     incarnation: int = 0
@@ -58,7 +58,6 @@ class Pod:
     boundaries: dict[int, int] = field(default_factory=dict)
     on_committed: Callable[[int, str], None] = lambda step, digest: None
     recoveries: int = 0
-    timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
 
     # -- starting and stopping ---------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ class Pod:
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
         for why in loaded["passed_over"]:
             self.journal.record_event("checkpoint_damaged", {"reason": why})
-            self.callback.message(why)
+            self.records.callback.message(why)
         return self.trainer_step
 
     def journal_loaded(self) -> None:
@@ -139,7 +138,7 @@ class Pod:
 
     def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
         self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
-        self.callback.message(f"step {step}: {what}; {repair}")
+        self.records.callback.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT
@@ -147,7 +146,7 @@ class Pod:
         """Samples of ``prompts`` under the weights after ``step`` steps."""
         self.serve_weights(step)
         with self._rollout_does(state, step):
-            report = lambda progress: self.callback.progress(state, progress["done"], progress["total"], "prompts")
+            report = lambda progress: self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
         return samples
@@ -176,7 +175,7 @@ class Pod:
         """One optimizer step; returns its metrics."""
         self.hand_over(step)
         with self._trainer_does(TrainerState.TRAIN, step):
-            report = lambda progress: self.callback.progress("train", progress["done"], progress["total"], "micro-batches")
+            report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
         self._measure("train", self.trainer.memory())
@@ -190,7 +189,7 @@ class Pod:
                     f"{what}, {trained['exhausted']} steps in a row, more than trainer.max_skipped_steps: training has diverged; lower "
                     "trainer.learning_rate or lengthen its warm-up"
                 )
-            self.callback.message(what)
+            self.records.callback.message(what)
         return metrics
 
     def checkpoint(self, step: int) -> None:
@@ -243,7 +242,7 @@ class Pod:
         if self.recoveries > self.max_restarts:
             raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
         logger.warning("%s; replacing it", death)
-        self.callback.message(f"{death}; replacing it")
+        self.records.callback.message(f"{death}; replacing it")
 
     def _replace(self, death: SidecarDied, step: int) -> None:
         if death.role == "rollout":
@@ -276,23 +275,15 @@ class Pod:
     def _trainer_does(self, state: TrainerState, step: int) -> Iterator[None]:
         check_trainer(self.trainer_state, state)
         self.trainer_state = state
-        with self._timed("trainer", state, step):
+        with self.records.phase(state, step, "trainer"):
             yield
 
     @contextmanager
     def _rollout_does(self, state: RolloutState, step: int) -> Iterator[None]:
         check_rollout(self.rollout_state, state)
         self.rollout_state = state
-        with self._timed("rollout", state, step):
+        with self.records.phase(state, step, "rollout"):
             yield
-
-    @contextmanager
-    def _timed(self, sidecar: str, state: str, step: int) -> Iterator[None]:
-        self.callback.phase(state, step)
-        began = perf_counter()
-        with self.journal.transition(step, sidecar, state):
-            yield
-        self.timings[state] = self.timings.get(state, 0.0) + perf_counter() - began
 
     def _trainer_enters(self, state: TrainerState, step: int) -> None:
         with self._trainer_does(state, step):
@@ -301,11 +292,6 @@ class Pod:
     def _rollout_enters(self, state: RolloutState, step: int) -> None:
         with self._rollout_does(state, step):
             pass
-
-    def take_timings(self) -> dict[str, float]:
-        """Seconds of each phase since the last call."""
-        taken, self.timings = self.timings, {}
-        return taken
 
     def _measure(self, phase: str, measured: dict[str, int]) -> None:
         self.memory[phase] = float(measured.get("rss_bytes", 0))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tandem.config.model import ModelConfig
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
 from tandem.data.task_prompts import task_prompts
@@ -9,16 +10,16 @@ from tandem.model.huggingface_config import read_shapes
 from tandem.types import UserError
 
 
-def context_tokens(recipe: Recipe, folder: Path) -> int:
-    """Tokens that prompt and completion may have together. Raises ``UserError`` where the recipe asks for more than the
-    model has."""
+def context_tokens(model: ModelConfig, max_new_tokens: int, folder: Path) -> int:
+    """Returns the tokens that prompt and completion may have together. ``max_new_tokens``: ``rollout.max_tokens``. Raises ``UserError`` where
+    the recipe asks for more than the model in ``folder`` has."""
     most = read_shapes(folder).max_position_embeddings
-    if recipe.model.max_length > most:
-        raise UserError(f"'model.max_length' is {recipe.model.max_length}, more than the {most} positions of the model in {folder}")
-    context = recipe.model.max_length or most
-    if recipe.rollout.max_tokens >= context:
+    if model.max_length > most:
+        raise UserError(f"'model.max_length' is {model.max_length}, more than the {most} positions of the model in {folder}")
+    context = model.max_length or most
+    if max_new_tokens >= context:
         raise UserError(
-            f"'rollout.max_tokens' is {recipe.rollout.max_tokens}, which leaves no room for a prompt in a context of {context} tokens; "
+            f"'rollout.max_tokens' is {max_new_tokens}, which leaves no room for a prompt in a context of {context} tokens; "
             "lower it or raise model.max_length"
         )
     return context
@@ -28,5 +29,5 @@ def prompt_source(recipe: Recipe, folder: Path) -> PromptSource:
     """The recipe's prompts, tokenised for the model in ``folder``."""
     return task_prompts(
         recipe.task, folder, seed=recipe.run.seed, prompts_per_step=recipe.rollout.prompts_per_step,
-        context_tokens=context_tokens(recipe, folder), max_new_tokens=recipe.rollout.max_tokens,
+        context_tokens=context_tokens(recipe.model, recipe.rollout.max_tokens, folder), max_new_tokens=recipe.rollout.max_tokens,
     )  # fmt: skip

@@ -8,7 +8,10 @@ import ctypes
 import gc
 import logging
 
-from tandem.config.recipe import Recipe
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.machine import MachineConfig
+from tandem.config.rollout import RolloutConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory, predict, sleep_mode
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.available_memory import available_bytes
@@ -17,41 +20,42 @@ from tandem.types import RunError
 logger = logging.getLogger(__name__)
 
 
-def kv_cache_tokens(recipe: Recipe, max_length: int) -> int:
-    """Returns the tokens of the KV cache: what the recipe says, or what the sequences that run at once can fill."""
-    engine = recipe.rollout.engine
+def kv_cache_tokens(rollout: RolloutConfig, group_size: int, max_length: int) -> int:
+    """Returns the tokens of the KV cache: as configured, or what the sequences that run at once can fill."""
+    engine = rollout.engine
     if engine.kv_cache_tokens:
         return engine.kv_cache_tokens
-    sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+    sequences = rollout.prompts_per_step * group_size
     return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 
-def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemory, str]:
-    """The predicted bytes of every phase and ``keep`` or ``terminate``. Raises ``RunError`` where not even taking turns
-    fits."""
-    engine = recipe.rollout.engine
+def plan(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, machine: MachineConfig, shapes: ModelShapes, max_length: int
+) -> tuple[PodMemory, str]:
+    """Returns the predicted bytes of every phase and ``keep`` or ``terminate``. Raises ``RunError`` where not even taking turns fits."""
+    engine = rollout.engine
     engine.check_length(max_length)
-    sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+    sequences = rollout.prompts_per_step * algorithm.group_size
     memory = predict(
         shapes,
-        dtype=recipe.trainer.dtype,
-        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
-        recompute=recipe.trainer.recompute,
+        dtype=trainer.dtype,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        recompute=trainer.recompute,
         batch_tokens=sequences * max_length,
-        kv_cache_tokens=kv_cache_tokens(recipe, max_length),
+        kv_cache_tokens=kv_cache_tokens(rollout, algorithm.group_size, max_length),
         kv_cache_dtype=engine.kv_cache_dtype,
         swap_bytes=int(engine.swap_space * 2**30),
         engine_ranks=engine.tensor_parallel_size,
-        optimizer=recipe.trainer.optimizer,
-        reference=recipe.algorithm.kl_coef > 0,
+        optimizer=trainer.optimizer,
+        reference=algorithm.kl_coef > 0,
     )
-    available = available_bytes(recipe.machine.memory_gib)
+    available = available_bytes(machine.memory_gib)
     if memory.largest_phase > available:
         raise RunError(
             f"this run needs {memory.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
             "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
         )
-    chosen = recipe.rollout.sleep_mode
+    chosen = rollout.sleep_mode
     return memory, sleep_mode(memory, available) if chosen == "auto" else chosen
 
 

@@ -38,15 +38,15 @@ class RolloutWorker:
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not."""
-        folder, machine = Path(meta["folder"]), self.recipe.machine
-        length = context_tokens(self.recipe, folder)
+        folder, recipe, machine = Path(meta["folder"]), self.recipe, self.recipe.machine
+        length = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         args = replace(
-            self.recipe.rollout.engine,
+            recipe.rollout.engine,
             model=str(folder),
             load_format="dummy",
-            seed=self.recipe.run.seed,
+            seed=recipe.run.seed,
             max_model_len=length,
-            kv_cache_tokens=kv_cache_tokens(self.recipe, length),
+            kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm.group_size, length),
             kernels=machine.kernels,
             attention=machine.attention,
         )

@@ -3,6 +3,8 @@
 import secrets
 from pathlib import Path
 
+from tandem.config.machine import MachineConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
@@ -13,20 +15,20 @@ from tandem.runtime.processes import available_cores
 from tandem.types import UserError
 
 
-def threads_of(recipe: Recipe) -> int:
-    """Threads of each worker: the recipe's, or every core this process may use (the workers take turns)."""
-    return recipe.machine.threads or available_cores()
+def threads_of(machine: MachineConfig) -> int:
+    """Returns the threads of each worker: as configured, or every core this process may use (the workers take turns)."""
+    return machine.threads or available_cores()
 
 
-def rank_threads(recipe: Recipe) -> int:
-    """Threads of each rank of the trainer, which divide those of a worker."""
-    return max(1, threads_of(recipe) // recipe.parallel.world)
+def rank_threads(machine: MachineConfig, parallel: ParallelConfig) -> int:
+    """Returns the threads of each rank of the trainer, which divide those of a worker."""
+    return max(1, threads_of(machine) // parallel.world)
 
 
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None) -> tuple[Channel, Channel]:
     """Channels to the trainer's and to the rollout's sidecar; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``."""
-    pod_id, folder, threads = secrets.token_hex(6), directory / "pod", threads_of(recipe)
+    pod_id, folder, threads = secrets.token_hex(6), directory / "pod", threads_of(recipe.machine)
     folder.mkdir(exist_ok=True)
 
     def inline_channel(role: Role) -> Channel:

@@ -122,7 +122,7 @@ class TrainerWorker:
         start, recipe, ranks = Path(meta["start"]), self.recipe, self.rank.ranks
         if self.actor is not None:
             self.actor.checkpoints.close()
-        most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe, start))
+        most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
         settings = ReplicaSettings(start, self.directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
         replica, guard = build_replica(settings, ranks, self.kernels), GradScaler(recipe.trainer)
         checkpoints = ReplicaCheckpoints(
@@ -210,7 +210,8 @@ class TrainerWorker:
         with actor.tracer.span("load the batch"):
             batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
         result = update_policy(
-            actor.replica, batch, recipe.algorithm, recipe.trainer, temperature=recipe.rollout.temperature, guard=actor.guard,
+            actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
+            temperature=recipe.rollout.temperature, guard=actor.guard,
             on_progress=lambda done, total: progress({"done": done, "total": total}),
             on_phase=lambda phase: self.rank.enter(phase, step), tracer=actor.tracer,
         )  # fmt: skip

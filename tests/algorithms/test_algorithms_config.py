@@ -3,7 +3,12 @@
 import pytest
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.model import ModelConfig
+from tandem.config.pretrain import DataConfig, DatasetConfig, PretrainConfig, PretrainRecipe
+from tandem.config.recipe import Recipe
+from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.task import TaskConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.types import UserError
 
@@ -26,8 +31,6 @@ def test_the_defaults_can_train(section):
         (TrainerConfig(learning_rate=0), "'trainer.learning_rate' is 0"),
         (TrainerConfig(beta2=1.0), "'trainer.beta2' is 1.0"),
         (TrainerConfig(max_grad_norm=float("inf")), "'trainer.max_grad_norm' is inf"),
-        (TrainerConfig(schedule="linear"), "'trainer.total_steps' is 0"),
-        (TrainerConfig(schedule="cosine", warmup_steps=5, total_steps=5), "'trainer.total_steps' is 5"),
         (TrainerConfig(micro_batch_tokens=0), "'trainer.micro_batch_tokens' is 0"),
         (SFTConfig(steps=0), "'sft.steps' is 0"),
         (SFTConfig(corrupted_share=1.0), "'sft.corrupted_share' is 1.0"),
@@ -39,3 +42,22 @@ def test_a_value_that_cannot_train_is_named(section, named):
         section.check()
     assert str(error.value).startswith(named)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        (TrainerConfig(schedule="cosine", warmup_steps=5), "'run.max_steps' is 5"),
+        (TrainerConfig(schedule="wsd", warmup_steps=2), "'trainer.decay_steps' is 0"),
+        (TrainerConfig(schedule="wsd", warmup_steps=2, decay_steps=4), "'trainer.decay_steps' is 4"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_in_the_run_is_named(trainer, named):
+    run = RunConfig(max_steps=5)
+    for recipe in (
+        Recipe(ModelConfig(path="model"), TaskConfig("sort"), run=run, trainer=trainer),
+        PretrainRecipe(PretrainConfig("pretrain"), ModelConfig(path="model"), DataConfig((DatasetConfig("data"),)), run=run, trainer=trainer),
+    ):
+        with pytest.raises(UserError) as error:
+            recipe.check()
+        assert str(error.value).startswith(named) and "\n" not in str(error.value)

@@ -13,7 +13,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.jobs import device_speed
 from tandem.jobs.device_speed import DeviceSpeed
-from tandem.jobs.replay_pretraining import replay_pretraining
+from tandem.jobs.replay_data import replay_data_step
 from tandem.jobs.start import resume, train
 from tandem.runtime import gpus
 from tandem.runtime.callback import Callback
@@ -110,13 +110,13 @@ def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replaye
     assert isinstance(same, PretrainRecipe)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"'machine.device' is 'cuda' and no GPU is found"):
-            replay_pretraining(same, run, 3)
+            replay_data_step(same, run, 3)
     with pytest.raises(UserError, match=r"was run on 'cuda' and machine.device is 'cpu'"):
-        replay_pretraining(load_config(run / "config.yaml", ["machine.device=cpu"]), run, 3)  # type: ignore[arg-type]
+        replay_data_step(load_config(run / "config.yaml", ["machine.device=cpu"]), run, 3)  # type: ignore[arg-type]
     shutil.rmtree(run / "checkpoints" / "step-4")
     heard = Heard()
     resume(run, callback=heard, overrides=["--machine.device=cpu"])
-    assert "the run was on cuda and goes on on cpu from step 2: the last bits of its numbers are others" in heard.messages
+    assert "Resuming on cpu at step 2. Results will not be bit-identical to the cuda run." in heard.messages
     with Journal(run / "journal.sqlite") as journal:
         (changed,) = [event.detail for event in journal.events() if event.kind == "mesh"]
         assert changed["device"] == "cpu" and changed["step"] == 2 and changed["before"] == changed["now"]

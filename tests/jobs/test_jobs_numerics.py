@@ -59,7 +59,7 @@ def begin(data: Path, directory: Path, *overrides: str, callback: Callback | Non
 
 
 CHOICES = {
-    "muon": ("trainer.optimizer=muon", "trainer.schedule=wsd", "trainer.total_steps=7", "trainer.decay_steps=3"),
+    "muon": ("trainer.optimizer=muon", "trainer.schedule=wsd", "trainer.decay_steps=3"),
     "adamw8bit": ("trainer.optimizer=adamw8bit",),
     "bf16": ("trainer.precision=bf16",),
     "fp16": ("trainer.precision=fp16", "trainer.loss_scale=16777216", "trainer.loss_scale_growth_steps=2"),

@@ -14,7 +14,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
-from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.check_data import check_data_run
 from tandem.jobs.start import resume
 from tandem.model.huggingface_config import read_shapes
 from tandem.model.new_model import folder_without_weights
@@ -58,7 +58,7 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     data: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:  # fmt: skip
     def lines(*overrides: str) -> list[str]:
-        return check_pretraining(load_config(plain.parent / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
+        return check_data_run(load_config(plain.parent / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
 
     large = (
         "model.create.hidden_size=1024", "model.create.num_hidden_layers=20", "model.create.intermediate_size=2048",

@@ -25,7 +25,7 @@ from tandem.config.recipe import load_config
 from tandem.estimate.memory import PROCESS_BYTES
 from tandem.estimate.peak_bytes import peak_bytes
 from tandem.estimate.training_bytes import training_bytes
-from tandem.jobs.pretrain_inputs import check_pretraining
+from tandem.jobs.check_data import check_data_run
 from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
 from tandem.types import UserError
@@ -128,7 +128,7 @@ def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp
 
 def lines(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
     write_recipe(folder, data)
-    return check_pretraining(load_config(folder / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
+    return check_data_run(load_config(folder / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
 
 
 LARGE = (

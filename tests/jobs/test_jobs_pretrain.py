@@ -25,11 +25,11 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import TokenStream
 from tandem.data.tokenize import TokenizeSettings, tokenize
 from tandem.data.train_tokenizer import train_tokenizer
-from tandem.jobs.pretrain_records import Records
 from tandem.jobs.start import resume, train
 from tandem.runtime.callback import Callback
 from tandem.runtime.journal import Journal
 from tandem.runtime.metrics import MetricsFile
+from tandem.runtime.run_records import Records
 from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError
@@ -72,7 +72,7 @@ def recipe(data: Path, /, **changed: Any) -> dict[str, Any]:
             "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 6,
         },
         "trainer": {
-            "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "total_steps": 100, "weight_decay": 0.1,
+            "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "weight_decay": 0.1,
             "micro_batch_tokens": 100,
         },
         "evaluation": {"every_steps": 10, "sequences": 8},
@@ -141,7 +141,7 @@ def plain_losses(folder: Path, data: Path, steps: int) -> list[float]:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = 3e-3 * (step + 1) / 5 if step < 5 else 3e-3 * 0.5 * (1 + torch.cos(torch.tensor((step - 5) / 95 * torch.pi)).item())
+        rate = 3e-3 * (step + 1) / 5 if step < 5 else 3e-3 * 0.5 * (1 + torch.cos(torch.tensor((step - 5) / (steps - 5) * torch.pi)).item())
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -260,7 +260,8 @@ def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Pat
     with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
         records = Records(None, metrics, Callback())
         for step, waited_s in enumerate((0.25, 1.5)):
-            records.row({"step": step}, 100, waited_s)
+            records.add_time("data_wait", waited_s)
+            records.row({"step": step}, 100)
         assert [row["timing_s/data_wait"] for row in metrics.rows()] == [0.25, 1.5]
 
 

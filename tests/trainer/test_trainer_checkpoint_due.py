@@ -4,16 +4,13 @@ import os
 import signal
 
 from tandem.config.checkpoint import CheckpointConfig
-from tandem.runtime.communicator import Communicator
 from tandem.runtime.requests import SignalRequests
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
-
-ALONE = Communicator("world", 0, 1, None, 60.0)
 
 
 def test_minutes_without_a_checkpoint_ask_for_one_and_count_anew_after_it() -> None:
     now = [1000.0]
-    times = CheckpointTrigger(CheckpointConfig(every_steps=100, every_minutes=2), ALONE, SignalRequests(), lambda: now[0])
+    times = CheckpointTrigger(CheckpointConfig(every_steps=100, every_minutes=2), SignalRequests(), clock=lambda: now[0])
     for seconds, wanted in ((0.0, "nothing"), (119.0, "nothing"), (120.0, "save"), (130.0, "save")):
         now[0] = 1000.0 + seconds
         assert times.due(7) == wanted
@@ -21,7 +18,7 @@ def test_minutes_without_a_checkpoint_ask_for_one_and_count_anew_after_it() -> N
     assert times.due(8) == "nothing" and times.due(200) == "save"
     now[0] += 120
     assert times.due(9) == "save"
-    never = CheckpointTrigger(CheckpointConfig(every_steps=100), ALONE, SignalRequests(), lambda: now[0])
+    never = CheckpointTrigger(CheckpointConfig(every_steps=100), SignalRequests(), clock=lambda: now[0])
     now[0] += 10**9
     assert never.due(9) == "nothing"
 
@@ -30,7 +27,7 @@ def test_signals_ask_for_a_save_once_and_for_the_end_with_a_line_and_are_given_b
     heard: list[str] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     with SignalRequests(heard.append) as requests:
-        times = CheckpointTrigger(CheckpointConfig(every_steps=100), ALONE, requests)
+        times = CheckpointTrigger(CheckpointConfig(every_steps=100), requests)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert times.due(3) == "save"
         times.saved()

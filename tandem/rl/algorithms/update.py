@@ -27,6 +27,7 @@ def update_policy(
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,
     *,
+    total_steps: int = 0,
     temperature: float = 1.0,
     guard: GradScaler | None = None,
     on_progress: Progress | None = None,
@@ -34,6 +35,7 @@ def update_policy(
     tracer: Tracer = NO_TRACE,
 ) -> StepResult:
     """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
+    ``total_steps``: where a schedule that falls ends; a constant one does not read it.
 
     Every rank of the mesh is given the whole batch and takes its share of each minibatch (``pack_shares``). Each update is normalised by
     the counts of its own minibatch over all ranks. Metrics are means over the updates, those of ``guard`` as they are after the last;
@@ -64,7 +66,7 @@ def update_policy(
     mismatch = recorded_mismatch([*(counted if is_recomputed else ()), *unseen], [values[0] for values in inferred], replica.model.dtype)
 
     sampled_tokens = sum(_sampled_tokens(s) for s in batch.sequences)
-    rate = learning_rate(trainer, batch.step)
+    rate = learning_rate(trainer, batch.step, total_steps)
     results: list[StepResult] = []
     done, total = 0, sum(minibatch.passes for minibatch in updates)
     for number, minibatch in enumerate(updates):

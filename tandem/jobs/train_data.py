@@ -48,7 +48,7 @@ def open_data(recipe: PretrainRecipe, start: Path, journal: Journal | None) -> T
     for number, path in enumerate(dataset_paths(recipe.data)):
         files = ShardFiles(open_storage(path), None if cache is None else cache / f"dataset-{number}")
         seed = HELD_OUT_SEED if number == count else recipe.run.seed
-        stream = open_stream(files, recipe, seed)
+        stream = open_stream(files, recipe.data.sequence_length, seed, examples=recipe.learns_from_examples)
         if isinstance(stream, ExampleStream) and stream.left_out:
             notes.append(f"left out of '{path}': {stream.left_out:,} of {files.dataset.documents:,} examples, which are too long")
         if isinstance(stream, TokenStream) and files.dataset.has_masks:
@@ -93,10 +93,9 @@ def _demonstrations(recipe: PretrainRecipe, task: TaskConfig, start: Path, journ
     return TrainData(sequence, None, 0)
 
 
-def open_stream(files: ShardFiles, recipe: PretrainRecipe, seed: int) -> TokenStream | ExampleStream:
-    """The order of one dataset."""
-    length = recipe.data.sequence_length
-    if recipe.learns_from_examples:
+def open_stream(files: ShardFiles, length: int, seed: int, *, examples: bool) -> TokenStream | ExampleStream:
+    """The order of one dataset: its documents in sequences of ``length`` tokens, or its examples of at most that many."""
+    if examples:
         return ExampleStream(all_lengths(files), files.open, seed=seed, longest=length)
     return TokenStream(files.dataset, files.open, seed=seed, length=length)
 

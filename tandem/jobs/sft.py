@@ -1,17 +1,15 @@
-"""The supervised fine-tuning that a recipe of reinforcement learning begins with: a run of ``sft`` on the task's demonstrations, in a
-folder of its own, with its own checkpoints."""
+"""Supervised fine-tuning. Its loop is that of ``pretrain``, on examples. This file has the stage that a recipe of reinforcement learning begins
+with: a run of ``sft`` on the task's demonstrations, in a folder of its own, with its own checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from tandem.config.checkpoint import CheckpointConfig
-from tandem.config.load import to_mapping
 from tandem.config.model import ModelConfig
 from tandem.config.pretrain import DataConfig, HeldOutConfig, PretrainConfig, PretrainRecipe
 from tandem.config.recipe import Recipe
+from tandem.jobs.run_files import write_recipe
 from tandem.jobs.supervise import supervise
 from tandem.runtime.callback import Callback
 from tandem.runtime.faults import FaultPlan
@@ -26,9 +24,8 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     sft = recipe.sft
     assert sft is not None
     trainer = replace(
-        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, total_steps=sft.steps,
-        decay_steps=0,
-    )  # fmt: skip
+        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0
+    )
     return PretrainRecipe(
         algorithm=PretrainConfig("sft"),
         model=ModelConfig(path=str(model), max_length=recipe.model.max_length),
@@ -50,11 +47,11 @@ def run_sft_stage(recipe: PretrainRecipe, folder: Path, callback: Callback, inli
     if model.exists():
         return model
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_recipe(recipe, folder)
     if inline:
-        from tandem.jobs.start_pretraining import execute_pretraining
+        from tandem.jobs.start_data import execute_data_run
 
-        execute_pretraining(recipe, folder, _StageCallback(callback, recipe.run.max_steps))
+        execute_data_run(recipe, folder, _StageCallback(callback, recipe.run.max_steps))
     else:
         supervise(recipe, folder, _StageCallback(callback, recipe.run.max_steps), resumed=(folder / "checkpoints").exists(), faults=faults)
     return model

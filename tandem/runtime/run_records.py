@@ -1,4 +1,5 @@
-"""What a rank of a pretraining run writes down: the first one all of it, the others only where they are."""
+"""What a process of a run writes down: rows, phases and evaluations. The first rank, or the controller, writes all of it; other ranks only
+where they are."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,9 @@ from tandem.runtime.metrics import MetricsFile
 
 @dataclass
 class Records:
-    """``journal``, ``metrics``: the run's files, on the first rank. ``callback`` hears of the run, and nothing of other ranks. ``board``: where a
-    supervisor looks. ``timings``: seconds of each phase since the last row."""
+    """``journal``, ``metrics``: the run's files, in the one process that writes them. ``callback`` hears of the run, and nothing of other
+    ranks. ``board``: where a supervisor looks. ``timings``: seconds of each phase since the last row. ``row_began``: when the current row's
+    step began."""
 
     journal: Journal | None
     metrics: MetricsFile | None
@@ -27,15 +29,17 @@ class Records:
     row_began: float = field(default_factory=perf_counter)
     sent_before: tuple[int, int, float] = (0, 0, 0.0)
 
+    # -- phases --------------------------------------------------------------------------------------------------------
+
     @contextlib.contextmanager
-    def phase(self, name: str, step: int) -> Iterator[None]:
-        """The body is ``name`` of ``step``: timed, journalled and shown."""
+    def phase(self, name: str, step: int, sidecar: str = "trainer") -> Iterator[None]:
+        """The body is ``name`` of ``step``: timed, journalled as a transition of ``sidecar`` and shown."""
         self.enter(name, step)
         self.callback.phase(name, step)
         began = perf_counter()
-        with contextlib.nullcontext() if self.journal is None else self.journal.transition(step, "trainer", name):
+        with contextlib.nullcontext() if self.journal is None else self.journal.transition(step, sidecar, name):
             yield
-        self.timings[name] = self.timings.get(name, 0.0) + perf_counter() - began
+        self.add_time(name, perf_counter() - began)
         self.fault_point(f"after:{name}:{step}")
 
     def enter(self, name: str, step: int) -> None:
@@ -43,6 +47,10 @@ class Records:
         if self.board is not None:
             self.board.phase_is(name, step)
         self.fault_point(f"before:{name}:{step}")
+
+    def add_time(self, name: str, seconds: float) -> None:
+        """Counts ``seconds`` of ``name`` in the next row."""
+        self.timings[name] = self.timings.get(name, 0.0) + seconds
 
     def progress(self, name: str) -> Callable[[int, int], None]:
         """Hears of micro-batches in ``name``."""
@@ -54,16 +62,22 @@ class Records:
 
         return report
 
-    def is_evaluated(self, step: int) -> bool:
-        return self.journal is not None and self.journal.evaluation(step, "held_out") is not None
+    # -- evaluations ---------------------------------------------------------------------------------------------------
 
-    def evaluated(self, step: int, result: Mapping[str, Any]) -> None:
-        if self.journal is not None:
-            self.journal.commit_evaluation(step, "held_out", dict(result))
+    def evaluation(self, step: int, kind: str) -> dict[str, Any] | None:
+        """The journal's evaluation ``kind`` of ``step``."""
+        return None if self.journal is None else self.journal.evaluation(step, kind)
 
-    def saved(self, step: int, digest: str) -> None:
+    def evaluated(self, step: int, kind: str, result: Mapping[str, Any]) -> None:
+        """Journals an evaluation."""
         if self.journal is not None:
-            self.journal.commit_checkpoint(step, digest)
+            self.journal.commit_evaluation(step, kind, dict(result))
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def begin_rows(self) -> None:
+        """The first step begins now: what came before it is not of its seconds."""
+        self.row_began = perf_counter()
 
     def sync(self) -> None:
         """Rows written so far are on the disk."""
@@ -71,13 +85,13 @@ class Records:
             self.metrics.sync()
 
     def row(
-        self, row: Mapping[str, float | int], tokens: int, data_wait_s: float, rates: Callable[[float], Mapping[str, float]] = lambda seconds: {}
+        self, row: Mapping[str, float | int], tokens: int, rates: Callable[[float], Mapping[str, float]] = lambda seconds: {}
     ) -> None:
-        """The row of a step on ``tokens``, with the seconds of its phases, what it sent and its ``rates`` in so many seconds."""
+        """Writes the row of a step on ``tokens``, with the seconds of its phases, what this rank sent in it and its ``rates`` in so many seconds."""
         now = perf_counter()
         seconds, self.row_began = now - self.row_began, now
         timings, self.timings = self.timings, {}
-        whole = {**row, **{f"timing_s/{name}": value for name, value in sorted({**timings, "data_wait": data_wait_s}.items())}, **self._traffic()}
+        whole = {**row, **{f"timing_s/{name}": value for name, value in sorted(timings.items())}, **self._traffic()}
         whole["timing_s/step"] = whole["perf/time_per_step"] = seconds
         whole["perf/tokens_per_s"] = tokens / seconds
         whole |= rates(seconds)

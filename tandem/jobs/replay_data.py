@@ -8,16 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import yaml
-
-from tandem.config.load import to_mapping
 from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.registry import RegistryConfig
+from tandem.jobs.comparison import Comparison, differences, scratch_run
 from tandem.jobs.supervise import run_on_ranks
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
@@ -32,15 +28,7 @@ from tandem.types import RunError, UserError
 Say = Callable[[str], None]
 
 
-class Replayed(NamedTuple):
-    """``compared`` numbers of the step were compared; ``differences`` has a line for each that is not ``how`` it was recorded."""
-
-    compared: int
-    differences: tuple[str, ...]
-    how: Literal["equal bit for bit", "finite or not as recorded"] = "equal bit for bit"
-
-
-def replay_pretraining(recipe: PretrainRecipe, directory: Path, step: int, *, inline: bool = False, say: Say = lambda line: None) -> Replayed:
+def replay_data_step(recipe: PretrainRecipe, directory: Path, step: int, *, inline: bool = False, say: Say = lambda line: None) -> Comparison:
     """``step`` of the run in ``directory`` again. Where its batch was kept, ``say`` hears where it stops being finite.
 
     Raises ``UserError`` where the step was never taken, no checkpoint before it is left, or this machine or mesh could not give the
@@ -63,14 +51,14 @@ def replay_pretraining(recipe: PretrainRecipe, directory: Path, step: int, *, in
             raise UserError(f"step {step} of '{directory}' was taken on another mesh than the run has now; the steps from {begins[-1]} on can be replayed")
         if inline and shape.world > 1:
             raise UserError(f"--inline is one process and this run has {shape.world} ranks; leave --inline out")
-        with _scratch_run(recipe, directory, facts) as scratch:
+        with scratch_run(recipe, directory, facts) as scratch:
             _run_again(recipe, scratch, shape, step, say)
             found = {row["step"]: row for row in read_rows(scratch / "metrics.jsonl")}
         for between in sorted(found.keys() & rows.keys() - {step}):
-            if _differences(rows[between], found[between]):
+            if differences(_numbers(rows[between]), found[between]):
                 say(f"step {between}, which comes before, is not as it was recorded")
         wanted = _numbers(rows[step])
-        return Replayed(len(wanted), tuple(_differences(wanted, found[step])))
+        return Comparison("train", len(wanted), tuple(differences(wanted, found[step])))
 
 
 def _same_device(machine: MachineConfig, directory: Path, recorded: Device, ranks: int) -> MachineConfig:
@@ -106,26 +94,6 @@ def _check_checkpoints(directory: Path, step: int) -> None:
         )
 
 
-@contextmanager
-def _scratch_run(recipe: PretrainRecipe, directory: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder of a run that goes on from the checkpoints of the one in ``directory``, and saves, uploads and registers nothing."""
-    quiet = replace(
-        recipe, checkpoint=replace(recipe.checkpoint, upload=""), registry=RegistryConfig(), run=replace(recipe.run, trace_steps=())
-    )
-    with TemporaryDirectory(prefix="tandem-replay-") as made:
-        scratch = Path(made)
-        (scratch / "config.yaml").write_text(yaml.safe_dump(to_mapping(quiet), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        (scratch / "logs").mkdir()
-        for name in ("checkpoints", "models"):
-            if (directory / name).exists():
-                (scratch / name).symlink_to((directory / name).resolve())
-        with Journal(scratch / "journal.sqlite") as journal:
-            for key, value in facts.items():
-                if value is not None:
-                    journal.set(key, value)
-        yield scratch
-
-
 class _Telling(Callback):
     """What the steps say, to who asked for the replay."""
 
@@ -141,7 +109,7 @@ def _run_again(recipe: PretrainRecipe, scratch: Path, shape: MeshShape, step: in
         _on_ranks(recipe, scratch, shape, step, say)
         return
     with _in_this_process(recipe, scratch, step, say) as run:
-        from tandem.jobs.pretrain_again import run_again
+        from tandem.jobs.data_again import run_again
 
         run_again(run, step)
 
@@ -150,7 +118,7 @@ def _run_again(recipe: PretrainRecipe, scratch: Path, shape: MeshShape, step: in
 def _in_this_process(recipe: PretrainRecipe, scratch: Path, at_most: int, say: Say) -> Iterator[Any]:
     # A controller of ranks needs no torch.
     from tandem.config.recipe import load_config
-    from tandem.jobs.start_pretraining import opened_run, this_process
+    from tandem.jobs.start_data import opened_run, this_process
 
     quiet = load_config(scratch / "config.yaml")
     assert isinstance(quiet, PretrainRecipe)
@@ -173,9 +141,9 @@ def _on_ranks(recipe: PretrainRecipe, scratch: Path, shape: MeshShape, step: int
 
 def _kept_step(
     recipe: PretrainRecipe, directory: Path, step: int, kept: Sequence[Path], facts: Mapping[str, Any], shape: MeshShape, say: Say
-) -> Replayed:
+) -> Comparison:
     """The step whose batch is in ``kept``, in one process; its numbers are those of the run bit for bit where that was one process too."""
-    from tandem.jobs.pretrain_again import run_again, take_kept
+    from tandem.jobs.data_again import run_again, take_kept
     from tandem.trainer.bad_batch import read_batch, read_metrics
 
     # Weights and gradients are looked at one by one: they are to be in memory, which changes no bit.
@@ -188,25 +156,19 @@ def _kept_step(
     if len(shares) > 1:
         shares = [[replace(s, id=f"{s.id} of rank {rank}'s share") for s in share] for rank, share in enumerate(shares)]
     recorded = read_metrics(kept[0])
-    with _scratch_run(recipe, directory, facts) as scratch, _in_this_process(recipe, scratch, step, say) as run:
+    with scratch_run(recipe, directory, facts) as scratch, _in_this_process(recipe, scratch, step, say) as run:
         run_again(run, step - 1)
         result, lines = take_kept(run, step, shares)
     for line in lines:
         say(line)
     if is_one:
-        return Replayed(len(recorded), tuple(_differences(recorded, result.metrics)))
+        return Comparison("train", len(recorded), tuple(differences(_numbers(recorded), result.metrics)))
     names = ("train/loss", "actor/grad_norm")
     apart = [name for name in names if math.isfinite(recorded[name]) != math.isfinite(result.metrics[name])]
-    differences = tuple(f"{name}: recorded {recorded[name]!r}, now {result.metrics[name]!r}" for name in apart)
-    return Replayed(len(names), differences, "finite or not as recorded")
+    apart_lines = tuple(f"{name}: recorded {recorded[name]!r}, now {result.metrics[name]!r}" for name in apart)
+    return Comparison("train", len(names), apart_lines, "finite or not as recorded")
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """What of a row is a function of the run's inputs."""
     return {name: value for name, value in row.items() if not name.startswith(VOLATILE)}
-
-
-def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each number that is not the same bit for bit; NaN is NaN."""
-    pairs = [(name, value, now.get(name)) for name, value in _numbers(recorded).items()]
-    return [f"{name}: recorded {a!r}, now {b!r}" for name, a, b in pairs if not (a == b or (a != a and b != b))]

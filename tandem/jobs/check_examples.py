@@ -10,7 +10,7 @@ from tandem.config.task import TaskConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.shard_files import ShardFiles
 from tandem.data.task_prompts import task_prompts
-from tandem.jobs.pretrain_data import all_lengths
+from tandem.jobs.train_data import all_lengths
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 

@@ -1,15 +1,17 @@
 """The checkpoints of a run on data: when, and what becomes of them."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
+
 from tandem.config.pretrain import PretrainRecipe
-from tandem.jobs.pretrain_records import Records
 from tandem.jobs.registered import Registered
 from tandem.runtime.communicator import Communicator
 from tandem.runtime.requests import SignalRequests
+from tandem.runtime.run_records import Records
 from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.find import Found
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
@@ -25,7 +27,7 @@ REGISTERED = ("train/loss", "actor/grad_norm")
 """Metrics of a step that a version is entered with."""
 
 
-class RunCheckpoints:
+class DataCheckpoints:
     """``start``: the folder that the model came from. ``ranks``: a communicator of all ranks that nothing else uses. Every rank calls every
     method, in the same step."""
 
@@ -36,7 +38,12 @@ class RunCheckpoints:
         # Where there is a supervisor, that one says it.
         self.requests = SignalRequests(records.callback.message if records.board is None else None)
         # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
-        self._trigger = CheckpointTrigger(recipe.checkpoint, replica.ranks.world, self.requests)
+        world = replica.ranks.world
+
+        def agree(wanted: Sequence[bool]) -> list[bool]:
+            return [bool(flag) for flag in world.all_gather(torch.tensor(wanted), "whether to save").any(dim=0).tolist()]
+
+        self._trigger = CheckpointTrigger(recipe.checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
         keeps_books = records.journal is not None
         self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
         self._registered = Registered(recipe, directory, records.journal, records.callback) if records.journal is not None else None

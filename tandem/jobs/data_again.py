@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
+from tandem.jobs.data_run import DataRun
 from tandem.jobs.finite_report import describe, describe_weights
-from tandem.jobs.pretrain import PretrainRun
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.nan_detector import NanDetector
 from tandem.trainer.step import StepResult
 from tandem.types import RunError, TrainSequence
 
 
-def run_again(run: PretrainRun, last: int) -> None:
+def run_again(run: DataRun, last: int) -> None:
     """The steps from the loaded checkpoint to ``last``, with their rows and nothing else. Every rank calls it. Raises ``RunError`` where no
     checkpoint could be loaded."""
     if run.checkpoints.last is None:
@@ -27,7 +27,7 @@ def run_again(run: PretrainRun, last: int) -> None:
                 return
 
 
-def take_kept(run: PretrainRun, step: int, shares: Sequence[Sequence[TrainSequence]]) -> tuple[StepResult, list[str]]:
+def take_kept(run: DataRun, step: int, shares: Sequence[Sequence[TrainSequence]]) -> tuple[StepResult, list[str]]:
     """Optimizer step ``step`` on the kept batch ``shares``, that of each data-parallel rank, in one process; what came of it, and a
     screen of text that says where it is not finite."""
     micro_batches = [one for share in shares for one in run.micro_batches(share)[2]]

@@ -12,41 +12,29 @@ from tandem.data.tokenize_plan import tokenizer_fingerprint
 from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
-from tandem.jobs.inputs import check_disk
-from tandem.jobs.pretrain_data import dataset_paths
-from tandem.jobs.sft_inputs import check_demonstrations, check_examples
-from tandem.layout.expert_balance import check_balance
+from tandem.jobs.check_examples import check_demonstrations, check_examples
+from tandem.jobs.checks import check_disk, check_model_on_mesh, check_targets, folder_to_check, warn_of_cores
+from tandem.jobs.train_data import dataset_paths
 from tandem.layout.mesh import describe
-from tandem.layout.mesh_check import check_layout
-from tandem.layout.pipeline_stages import Span, spans_of
+from tandem.layout.pipeline_stages import Span
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface_config import read_shapes
-from tandem.model.new_model import folder_without_weights
-from tandem.model_registry.open import open_registry
 from tandem.runtime.available_memory import available_bytes
 from tandem.runtime.gpus import Device, check_gpu_memory, chosen_device, probe
-from tandem.runtime.processes import available_cores
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
 
-def check_pretraining(recipe: PretrainRecipe) -> list[str]:
-    """Refuse, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
+def check_data_run(recipe: PretrainRecipe) -> list[str]:
+    """Refuses, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
     check_placement(recipe.parallel)
     device = chosen_device(recipe.machine, recipe.parallel.world)
     _check_offload(recipe, device)
     with ExitStack() as stack:
-        if recipe.model.create is not None:
-            folder = stack.enter_context(folder_without_weights(recipe.model.create))
-        else:
-            folder = Path(recipe.model.path or "")
-            if not folder.is_dir():
-                raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
+        folder = stack.enter_context(folder_to_check(recipe.model))
         shapes = read_shapes(folder)
-        check_layout(shapes, recipe.parallel)
-        check_balance(shapes, recipe.trainer)
-        spans = spans_of(recipe.parallel, shapes)
+        spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_position_embeddings:
             raise UserError(
                 f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_position_embeddings} positions"
@@ -82,14 +70,11 @@ def check_pretraining(recipe: PretrainRecipe) -> list[str]:
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         if recipe.trainer.offload_folder:
             check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
-        if recipe.checkpoint.upload:
-            open_storage(recipe.checkpoint.upload, create=True)
-        if recipe.registry.is_on:
-            open_registry(recipe.registry, create=True).close()
+        check_targets(recipe.checkpoint, recipe.registry)
         return [
             *lines,
             f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
-            *([core_warning] if device == "cpu" and (core_warning := warn_of_cores(parallel)) else []),
+            *(warn_of_cores(parallel) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *([f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded and not recipe.trainer.offload_folder else []),
             *([f"offloaded: {offloaded / 2**20:,.0f} MiB in '{recipe.trainer.offload_folder}'"] if recipe.trainer.offload_folder else []),
@@ -116,18 +101,6 @@ def _describe_gpus(ranks: int, needed: int) -> list[str]:
 
 def _for_ranks(parallel: ParallelConfig) -> str:
     return "" if parallel.world == 1 else f" for the {parallel.world} ranks that start on this machine"
-
-
-def warn_of_cores(parallel: ParallelConfig) -> str:
-    """Returns a warning where ranks outnumber the cores, with what that costs; empty where they do not."""
-    ranks, cores = parallel.world, available_cores()
-    if ranks <= cores:
-        return ""
-    shared = "1 core" if cores == 1 else f"{cores} cores"
-    return (
-        f"warning: {ranks} ranks share {shared}: a step takes about {ranks / cores:.1f} times as long as with a core for each rank, and longer where they "
-        f"wait for each other; lower 'parallel' to {cores} {'rank' if cores == 1 else 'ranks'} or fewer for speed"
-    )
 
 
 def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:

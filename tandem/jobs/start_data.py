@@ -1,4 +1,4 @@
-"""Begin a run on data, or go on with one: its model, its data and its end."""
+"""Begins or resumes a run on data: its model, its data and its end."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,31 +9,29 @@ import torch
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.estimate.peak_bytes import peak_bytes
+from tandem.jobs.data_checkpoints import DataCheckpoints
+from tandem.jobs.data_run import DataRun
 from tandem.jobs.device_speed import DeviceSpeed
-from tandem.jobs.numerics import check_run_numerics
-from tandem.jobs.pretrain import PretrainRun, pretrain
-from tandem.jobs.pretrain_checkpoints import RunCheckpoints
-from tandem.jobs.pretrain_data import open_data
-from tandem.jobs.pretrain_records import Records
-from tandem.jobs.pretrain_result import PretrainResult
-from tandem.jobs.try_command import try_command
+from tandem.jobs.pretrain import pretrain
+from tandem.jobs.result import Figure, RunResult, finish_run
+from tandem.jobs.run_files import begun, continue_from, opened_files
+from tandem.jobs.train_data import open_data
+from tandem.jobs.try_commands import data_commands
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import is_emulated
 from tandem.model.create_model import create_model
 from tandem.model.huggingface_config import read_shapes
-from tandem.report.run_report import report_run
 from tandem.runtime.available_memory import available_bytes
 from tandem.runtime.callback import Callback
 from tandem.runtime.gpus import chosen_device
 from tandem.runtime.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.journal import Journal
-from tandem.runtime.logs import setup
 from tandem.runtime.metrics import MetricsFile
 from tandem.runtime.numerics import numerics_record
 from tandem.runtime.processes import available_cores
-from tandem.runtime.run_lock import RunLock
+from tandem.runtime.run_records import Records
 from tandem.runtime.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_replica
 from tandem.trainer.grad_scaler import GradScaler
@@ -42,11 +40,9 @@ from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.rank_process import Rank, rank_alone, rank_device
 
 
-def execute_pretraining(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> PretrainResult:
+def execute_data_run(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> RunResult:
     """Run ``recipe`` in ``directory`` in this process, from its newest whole checkpoint if there is one."""
-    with RunLock(directory):
-        setup("trainer", directory / "logs")
-        callback.started(str(directory), recipe.run.max_steps, None)
+    with begun(directory, "trainer", callback, recipe.run.max_steps):
         found = train_on(this_process(recipe, directory), recipe, callback, resumed=resumed)
         assert found is not None
         return found
@@ -59,7 +55,7 @@ def this_process(recipe: PretrainRecipe, directory: Path) -> Rank:
     return rank_alone(directory, rank_device(chosen_device(recipe.machine, 1), 0), threads)
 
 
-def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool) -> PretrainResult | None:
+def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool) -> RunResult | None:
     """Run ``recipe`` on this rank, from the run's newest whole checkpoint if there is one; its result, on the first rank.
 
     ``callback`` is asked on the first rank only."""
@@ -71,7 +67,10 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
         model, journal = run.export(), run.records.journal
         if journal is None:
             return None
-        return _finish(rank.directory, journal, model, steps, try_command(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None))
+        losses = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
+        figures = {"loss": Figure(losses[0], losses[-1])} if losses else {}
+        commands = data_commands(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None)
+        return finish_run(rank.directory, journal, model, steps, figures, commands)
 
 
 KEPT_TIMES = 1.25
@@ -81,14 +80,13 @@ KEPT_TIMES = 1.25
 @contextlib.contextmanager
 def opened_run(
     rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None
-) -> Iterator[PretrainRun]:
+) -> Iterator[DataRun]:
     """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
     ranks, directory = rank.ranks, rank.directory
     with ExitStack() as stack:
         journal = metrics = None
         if ranks.is_first:
-            journal = stack.enter_context(Journal(directory / "journal.sqlite"))
-            metrics = stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
+            journal, metrics = stack.enter_context(opened_files(directory))
         records = Records(journal, metrics, callback if ranks.is_first else Callback(), rank.heartbeat, rank.fault_point)
         records.enter("load", 0)
         if ranks.is_first:
@@ -104,7 +102,7 @@ def opened_run(
             callback.message(note)
         replica, kernels = _load(recipe, directory, ranks, callback, start)
         guard = GradScaler(recipe.trainer)
-        checkpoints = RunCheckpoints(recipe, directory, start, replica, guard, rank.saving, records)
+        checkpoints = DataCheckpoints(recipe, directory, start, replica, guard, rank.saving, records)
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
         torch.manual_seed(recipe.run.seed)
@@ -114,18 +112,16 @@ def opened_run(
         if journal is not None and metrics is not None:
             if step and at_most is None:
                 _tell_of_gaps(journal, metrics, step, callback)
-            check_run_numerics(
-                journal, numerics_record(torch.get_num_threads(), kernels.name), ranks.mesh.shape, ranks.device.type, step, callback
-            )
-            journal.cut_after(step)
-            checkpoints.journal_loaded()
-            metrics.cut_after(step)
-            if resumed:
-                journal.record_event("resume", {"step": step})
+            continue_from(
+                step, journal, metrics, callback, numerics=numerics_record(torch.get_num_threads(), kernels.name), shape=ranks.mesh.shape,
+                device=ranks.device.type, journal_loaded=checkpoints.journal_loaded, resumed=resumed,
+            )  # fmt: skip
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
-        ranks.trace(tracer)
-        yield PretrainRun(recipe, directory, start, replica, data, records, guard, checkpoints, step, tracer=tracer)
+        yield DataRun(
+            directory=directory, records=records, first_step=step, recipe=recipe, start=start, replica=replica, data=data, guard=guard,
+            checkpoints=checkpoints, tracer=tracer,
+        )  # fmt: skip
 
 
 def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
@@ -177,11 +173,3 @@ def _make_start_model(recipe: PretrainRecipe, directory: Path, callback: Callbac
     if recipe.model.create is not None:
         callback.phase("create_model", 0)
         create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
-
-
-def _finish(directory: Path, journal: Journal, model: Path, steps: int, command: str) -> PretrainResult:
-    evaluations = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
-    journal.set("commands", [command])
-    report = report_run(directory)
-    before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-    return PretrainResult(directory, steps, before, after, model, report, (command,))

@@ -1,5 +1,6 @@
-"""The command that shows what a model has learned."""
+"""Commands that show what a model has learned."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -7,12 +8,20 @@ from tandem.data.stream import Piece
 from tandem.text.tokenizer import Tokenizer
 
 
-def try_command(model: Path, example: Piece | None) -> str:
-    """Complete a text; where the model was taught by examples, answer ``example``."""
+def data_commands(model: Path, example: Piece | None) -> tuple[str, ...]:
+    """Completes a text; where the model was taught by examples, answers ``example``."""
     if example is None:
-        return f'tandem generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64'
+        return (f'tandem generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64',)
     prompt = shell_word(taught_prompt(example, model))
-    return f"tandem generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0"
+    return (f"tandem generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0",)
+
+
+def task_commands(model: Path, prompt: str) -> tuple[str, ...]:
+    """Answers ``prompt`` of the run's task, and measures ``model`` on it."""
+    return (
+        f"tandem generate {shlex.quote(str(model))} --prompt {shell_word(prompt)} --temperature 0",
+        f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
+    )
 
 
 def taught_prompt(example: Piece, folder: Path) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
-from tandem.jobs.pretrain_again import run_again
+from tandem.jobs.data_again import run_again
 from tandem.jobs.rank_events import ProgressCallback
-from tandem.jobs.start_pretraining import opened_run, train_on
+from tandem.jobs.start_data import opened_run, train_on
 from tandem.runtime.callback import Callback
 from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.faults import FaultPoint, no_fault
@@ -17,7 +17,7 @@ from tandem.trainer.rank_process import Rank, start
 CALLS = ("train", "replay")
 
 
-class PretrainRank:
+class DataRank:
     """``train`` runs the job to its end, ``replay`` its steps up to a recorded one again. Every rank answers the same call."""
 
     def __init__(self, recipe: PretrainRecipe, rank: Rank) -> None:
@@ -50,5 +50,5 @@ def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
     recipe = load_config(Path(settings.directory) / "config.yaml")
     assert isinstance(recipe, PretrainRecipe)
     parallel = recipe.parallel
-    rank = PretrainRank(recipe, start(settings, bool(parallel.deterministic), parallel.sequence_parallel))
+    rank = DataRank(recipe, start(settings, bool(parallel.deterministic), parallel.sequence_parallel))
     return {name: getattr(rank, name) for name in CALLS}, no_fault

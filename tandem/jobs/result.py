@@ -1,0 +1,72 @@
+"""The end of a run of any job: its commands, its report and its result."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.report.run_report import report_run
+from tandem.runtime.journal import Journal
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measurement of the model that a run starts from and of the one that it ends with (``None``: not taken)."""
+
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """``steps``: optimizer steps taken. ``figures`` by name: ``loss`` in nats a token on the held-out data; ``accuracy``, sampled, before on
+    the held-out prompts of step 0 and after on the final ones; ``greedy_accuracy`` on the final prompts. ``reached``: whether the target
+    holds (``None``: the job has none). ``model``: the trained model's folder. ``commands``: what shows it."""
+
+    directory: Path
+    steps: int
+    figures: Mapping[str, Figure]
+    model: Path
+    report: Path
+    commands: tuple[str, ...]
+    reached: bool | None = None
+
+    def summary(self) -> str:
+        """Returns what is printed at the end of the run."""
+        lines = [self._headline(), f"report: {self.report}", "try the model:", *(f"  {command}" for command in self.commands)]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; ``from_json`` reads it back."""
+        return {**asdict(self), "directory": str(self.directory), "model": str(self.model), "report": str(self.report)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RunResult":
+        paths = {name: Path(data[name]) for name in ("directory", "model", "report")}
+        figures = {name: Figure(**figure) for name, figure in data["figures"].items()}
+        return cls(**{**data, **paths, "figures": figures, "commands": tuple(data["commands"])})
+
+    def _headline(self) -> str:
+        loss = self.figures.get("loss")
+        if loss is not None and loss.before is not None and loss.after is not None:
+            perplexity = math.exp(min(loss.after, 700.0))
+            return f"{self.steps} steps: held-out loss {loss.before:.4f} -> {loss.after:.4f} (perplexity {perplexity:.2f})"
+        if self.reached is None:
+            return f"{self.steps} steps"
+        sampled, greedy = (_after_and_before(self.figures[name]) for name in ("accuracy", "greedy_accuracy"))
+        verdict = "target reached" if self.reached else "target NOT reached"
+        return f"{verdict} after {self.steps} steps: sampled accuracy {sampled}, greedy {greedy} on fresh prompts"
+
+
+def finish_run(
+    directory: Path, journal: Journal, model: Path, steps: int, figures: Mapping[str, Figure], commands: Sequence[str], reached: bool | None = None
+) -> RunResult:
+    """Journals the commands, writes the report and returns the result."""
+    journal.set("commands", list(commands))
+    return RunResult(directory, steps, figures, model, report_run(directory), tuple(commands), reached)
+
+
+def _after_and_before(figure: Figure) -> str:
+    before = "" if figure.before is None else f" (before: {figure.before:.3f})"
+    return f"{figure.after:.3f}{before}"

@@ -1,0 +1,78 @@
+"""The files of a run of any job: begun, opened, and brought back to the checkpoint that the run continues from."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.load import to_mapping
+from tandem.config.recipe import AnyRecipe
+from tandem.layout.mesh import MeshShape
+from tandem.runtime.callback import Callback
+from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.runtime.journal import Journal
+from tandem.runtime.logs import setup
+from tandem.runtime.metrics import MetricsFile
+from tandem.runtime.numerics import check_numerics
+from tandem.runtime.run_lock import RunLock
+
+
+def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
+    """Writes ``config.yaml`` whole or not at all."""
+    text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
+    fresh = directory / "config.yaml.tmp"
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(directory / "config.yaml")
+
+
+@contextlib.contextmanager
+def begun(directory: Path, role: str, callback: Callback, max_steps: int, target: float | None = None) -> Iterator[None]:
+    """Holds the run's lock; this process logs as ``role``. ``target``: held-out accuracy that the run trains to, if it does."""
+    with RunLock(directory):
+        setup(role, directory / "logs")
+        callback.started(str(directory), max_steps, target)
+        yield
+
+
+@contextlib.contextmanager
+def opened_files(directory: Path, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
+    """The run's journal and its ``metrics.jsonl``, which one process of a run writes."""
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=fault_point))
+        yield journal, stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
+
+
+def continue_from(
+    step: int, journal: Journal, metrics: MetricsFile, callback: Callback, *, numerics: dict[str, str | int], shape: MeshShape, device: str,
+    journal_loaded: Callable[[], None], resumed: bool,
+) -> None:
+    """Brings the files to the checkpoint of ``step`` (0: the beginning): what was written after it is cut. ``journal_loaded`` journals a
+    checkpoint that was committed right before a death. Raises ``UserError`` where this machine could not give the same bits."""
+    _check_numerics(journal, numerics, shape, device, step, callback)
+    if resumed:
+        journal.cut_after(step)
+    journal_loaded()
+    metrics.cut_after(step)
+    if resumed:
+        journal.record_event("resume", {"step": step})
+
+
+def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, callback: Callback) -> None:
+    """Refuses to continue from ``step`` with other bits, unless the mesh or the device was changed, which changes them by intent."""
+    saved, mesh = journal.get("numerics"), asdict(shape)
+    before, on = journal.get("mesh", asdict(MeshShape())), journal.get("device", "cpu")
+    if saved is not None and before == mesh and on == device:
+        check_numerics(saved, now)
+        return
+    if saved is not None and on != device:
+        callback.message(f"Resuming on {device} at step {step}. Results will not be bit-identical to the {on} run.")
+    if saved is not None:
+        detail: dict[str, Any] = {"step": step, "before": before, "now": mesh, **({"device": device} if on != device else {})}
+        journal.record_event("mesh", detail)
+    journal.set("numerics", now)
+    journal.set("mesh", mesh)
+    journal.set("device", device)
