@@ -165,7 +165,7 @@ class Run:
         row["perf/tokens_per_s"] = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples) / seconds
         if timings.get("rollout"):
             row["perf/rollout_tokens_per_s"] = new_tokens / timings["rollout"]
-        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout}
+        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle}
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])

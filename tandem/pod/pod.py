@@ -60,6 +60,7 @@ class Pod:
     recoveries: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
@@ -108,9 +109,10 @@ class Pod:
         if self.engine_step == step:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
-        with self._trainer_does(TrainerState.OFFLOAD, step):
-            self.trainer.offload(step, release=self.sleep_mode == "terminate")
+        with self._trainer_does(TrainerState.OFFLOAD, step) as detail:
+            detail.update(self.trainer.offload(step, release=self.sleep_mode == "terminate"))
             self.online = False
+        self._tell_once(detail.get("note"))
         with self._trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
         version = WeightVersion(self.incarnation, step)
@@ -126,8 +128,8 @@ class Pod:
         self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
 
     def _register(self, version: WeightVersion) -> None:
-        with self._trainer_does(TrainerState.REGISTER, version.step):
-            self.trainer.register(version, self.buffers)
+        with self._trainer_does(TrainerState.REGISTER, version.step) as detail:
+            detail.update(self.trainer.register(version, self.buffers))
 
     def _update_weight(self, version: WeightVersion) -> None:
         step = version.step
@@ -136,6 +138,11 @@ class Pod:
             self.engine_step = step
         if rereads:
             self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
+
+    def _tell_once(self, note: str | None) -> None:
+        if note is not None and note not in self.told:
+            self.told.add(note)
+            self.listener.message(note)
 
     def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
         self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
@@ -150,6 +157,7 @@ class Pod:
             report = lambda progress: self.listener.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
+        self._measure("wait_rollout", self.trainer.memory())
         return samples
 
     def hand_over(self, step: int) -> None:
@@ -162,8 +170,11 @@ class Pod:
                 self.engine_step = None
         elif self.rollout_state is not RolloutState.KEEP_ENGINE:
             self._rollout_enters(RolloutState.KEEP_ENGINE, step)
-        with self._trainer_does(TrainerState.ONLOAD, step):
-            self.trainer.onload(step)
+        self._onload(step)
+
+    def _onload(self, step: int) -> None:
+        with self._trainer_does(TrainerState.ONLOAD, step) as detail:
+            detail.update(self.trainer.onload(step))
             self.online = True
 
     def infer(self, step: int, samples: Sequence[Sample]) -> None:
@@ -252,9 +263,7 @@ class Pod:
             self.engine_step = None
             if not self.online:
                 # The weights still stand in the trainer's segments, but to publish once more keeps one way through the cycle.
-                with self._trainer_does(TrainerState.ONLOAD, step):
-                    self.trainer.onload(step)
-                    self.online = True
+                self._onload(step)
             return
         self.trainer.channel.discard()
         self._trainer_enters(TrainerState.DOWN, step)
@@ -273,25 +282,26 @@ class Pod:
     # -- transitions -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _trainer_does(self, state: TrainerState, step: int) -> Iterator[None]:
+    def _trainer_does(self, state: TrainerState, step: int) -> Iterator[dict[str, Any]]:
         check_trainer(self.trainer_state, state)
         self.trainer_state = state
-        with self._timed("trainer", state, step):
-            yield
+        with self._timed("trainer", state, step) as detail:
+            yield detail
 
     @contextmanager
-    def _rollout_does(self, state: RolloutState, step: int) -> Iterator[None]:
+    def _rollout_does(self, state: RolloutState, step: int) -> Iterator[dict[str, Any]]:
         check_rollout(self.rollout_state, state)
         self.rollout_state = state
-        with self._timed("rollout", state, step):
-            yield
+        with self._timed("rollout", state, step) as detail:
+            yield detail
 
     @contextmanager
-    def _timed(self, sidecar: str, state: str, step: int) -> Iterator[None]:
+    def _timed(self, sidecar: str, state: str, step: int) -> Iterator[dict[str, Any]]:
+        """Times the body, which may fill the detail of its row in the journal."""
         self.listener.phase(state, step)
         began = perf_counter()
-        with self.journal.transition(step, sidecar, state):
-            yield
+        with self.journal.transition(step, sidecar, state) as detail:
+            yield detail
         self.timings[state] = self.timings.get(state, 0.0) + perf_counter() - began
 
     def _trainer_enters(self, state: TrainerState, step: int) -> None:

@@ -44,6 +44,7 @@ def plan(recipe: Recipe, shapes: ModelShapes, max_length: int) -> tuple[PodMemor
         engine_ranks=engine.tensor_parallel_size,
         optimizer=recipe.trainer.optimizer,
         reference=recipe.algorithm.kl_coef > 0,
+        sleep_offload=recipe.trainer.sleep_offload,
     )
     available = available_bytes(recipe.machine.memory_gib)
     if memory.largest_phase > available:
