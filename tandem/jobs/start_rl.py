@@ -4,7 +4,7 @@ import contextlib
 import os
 import shlex
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
@@ -85,7 +85,13 @@ def execute_rl(
         start = _start_model(recipe, directory, trainer, journal, listener, inline, faults)
         shapes, context = read_shapes(start), context_tokens(recipe, start)
         memory, sleep_mode = plan(recipe, shapes, context)
-        journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
+        journal.set("memory", asdict(memory))
+        if recipe.trainer.precision != "fp32":
+            where = "trainer and rollout" if recipe.rollout_precision == recipe.trainer.precision else "the trainer"
+            listener.message(
+                f"trainer.precision {recipe.trainer.precision} is emulated in {where}: operands are rounded to it and multiplied in fp32, "
+                "which shows its numbers and not its speed"
+            )
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
