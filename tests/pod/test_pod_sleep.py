@@ -61,7 +61,8 @@ def test_state_of_ranks_waits_in_files_and_changes_no_bit(mesh: str, tmp_path: P
     assert difference(sleeps, stays) == []
     moved = [detail["offload_bytes"] for detail in details(sleeps, TrainerState.REGISTER)]
     assert moved[1:] == [moved[1]] * (len(moved) - 1) and moved[1] > moved[0] > 0
-    assert [detail["bytes"] for detail in details(sleeps, TrainerState.ONLOAD)] == moved[:-1]
+    onloaded = [detail["bytes"] for detail in details(sleeps, TrainerState.ONLOAD)]
+    assert len(onloaded) >= 3 and onloaded == moved[: len(onloaded)]
 
 
 @pytest.mark.full
