@@ -101,6 +101,7 @@ class PretrainRecipe:
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "machine.call_deadline_s": "ranks call each other by collectives, whose deadline is parallel.collective_timeout_s",
+        "trainer.sleep_offload": "there is no rollout to make room for",
     }
 
     @property

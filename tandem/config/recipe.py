@@ -4,6 +4,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.checkpoint import CheckpointConfig
@@ -78,11 +79,17 @@ class Recipe:
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
 
+    @property
+    def rollout_precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """What the engine multiplies in: the trainer's 16 bits, with its arithmetic, unless another option makes it differ anyway."""
+        precision = self.trainer.precision
+        return "fp32" if precision == "fp8" or self.rollout.differs_from_trainer() else precision
+
     def _check_engine(self, max_model_len: int) -> None:
         """``max_model_len``: the context in tokens, 0 where only the model's folder says it."""
         different = self.rollout.differs_from_trainer()
-        if not different and self.trainer.precision != "fp32":
-            different = f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in fp32"
+        if not different and self.trainer.precision != self.rollout_precision:
+            different = f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in {self.rollout_precision}"
         is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
         if different and not is_corrected:
             raise UserError(

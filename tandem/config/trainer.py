@@ -71,6 +71,9 @@ class TrainerConfig:
     offload_activations: Literal["none", "nvme"] = "none"
     """Where what a forward saves for its backward waits: `none` in memory, `nvme` in a file, written behind the forward and read ahead of
     the backward. Not with `recompute: selective`; in a pipeline with `schedule: 1f1b` only."""
+    sleep_offload: Literal["none", "cpu", "nvme"] = "none"
+    """In a pod, where weights, moments and the reference wait during a rollout: `none` in memory, `cpu` in the host's memory (nothing moves where they
+    are there already), `nvme` in a file. Gradients are dropped under each. Bits do not change."""
     offload_folder: str = ""
     """The folder of those files. Empty: the run's own."""
 
@@ -117,10 +120,10 @@ class TrainerConfig:
                 "'trainer.offload_activations' is 'nvme' with trainer.recompute selective, which looks through the same tensors; set "
                 "trainer.recompute to none or full"
             )
-        if self.offload_folder and "nvme" not in (self.offload, self.offload_activations):
+        if self.offload_folder and "nvme" not in (self.offload, self.offload_activations, self.sleep_offload):
             raise UserError(
                 f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
-                "trainer.offload_activations"
+                "trainer.offload_activations or trainer.sleep_offload"
             )
 
     def check_schedule(self, total_steps: int) -> None:

@@ -19,6 +19,7 @@ from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import resolve
+from tandem.kernels.mixed import Precision
 from tandem.model.huggingface import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
@@ -37,7 +38,7 @@ class LLM:
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
-        digest_weights: bool = False, **options: Any,
+        digest_weights: bool = False, precision: Precision = "fp32", **options: Any,
     ) -> None:
         """Loads ``model``, a Hugging Face folder or the address of one in object storage.
 
@@ -45,6 +46,8 @@ class LLM:
             tokenizer: A folder, a ``Tokenizer``, or ``None`` for the model's own. Without one, prompts are token ids.
             weight_version: What the engine calls these weights; by default ``FIRST_VERSION``, or ``DUMMY_VERSION`` for random ones.
             digest_weights: Keep digests of the weights in ``engine.weight_digests``.
+            precision: ``trainer.precision`` of the trainer whose bits the engine is to have: fp32 weights and a KV cache in fp32, products emulated
+                in 16 bits. On a CPU only. Use ``dtype`` to hold and compute a model in 16 bits.
             options: Every other field of ``tandem.config.engine.EngineArgs``, for example ``max_num_seqs=64``. ``dtype`` may be a ``torch.dtype``.
 
         Raises:
@@ -73,14 +76,14 @@ class LLM:
             ranks = Ranks(
                 RankSettings(
                     str(folder), args.kernels, str(dtype).removeprefix("torch."), args.device, args.load_format, args.seed, args.tensor_parallel_size,
-                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention,
+                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention, precision,
                 )
             )
             decoder = ranks.decoder
         else:
             decoder = load_decoder(
                 folder, args.kernels, dtype, torch.device(args.device), args.load_format, args.seed, pack=not digest_weights,
-                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention,
+                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=precision,
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if args.load_format == "dummy" else FIRST_VERSION

@@ -37,12 +37,13 @@ class PodMemory:
 def predict(
     shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool,
     kv_cache_dtype: KVCacheDtype = "auto", optimizer: str = "adamw", recompute: str = "none", swap_bytes: int = 0,
-    engine_ranks: int = 1,
+    engine_ranks: int = 1, sleep_offload: str = "none",
 ) -> PodMemory:
     """The plan for one pod on one device.
 
     ``micro_batch_tokens`` bounds what a forward saves for its backward under ``recompute``, ``batch_tokens`` (if smaller) is all there is.
     ``swap_bytes``: the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache.
+    ``sleep_offload``: ``trainer.sleep_offload``; with ``nvme`` the trainer's state is in a file while the engine works.
     ``optimizer``: ``trainer.optimizer``. ``reference``: a frozen copy of the weights stands beside the actor.
     """
     weights = weight_bytes(shapes, dtype)
@@ -52,7 +53,7 @@ def predict(
     working = weights + tokens * activation_bytes_per_token(shapes, recompute)
     return PodMemory(
         trainer=PROCESS_BYTES + held + working,
-        trainer_idle=PROCESS_BYTES + held,
+        trainer_idle=PROCESS_BYTES + (0 if sleep_offload == "nvme" else held),
         rollout=engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_tokens * kv_bytes_per_token(shapes, dtype, kv_cache_dtype) + swap_bytes,
         segments=2 * weights,
     )

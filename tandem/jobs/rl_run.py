@@ -132,7 +132,7 @@ class RLRun(Run):
             row["evaluation/accuracy"] = held_out["accuracy"]
         if rollout_s := self.records.timings.get("rollout"):
             row["perf/rollout_tokens_per_s"] = sum(len(sample.token_ids) for sample in samples) / rollout_s
-        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout}
+        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle}
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])

@@ -2,6 +2,7 @@
 
 import contextlib
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
@@ -52,7 +53,13 @@ def execute_rl(
         setup("controller", directory / "logs")
         shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
         memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
-        journal.set("memory", {"trainer": memory.trainer, "rollout": memory.rollout, "segments": memory.segments})
+        journal.set("memory", asdict(memory))
+        if recipe.trainer.precision != "fp32":
+            where = "trainer and rollout" if recipe.rollout_precision == recipe.trainer.precision else "the trainer"
+            callback.message(
+                f"trainer.precision {recipe.trainer.precision} is emulated in {where}: operands are rounded to it and multiplied in fp32, "
+                "which shows its numbers and not its speed"
+            )
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))

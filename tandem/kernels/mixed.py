@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.kernels.api import Kernels, PackedGroups, PackedWeight, TokenLogprobs
 from tandem.kernels.fp8 import FP8_CAPABILITY, Fp8Linear, fits_fp8_units, power_of_two_scale
+from tandem.kernels.quantized import PackedParts, PackedQuantized
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -21,7 +22,8 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfl
 
 
 def in_precision(kernels: Kernels, precision: Precision, device: torch.device) -> Kernels:
-    """``kernels`` under ``precision``, for training: ``fp32`` leaves them as they are."""
+    """``kernels`` under ``precision``: ``fp32`` leaves them as they are. A decoder that infers with them has the bits of one that trains, where
+    ``precision`` is emulated."""
     if precision == "fp32":
         return kernels
     found: Any = MixedKernels(kernels, precision, is_emulated(precision, device))
@@ -44,16 +46,23 @@ def whole_precision(kernels: Kernels) -> Kernels:
     return found
 
 
+def head_kernels(kernels: Kernels) -> Kernels:
+    """The kernels that multiply by the output head: mixed ones round its operands, and not the logits."""
+    found: Kernels = getattr(kernels, "head", kernels)
+    return found
+
+
 class MixedKernels:
-    """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands; the rest is ``inner``'s.
+    """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands, as do the packed products, which are always
+    emulated; the rest is ``inner``'s. ``rounds_results``: products are rounded too.
 
     ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is
     the fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
     result's gradient in e5m2, each with one scale a tensor that brings its largest magnitude to the format's largest number; results in bf16; the
     head stays in bf16."""
 
-    def __init__(self, inner: Kernels, precision: Precision, emulated: bool) -> None:
-        self.inner, self.precision, self.emulated = inner, precision, emulated
+    def __init__(self, inner: Kernels, precision: Precision, emulated: bool, rounds_results: bool = True) -> None:
+        self.inner, self.precision, self.emulated, self.rounds_results = inner, precision, emulated, rounds_results
         self.name = inner.name
         self.dtype = COMPUTE_DTYPE[precision]
 
@@ -85,6 +94,36 @@ class MixedKernels:
         hidden, weight = _Round.apply(hidden, self.dtype, self.dtype), _Round.apply(weight, self.dtype, None)
         return self.inner.token_logprobs(hidden, weight, targets, temperature)
 
+    @property
+    def head(self) -> "MixedKernels":
+        """Those for the output head, which stays in bf16 under ``fp8``."""
+        return MixedKernels(self.inner, "bf16" if self.precision == "fp8" else self.precision, self.emulated, rounds_results=False)
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """``inner.pack`` of the rounded weight."""
+        return self.inner.pack(self._weight(weight.detach()))
+
+    def linear_packed(self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None) -> Tensor:
+        """As ``linear`` where it is emulated, with its bits. No gradient."""
+        with torch.no_grad():
+            return self._output(self.inner.linear_packed(self._input(x), weight, bias))
+
+    def gated_mlp_packed(
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+    ) -> Tensor:
+        """Its three steps one by one: what goes from one to the next is rounded."""
+        with torch.no_grad():
+            return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+
+    def pack_groups(self, weight: Tensor) -> PackedGroups:
+        """``inner.pack_groups`` of the rounded weights."""
+        return self.inner.pack_groups(self._weight(weight.detach()))
+
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+        """As ``grouped_linear`` where it is emulated, with its bits. No gradient."""
+        with torch.no_grad():
+            return self._output(self.inner.grouped_linear_packed(self._input(x), weight, bounds))
+
     def _input(self, x: Tensor) -> Tensor:
         if self.precision == "fp8":
             return _Scaled.apply(x, torch.float8_e4m3fn, None)  # type: ignore[no-any-return]
@@ -96,6 +135,8 @@ class MixedKernels:
         return _Round.apply(weight, self.dtype, None)  # type: ignore[no-any-return]
 
     def _output(self, out: Tensor) -> Tensor:
+        if not self.rounds_results:
+            return out
         rounded: Tensor = _Round.apply(out, self.dtype, self.dtype)
         return _Scaled.apply(rounded, None, torch.float8_e5m2) if self.precision == "fp8" else rounded  # type: ignore[no-any-return]
 

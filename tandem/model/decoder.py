@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tandem.kernels.api import Kernels, TokenLogprobs
 from tandem.kernels.kv_dtype import stored_dtype
+from tandem.kernels.mixed import head_kernels
 from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
@@ -187,9 +188,9 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden[R, H]`` -> [R, V]; on ranks but the first, their own columns."""
         if self._packed_head is not None:
-            own = self.kernels.linear_packed(hidden, self._packed_head, None)
+            own = head_kernels(self.kernels).linear_packed(hidden, self._packed_head, None)
         else:
-            own = self.kernels.linear(hidden, self.head_weight, None)
+            own = head_kernels(self.kernels).linear(hidden, self.head_weight, None)
         if self.group is None:
             return own
         return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.cut), self.shapes.vocab_size)

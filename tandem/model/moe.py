@@ -51,7 +51,7 @@ class Experts(nn.Module):
         assert self.gate_up_proj is not None and self.down_proj is not None
         gate_up, self.gate_up_proj = kernels.pack_groups(self.gate_up_proj), None
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
-        return ExpertLayer(kernels.pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised)
+        return ExpertLayer(whole_precision(kernels).pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised)
 
     def plain(self) -> "ExpertLayer":
         """The layer over the parameters themselves."""
@@ -81,7 +81,8 @@ def mixture(
     is_packed = isinstance(layer.gate_up, PackedGroups)
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
     # Which experts a token meets is a matter of small differences: never in mixed precision.
-    router: Any = kernels.linear_packed if is_packed else whole_precision(kernels).linear
+    plain = whole_precision(kernels)
+    router: Any = plain.linear_packed if is_packed else plain.linear
     logits = router(x, layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)

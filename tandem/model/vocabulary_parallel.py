@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.kernels.mixed import head_kernels
 from tandem.kernels.reference_logprobs import HeadGradients
 from tandem.layout import lm_head as sizes
 from tandem.model.collective_ops import gathered_columns, gathered_head, joined_rows
@@ -49,7 +50,7 @@ def shared_logprobs(
 def shared_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, tokens: int) -> Tensor:
     """The logits [tokens, V] of the whole batch, on every rank."""
     bounds, rank = parallel.bounds(tokens), parallel.context.rank
-    own = kernels.linear(gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head.weight, None)
+    own = head_kernels(kernels).linear(gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head.weight, None)
     if parallel.tensor.size > 1:
         padded = F.pad(own, (0, head.part - own.shape[1]))
         own = gathered_columns(padded, parallel.tensor, "logits", partial=False)[:, : head.size]

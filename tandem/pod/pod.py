@@ -59,6 +59,7 @@ class Pod:
     on_committed: Callable[[int, str], None] = lambda step, digest: None
     recoveries: int = 0
     memory: dict[str, float] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
@@ -107,9 +108,10 @@ class Pod:
         if self.engine_step == step:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
-        with self._trainer_does(TrainerState.OFFLOAD, step):
-            self.trainer.offload(step, release=self.sleep_mode == "terminate")
+        with self._trainer_does(TrainerState.OFFLOAD, step) as detail:
+            detail.update(self.trainer.offload(step, release=self.sleep_mode == "terminate"))
             self.online = False
+        self._tell_once(detail.get("note"))
         with self._trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
         version = WeightVersion(self.incarnation, step)
@@ -125,8 +127,8 @@ class Pod:
         self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
 
     def _register(self, version: WeightVersion) -> None:
-        with self._trainer_does(TrainerState.REGISTER, version.step):
-            self.trainer.register(version, self.buffers)
+        with self._trainer_does(TrainerState.REGISTER, version.step) as detail:
+            detail.update(self.trainer.register(version, self.buffers))
 
     def _update_weight(self, version: WeightVersion) -> None:
         step = version.step
@@ -135,6 +137,11 @@ class Pod:
             self.engine_step = step
         if rereads:
             self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
+
+    def _tell_once(self, note: str | None) -> None:
+        if note is not None and note not in self.told:
+            self.told.add(note)
+            self.records.callback.message(note)
 
     def _tell_of_damage(self, step: int, what: str, repair: str) -> None:
         self.journal.record_event("weights_damaged", {"step": step, "what": what, "repair": repair})
@@ -149,6 +156,7 @@ class Pod:
             report = lambda progress: self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
+        self._measure("wait_rollout", self.trainer.memory())
         return samples
 
     def hand_over(self, step: int) -> None:
@@ -161,8 +169,11 @@ class Pod:
                 self.engine_step = None
         elif self.rollout_state is not RolloutState.KEEP_ENGINE:
             self._rollout_enters(RolloutState.KEEP_ENGINE, step)
-        with self._trainer_does(TrainerState.ONLOAD, step):
-            self.trainer.onload(step)
+        self._onload(step)
+
+    def _onload(self, step: int) -> None:
+        with self._trainer_does(TrainerState.ONLOAD, step) as detail:
+            detail.update(self.trainer.onload(step))
             self.online = True
 
     def infer(self, step: int, samples: Sequence[Sample]) -> None:
@@ -251,9 +262,7 @@ class Pod:
             self.engine_step = None
             if not self.online:
                 # The weights still stand in the trainer's segments, but to publish once more keeps one way through the cycle.
-                with self._trainer_does(TrainerState.ONLOAD, step):
-                    self.trainer.onload(step)
-                    self.online = True
+                self._onload(step)
             return
         self.trainer.channel.discard()
         self._trainer_enters(TrainerState.DOWN, step)
@@ -272,18 +281,18 @@ class Pod:
     # -- transitions -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _trainer_does(self, state: TrainerState, step: int) -> Iterator[None]:
+    def _trainer_does(self, state: TrainerState, step: int) -> Iterator[dict[str, Any]]:
         check_trainer(self.trainer_state, state)
         self.trainer_state = state
-        with self.records.phase(state, step, "trainer"):
-            yield
+        with self.records.phase(state, step, "trainer") as detail:
+            yield detail
 
     @contextmanager
-    def _rollout_does(self, state: RolloutState, step: int) -> Iterator[None]:
+    def _rollout_does(self, state: RolloutState, step: int) -> Iterator[dict[str, Any]]:
         check_rollout(self.rollout_state, state)
         self.rollout_state = state
-        with self.records.phase(state, step, "rollout"):
-            yield
+        with self.records.phase(state, step, "rollout") as detail:
+            yield detail
 
     def _trainer_enters(self, state: TrainerState, step: int) -> None:
         with self._trainer_does(state, step):

@@ -48,6 +48,7 @@ def plan(
         engine_ranks=engine.tensor_parallel_size,
         optimizer=trainer.optimizer,
         reference=algorithm.kl_coef > 0,
+        sleep_offload=trainer.sleep_offload,
     )
     available = available_bytes(machine.memory_gib)
     if memory.largest_phase > available:

@@ -50,7 +50,7 @@ class RolloutWorker:
             kernels=machine.kernels,
             attention=machine.attention,
         )
-        self.llm = LLM.from_engine_args(args)
+        self.llm = LLM.from_engine_args(args, precision=self.recipe.rollout_precision)
         return {}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

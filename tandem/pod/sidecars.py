@@ -43,17 +43,20 @@ class TrainerSidecar:
         return self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta
 
     def offload(self, step: int, release: bool) -> dict[str, Any]:
-        """Drop gradients and caches; with ``release`` give the memory back to the machine."""
+        """Drop gradients and caches, and begin to move moments and the reference where ``trainer.sleep_offload`` says; with ``release`` give the
+        memory back to the machine. Returns ``gradient_bytes``, ``begun_bytes`` and, where nothing can move, a ``note``."""
         return self.channel.call("offload", {"step": step, "release": release}).meta
 
     def onload(self, step: int) -> dict[str, Any]:
+        """Bring back what was moved; returns its ``bytes`` and ``seconds``."""
         return self.channel.call("onload", {"step": step}).meta
 
     def convert(self, step: int) -> dict[str, Any]:
         return self.channel.call("convert", {"step": step}).meta
 
     def register(self, version: WeightVersion, buffers: Sequence[str]) -> dict[str, Any]:
-        """Write the converted weights to the one of ``buffers`` that is free and publish their manifest."""
+        """Write the converted weights to the one of ``buffers`` that is free and publish their manifest; then the weights follow what ``offload`` has
+        begun to move. Returns ``offload_bytes`` and ``offload_seconds`` where something moves."""
         return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
 
     def save(self, step: int) -> list[tuple[int, str]]:

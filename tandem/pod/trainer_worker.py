@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
@@ -29,6 +30,8 @@ from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.offload.sleep import Moved, SleepFile
+from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.rank_process import Rank, start
 from tandem.types import RunError, Sample, WeightVersion
@@ -76,6 +79,7 @@ class TrainerWorker:
         self.steps = 0
         self.inferred: Inferred | None = None
         self.converted: ConvertedWeights | None = None
+        self.sleep: SleepFile | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -108,7 +112,7 @@ class TrainerWorker:
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The actor as a Hugging Face folder, written whole or not at all, once."""
-        actor = self._actor()
+        actor = self._awake()
         actor.checkpoints.wait(self.rank.beat)
         actor.checkpoints.export(Path(meta["folder"]))
         self.rank.ranks.world.barrier("the exported model")
@@ -135,6 +139,9 @@ class TrainerWorker:
         )
         ranks.trace(tracer)
         self.actor = Actor(replica, guard, checkpoints, tracer, reference)
+        if self.sleep is not None:
+            self.sleep.close()
+        self.sleep = SleepFile(offload_folder(recipe.trainer, self.directory)) if recipe.trainer.sleep_offload == "nvme" else None
         # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
         torch.manual_seed(recipe.run.seed)
         found = checkpoints.load(meta["step"])
@@ -147,7 +154,7 @@ class TrainerWorker:
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Begin the checkpoint of ``step``; the reply has those that were ``committed`` meanwhile, this one too if it is not asynchronous."""
-        actor = self._actor()
+        actor = self._awake()
         self._expect(int(meta["step"]))
         actor.checkpoints.wait(self.rank.beat)
         before = self._committed()
@@ -162,19 +169,30 @@ class TrainerWorker:
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
     def offload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Drop what the next step makes anew: gradients and saved inference. With ``release`` the freed memory goes back to
-        the machine too, which costs the next step its page faults and is not worth it where the engine has room anyway."""
-        self._actor().replica.optimizer.zero_grad()
+        """Drops what the next step computes again, gradients and saved inference, and begins to move moments and the reference to the file of
+        ``trainer.sleep_offload: nvme``; ``register`` waits for them, and moves the weights when they are registered.
+
+        With ``release``, or with that file, freed memory goes back to the machine. This costs the next step its page faults, which is not worth it
+        where the engine has room anyway. The reply has the bytes of all ranks."""
+        actor, sleep_offload = self._actor(), self.recipe.trainer.sleep_offload
+        dropped, begun = actor.replica.drop_gradients(), 0
         self.inferred = None
-        if meta["release"]:
+        if self.sleep is not None:
+            begun = self.sleep.begin_offload([*actor.replica.moments(), *_parameters(actor.reference)])
+        if meta["release"] or self.sleep is not None:
             release()
-        return {}, {}
+        found = self._over_ranks(Moved(dropped), Moved(begun))
+        reply: dict[str, object] = {"gradient_bytes": found[0].size_bytes, "begun_bytes": found[1].size_bytes}
+        if sleep_offload == "cpu":
+            reply["note"] = "trainer.sleep_offload is cpu, and the trainer's state is in the host's memory already: nothing moves"
+        return reply, {}
 
     def onload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Ready to train: on CPU the weights and moments never left memory."""
+        """Brings back what was moved to the file. The reply has the bytes of all ranks and the seconds of the slowest."""
         self._actor()
         self.converted = None
-        return {}, {}
+        moved = self._over_ranks(self.sleep.onload() if self.sleep is not None else Moved())[0]
+        return {"bytes": moved.size_bytes, "seconds": moved.seconds}, {}
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Name and place this rank's parts of the actor's weights under Hugging Face's names."""
@@ -182,7 +200,8 @@ class TrainerWorker:
         return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``."""
+        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the weights move to the
+        file of ``trainer.sleep_offload: nvme``. The reply has the bytes that are in it since the last onload began, and the seconds of writing."""
         version = WeightVersion(*meta["version"])
         self._expect(version.step)
         if self.converted is None:
@@ -190,8 +209,18 @@ class TrainerWorker:
         if self.writer is None:
             first, second = meta["buffers"]
             self.writer = WeightWriter(WeightBuffers.open((first, second)), self.store)
+        actor = self._actor()
+        if self.sleep is not None and self.sleep.holds(next(actor.replica.model.parameters())):
+            # Registered again: the weights have left already.
+            self.sleep.onload()
         manifest = self.writer.publish(self.converted, version)
-        return {"bytes": manifest.size_bytes, "digest": manifest.digest}, {}
+        reply: dict[str, object] = {"bytes": manifest.size_bytes, "digest": manifest.digest}
+        if self.sleep is not None:
+            self.sleep.begin_offload([*actor.replica.weights(), *actor.replica.moments(), *_parameters(actor.reference)])
+            moved = self._over_ranks(self.sleep.wait())[0]
+            release()
+            reply |= {"offload_bytes": moved.size_bytes, "offload_seconds": moved.seconds}
+        return reply, {}
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The reference model's log-probabilities of the samples, kept for ``train``."""
@@ -200,7 +229,7 @@ class TrainerWorker:
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
-        step, recipe, actor = int(meta["step"]), self.recipe, self._actor()
+        step, recipe, actor = int(meta["step"]), self.recipe, self._awake()
         self._expect(step)
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
@@ -225,7 +254,7 @@ class TrainerWorker:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
-        actor, recipe = self._actor(), self.recipe
+        actor, recipe = self._awake(), self.recipe
         assert actor.reference is not None
         with actor.tracer.span("reference"):
             found = sequence_logprobs(
@@ -254,9 +283,25 @@ class TrainerWorker:
             raise RunError("the trainer's worker has no model yet; this is a fault of the pod's order of calls")
         return self.actor
 
+    def _awake(self) -> Actor:
+        """The actor with its state in memory, where a call comes without an ``onload`` before it."""
+        if self.sleep is not None:
+            self.sleep.onload()
+        return self._actor()
+
+    def _over_ranks(self, *moved: Moved) -> list[Moved]:
+        """The bytes of all ranks and the seconds of the slowest, for each of ``moved``."""
+        every = self.rank.ranks.all_values([float(value) for each in moved for value in each], "offloaded bytes")
+        columns = list(zip(*every, strict=True))
+        return [Moved(int(sum(size)), max(seconds)) for size, seconds in zip(columns[::2], columns[1::2], strict=True)]
+
     def _expect(self, step: int) -> None:
         if step != self.steps:
             raise RunError(f"the trainer is at step {self.steps} and was asked for step {step}")
+
+
+def _parameters(reference: FrozenReplica | None) -> list[Tensor]:
+    return [] if reference is None else list(reference.model.parameters())
 
 
 def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:

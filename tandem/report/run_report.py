@@ -74,7 +74,7 @@ def read_facts(directory: Path) -> RunFacts:
         rows=read_rows(directory / "metrics.jsonl"),
         evaluations=evaluations,
         events=events,
-        predicted_memory={"train": memory.get("trainer"), "rollout": memory.get("rollout")} if memory else {},
+        predicted_memory={"train": memory.get("trainer"), "rollout": memory.get("rollout"), "wait_rollout": memory.get("trainer_idle")} if memory else {},
         examples_before=sampled[0].get("examples", []) if sampled else [],
         examples_after=sampled[-1].get("examples", []) if sampled else [],
         commands=commands,

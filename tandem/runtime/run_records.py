@@ -32,13 +32,13 @@ class Records:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def phase(self, name: str, step: int, sidecar: str = "trainer") -> Iterator[None]:
-        """The body is ``name`` of ``step``: timed, journalled as a transition of ``sidecar`` and shown."""
+    def phase(self, name: str, step: int, sidecar: str = "trainer") -> Iterator[dict[str, Any]]:
+        """The body is ``name`` of ``step``: timed, journalled as a transition of ``sidecar``, whose detail it may fill, and shown."""
         self.enter(name, step)
         self.callback.phase(name, step)
         began = perf_counter()
-        with contextlib.nullcontext() if self.journal is None else self.journal.transition(step, sidecar, name):
-            yield
+        with contextlib.nullcontext({}) if self.journal is None else self.journal.transition(step, sidecar, name) as detail:
+            yield detail
         self.add_time(name, perf_counter() - began)
         self.fault_point(f"after:{name}:{step}")
 

@@ -73,6 +73,21 @@ def test_an_engine_with_other_log_probabilities_needs_importance_sampling(differ
     recipe({"engine": different}, {"tis_cap": 2.0, "old_logprobs": "recompute"})
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_a_rollout_has_the_16_bits_of_its_trainer_and_no_other_pair_goes_uncorrected(precision: str) -> None:
+    data = {"model": {"path": "m"}, "task": {"name": "sort"}, "trainer": {"precision": precision}}
+    int8, corrected = {"rollout": {"engine": {"quantization": "int8"}}}, {"algorithm": {"tis_cap": 2.0, "old_logprobs": "recompute"}}
+    if precision == "fp8":
+        with pytest.raises(UserError, match=r"'trainer.precision' is 'fp8' and the rollout computes in fp32.*tis_cap"):
+            build(Recipe, data)
+        assert build(Recipe, {**data, **corrected}).rollout_precision == "fp32"
+    else:
+        assert build(Recipe, data).rollout_precision == precision
+    with pytest.raises(UserError, match="tis_cap"):
+        build(Recipe, {**data, **int8})
+    assert build(Recipe, {**data, **int8, **corrected}).rollout_precision == "fp32"
+
+
 def test_batching_without_chunks_needs_a_budget_of_a_whole_prompt() -> None:
     for batching in ({"batching": "static"}, {"batching": "dynamic"}, {"enable_chunked_prefill": False}):
         small = {"engine": {"max_num_batched_tokens": 256, **batching}}

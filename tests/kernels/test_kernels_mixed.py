@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.kernels import select
-from tandem.kernels.mixed import MixedKernels, in_precision, is_emulated, round_fp8, whole_precision
+from tandem.kernels.mixed import MixedKernels, head_kernels, in_precision, is_emulated, round_fp8, whole_precision
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,3 +126,30 @@ def test_native_products_are_those_of_torch_in_that_dtype():
     assert weight.grad.dtype == torch.float32
     emulated = in_precision(select("reference"), "bf16", CPU).linear(x, weight, None)
     assert (out.float() - emulated).abs().max() <= 2**-7 * emulated.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_packed_products_have_the_bits_of_those_that_train(precision, kernels):
+    mixed, generator = in_precision(select(kernels), precision, CPU), torch.Generator().manual_seed(0)
+    x, gate_up, down = (torch.randn(shape, generator=generator) for shape in ((7, 48), (2 * 40, 48), (48, 40)))
+    bias = torch.randn(80, generator=generator)
+    plain = mixed.linear(x, gate_up, bias)
+    packed = mixed.pack(gate_up), mixed.pack(down)
+    assert torch.equal(mixed.linear_packed(x, packed[0], bias), plain)
+    assert torch.equal(plain, plain.to(DTYPES[precision]).float())
+    assert torch.equal(mixed.gated_mlp_packed(x, packed[0], bias, packed[1], None), mixed.linear(mixed.silu_mul(plain), down, None))
+    experts, bounds = torch.randn(3, 40, 48, generator=generator), torch.tensor([0, 2, 2, 7])
+    assert torch.equal(mixed.grouped_linear_packed(x, mixed.pack_groups(experts), bounds), mixed.grouped_linear(x, experts, bounds))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_logits_of_the_head_are_of_rounded_operands_and_are_not_rounded(precision):
+    mixed, dtype, generator = in_precision(select("reference"), precision, CPU), DTYPES[precision], torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((5, 32), (41, 32)))
+    logits = head_kernels(mixed).linear_packed(hidden, head_kernels(mixed).pack(weight), None)
+    exact = hidden.to(dtype).double() @ weight.to(dtype).double().T
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
+    assert not torch.equal(logits, logits.to(dtype).float())
+    targets = torch.arange(5)
+    assert torch.equal(mixed.logits_logprobs(logits, targets), mixed.token_logprobs(hidden, weight, targets, 1.0).raw)

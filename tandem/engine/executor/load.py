@@ -7,6 +7,7 @@ import torch
 
 from tandem.config.engine import AttentionBackend
 from tandem.kernels import KernelChoice, select
+from tandem.kernels.mixed import Precision, in_precision, is_emulated
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface import load_model, read_shapes
 from tandem.model.initialise import initialise
@@ -35,13 +36,15 @@ def check_quantization(model: str | Path, quantization: str | None, ranks: int =
 def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
     group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
-    attention: AttentionBackend = "auto",
+    attention: AttentionBackend = "auto", precision: Precision = "fp32",
 ) -> Decoder:
     """The model in the folder ``model``, or with ``dummy`` its shapes and random weights; with a ``group`` one rank's
     part. ``pack``: weights of a folder are packed for inference as they are read. ``quantization``: how plain matrices are
     rounded when the decoder is packed, now and after every update; a quantised folder says it itself. ``deterministic``: of kernels that
-    can do without. ``attention``: of whole prompts, as ``EngineArgs`` has it."""
-    chosen = select(kernels, dtype, device, deterministic, attention)
+    can do without. ``attention``: of whole prompts, as ``EngineArgs`` has it. ``precision``: that of the trainer whose bits the
+    decoder is to have; emulated, so on a CPU only."""
+    assert precision == "fp32" or is_emulated(precision, device), "the trainer's precision is emulated on a CPU"
+    chosen = in_precision(select(kernels, dtype, device, deterministic, attention), precision, device)
     stored = check_quantization(model, quantization) if group is None else check_quantization(model, quantization, group.cut.size, group.cut.deterministic)
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":

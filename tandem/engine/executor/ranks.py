@@ -20,6 +20,7 @@ from tandem.config.engine import AttentionBackend
 from tandem.engine.executor.load import LoadFormat, load_decoder
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.kernels import KernelChoice
+from tandem.kernels.mixed import Precision
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder
@@ -51,6 +52,7 @@ class RankSettings:
     deadline_s: float
     quantization: str | None = None
     attention: AttentionBackend = "auto"
+    precision: Precision = "fp32"
 
     def device_of(self, rank: int) -> torch.device:
         """CPUs are shared; each rank has a GPU of its own."""
@@ -64,7 +66,7 @@ class RankSettings:
         """This rank's part of the model."""
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
-            quantization=self.quantization, deterministic=self.deterministic, attention=self.attention,
+            quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
         )
 
 

@@ -108,6 +108,14 @@ class GradientReducer:
             assert own is not None and len(self.buckets[place].parameters) == 1
             self.own[place] = self._sum_tied(own)
 
+    def release(self) -> None:
+        """Between two steps: drops the sums, and gives back the memory that is kept for those of the next step."""
+        self.own = [None] * len(self.buckets)
+        self._sums = [None] * len(self.buckets)
+        for spare in self._spare.values():
+            for memory in spare:
+                memory.release()
+
     def norm(self, scale: float = 1.0) -> float:
         """The norm of the global gradient divided by ``scale``: NaN or infinity where a number is not finite. The same on every rank:
         each number is counted once, squares are summed exactly."""

@@ -13,6 +13,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.offload.pages import WEIGHTS
 from tandem.trainer.optimizers.adamw import Optimizer
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.trainer.optimizers.blockwise import BLOCK
@@ -73,6 +74,28 @@ class Replica:
             self.optimizer.rest()
         elif self.paged is not None and self.paged.layers is not None:
             self.paged.layers.rest()
+
+    def drop_gradients(self) -> int:
+        """Drops gradients and the memory that is kept for them. Returns the bytes of gradients that there were."""
+        held = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.sums is not None:
+            held += [own for own in self.sums.own if own is not None]
+        size = sum(gradient.nbytes for gradient in held)
+        self.optimizer.zero_grad()
+        if self.sums is not None:
+            self.sums.release()
+        return size
+
+    def weights(self) -> list[Tensor]:
+        """The tensors in memory that hold this rank's weights, between two steps. Several may share storage."""
+        optimizer = self.optimizer
+        self.rest()
+        own = optimizer.parts() if isinstance(optimizer, ShardedOptimizer) and self.paged is None else ()
+        return [*self.model.parameters(), *(part.values for part in own if part.kind == WEIGHTS)]
+
+    def moments(self) -> list[Tensor]:
+        """The tensors in memory that hold this rank's optimizer state: none before the first step, nor where it is paged."""
+        return [] if self.paged is not None else list(self.optimizer.state().moments.values())
 
     @property
     def paged(self) -> PagedAdamW | None:
