@@ -37,7 +37,8 @@ class Records:
         self.enter(name, step)
         self.callback.phase(name, step)
         began = perf_counter()
-        with contextlib.nullcontext({}) if self.journal is None else self.journal.transition(step, sidecar, name) as detail:
+        nothing: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        with nothing if self.journal is None else self.journal.transition(step, sidecar, name) as detail:
             yield detail
         self.add_time(name, perf_counter() - began)
         self.fault_point(f"after:{name}:{step}")
