@@ -17,8 +17,10 @@ from tandem.model.huggingface import load_model
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.rl.algorithms.batch import train_sequence
-from tandem.rl.algorithms.update import sequence_logprobs
 from tandem.rl.rollout.dispatch import sampling_settings
+from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica
 from tandem.types import Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts
 from tandem.weight_transfer.convert import convert
@@ -71,7 +73,7 @@ def plain(folder: Path, model: Decoder, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_samples_have_the_trainers_own_log_probabilities(plain: list[Sample], model: Decoder) -> None:
-    own = sequence_logprobs(model, [train_sequence(sample) for sample in plain], 4096)
+    own = sequence_logprobs(FrozenReplica(alone(), model), [train_sequence(sample) for sample in plain], 4096)
     for sample in plain:
         counted = own[sample.id][len(sample.prompt_token_ids) :]
         assert counted == sample.logprobs and len(set(sample.logprobs)) > 1
@@ -87,7 +89,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {**SMALL_CACHE, "preemption_mode": "recompute"},
     "LoRA": {"enable_lora": True, "max_loras": 2},
     "steps ahead": {"async_scheduling": True},
-    "guesses looked up": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64, "adaptive": False}},
+    "guesses looked up": {
+        "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64, "adaptive": False}
+    },
 }
 
 
