@@ -13,7 +13,7 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model
+from tandem.model.huggingface import load_model, read_tensors
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.rl.algorithms.batch import train_sequence
@@ -23,7 +23,6 @@ from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import FrozenReplica
 from tandem.types import Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts
-from tandem.weight_transfer.convert import convert
 
 OVERRIDES = (
     "model.create.initializer_range=0.3", "task.max_digits=6", "rollout.max_tokens=24", "rollout.prompts_per_step=6",
@@ -58,7 +57,7 @@ def roll_out(engine: dict[str, Any], folder: Path, model: Decoder, directory: Pa
     worker = RolloutWorker(recipe, directory)
     worker.start_engine({"folder": str(folder / "model")}, {}, lambda *_: None)
     assert worker.llm is not None
-    worker.llm.update_weights(convert(model), WeightVersion(0, 0))
+    worker.llm.update_weights(read_tensors(folder / "model"), WeightVersion(0, 0))
     prompts = prompt_source(recipe, folder / "model").for_step(0)
     settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
     _, blobs = worker.rollout({"settings": settings, "step": 0}, {"prompts": encode_prompts(prompts)}, lambda *_: None)

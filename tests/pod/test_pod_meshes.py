@@ -1,6 +1,8 @@
 """A pod whose trainer is a mesh: it learns as one process does, its rollout finds the bits of its ranks, and it survives them."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,27 +24,35 @@ MESHES = {
     "data x tensor, zero 1": "--parallel.data=2 --parallel.tensor=2 --parallel.zero=1",
     "tensor x pipeline": "--parallel.tensor=2 --parallel.pipeline=2",
 }
-IN_EVERY_RUN = ("data x tensor, zero 1",)
+KILLED = "data x tensor, zero 1"
+IN_EVERY_RUN = (KILLED,)
 
 
 def cases() -> list[object]:
     return [pytest.param(mesh, id=name, marks=() if name in IN_EVERY_RUN else pytest.mark.full) for name, mesh in MESHES.items()]
 
 
-def of_one_process(mesh: str, folder: Path) -> PodRun:
-    """The same recipe, with the model's settings of ``mesh``, in one process."""
-    run = PodRun(folder, name="alone")
-    done = run.train(TWO_HEADS, *FEW_STEPS, *(word for word in mesh.split() if word.startswith("--model")))
-    assert done.returncode == 0, done.stderr
-    return run
+RunOf = Callable[[str], PodRun]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
+    """The run with these settings, which nothing disturbs, made once."""
+
+    @cache
+    def made(settings: str) -> PodRun:
+        run = PodRun(tmp_path_factory.mktemp("quiet"))
+        done = run.train(TWO_HEADS, *FEW_STEPS, *settings.split())
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert run.left_behind() == []
+        return run
+
+    return made
 
 
 @pytest.mark.parametrize("mesh", cases())
-def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bits(mesh: str, tmp_path: Path) -> None:
-    run, alone = PodRun(tmp_path), of_one_process(mesh, tmp_path)
-    done = run.train(TWO_HEADS, *FEW_STEPS, *mesh.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert run.left_behind() == []
+def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bits(mesh: str, run_of: RunOf) -> None:
+    run, alone = run_of(mesh), run_of(" ".join(word for word in mesh.split() if word.startswith("--model")))
     found, wanted = run.rows(), alone.rows()
     assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in found] == [(0.0, 0.0)] * 3
     # The first step's samples come from weights that differ in the last bits at most; later ones may be other samples.
@@ -56,11 +66,9 @@ def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bi
     "rank3:before:register:2", "trainer_worker:after:save:2", "rank2:before:inference:1", "rank1:before:convert:2",
     "trainer_shim:before:train:1", "rank1:after:inference:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1", "rank2:before:load:0",
 ))])  # fmt: skip
-def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, tmp_path: Path) -> None:
-    mesh = ("--parallel.data=2", "--parallel.tensor=2", TWO_HEADS, *FEW_STEPS)
-    quiet, run = PodRun(tmp_path, name="quiet"), PodRun(tmp_path)
-    assert quiet.train(*mesh).returncode == 0
-    done = run.train(*mesh, "--fault", fault)
+def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, run_of: RunOf, tmp_path: Path) -> None:
+    quiet, run = run_of(MESHES[KILLED]), PodRun(tmp_path)
+    done = run.train(TWO_HEADS, *FEW_STEPS, *MESHES[KILLED].split(), "--fault", fault)
     if fault.startswith("pod:"):
         assert done.returncode == -9
         done = run.resume()
