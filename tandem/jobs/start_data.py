@@ -91,7 +91,7 @@ def opened_run(
         records.enter("load", 0)
         if ranks.is_first:
             _make_start_model(recipe, directory, callback)
-        # Nobody reads the model before it is written.
+        # The model is not read before it is written.
         ranks.world.barrier("the model to start from")
         start, is_alone = _start_folder(recipe, directory), ranks.world.size == 1
         keeps_freed = is_alone or _has_room_to_keep(recipe, start)

@@ -59,7 +59,7 @@ class Pending:
 
 class Communicator:
     """One group of ranks, seen from ``rank`` of ``size``. Every method must be called by every rank of the group in the same
-    order; ``name`` says what for, and stands in the error where a collective fails or does not end. ``tracer`` records the waits for them."""
+    order; ``name`` says what for, and is named in the error where a collective fails or does not end. ``tracer`` records the waits for them."""
 
     def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s

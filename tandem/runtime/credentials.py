@@ -1,4 +1,4 @@
-"""A pod's secret: whoever calls a sidecar shows it."""
+"""A pod's secret: a caller of a sidecar shows it."""
 
 import os
 from pathlib import Path

@@ -50,8 +50,8 @@ class HttpServer:
         self.name, self.heartbeat_s, self.request_s, self.max_body_bytes = name, heartbeat_s, request_s, max_body_bytes
         self.methods = {call: points.around(call, method) for call, method in methods.items()}
         self._credential = credential.encode()
-        self._callback = listen(name, host, port)
-        self.port: int = self._callback.getsockname()[1]
+        self._listener = listen(name, host, port)
+        self.port: int = self._listener.getsockname()[1]
         routes = [Route("/call/{name}", self._call, methods=["POST"]), Route("/health", _health)]
         protocol = type("Protocol", (PatientProtocol,), {"request_s": request_s, "stall_s": request_s})
         config = uvicorn.Config(
@@ -59,7 +59,7 @@ class HttpServer:
             limit_concurrency=max_connections + 1, timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._callback],), name=f"{name}-http", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name=f"{name}-http", daemon=True)
 
     def start(self) -> None:
         """Answers from a background thread."""
@@ -69,7 +69,7 @@ class HttpServer:
         """Takes no more calls. Calls in progress are left to their threads, which end with the process."""
         self._server.should_exit = True
         self._thread.join()
-        self._callback.close()
+        self._listener.close()
 
     async def _call(self, request: Request) -> Response:
         given = request.headers.get("Authorization", "").encode("utf-8", "replace")

@@ -89,7 +89,7 @@ class RpcClient(Caller):
                 channel = Channel(connection)
                 until = min(time.monotonic() + patience_s, ends)
                 channel.send({"credential": self.credential}, kind="hello", method=name, ends=until)
-                # A call is sent once it has been let in: nobody sends a large body to be refused.
+                # A call is sent once it has been admitted, so that no large body is sent and then refused.
                 if (answer := channel.receive(until)).kind == "refused":
                     raise self.refused(name, str(answer.meta.get("message")))
                 channel.send(meta or {}, blobs, kind="call", method=name, ends=ends)

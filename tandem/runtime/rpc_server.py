@@ -61,8 +61,8 @@ class RpcServer:
         self.methods = {call: points.around(call, method) for call, method in methods.items()}
         self._credential = credential.encode()
         self._connections = threading.BoundedSemaphore(max_connections)
-        self._callback = listen(name, host, port)
-        self.port: int = self._callback.getsockname()[1]
+        self._listener = listen(name, host, port)
+        self.port: int = self._listener.getsockname()[1]
         self._ending, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self.serve_forever, name=f"{name}-rpc", daemon=True)
 
@@ -72,20 +72,20 @@ class RpcServer:
 
     def serve_forever(self) -> None:
         """Answers from this thread until ``close``."""
-        self._callback.setblocking(False)
+        self._listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._callback, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._ending, selectors.EVENT_READ)
             while self._ending not in [key.fileobj for key, _ in selector.select()]:
                 with contextlib.suppress(OSError):  # The caller left before it was let in.
-                    self._admit(self._callback.accept()[0])
+                    self._admit(self._listener.accept()[0])
 
     def close(self) -> None:
         """Takes no more calls. Calls in progress are left to their threads, which end with the process."""
         self._wake.close()
         if self._thread.ident is not None:
             self._thread.join()
-        self._callback.close()
+        self._listener.close()
         self._ending.close()
 
     def _admit(self, connection: socket.socket) -> None:

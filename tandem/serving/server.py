@@ -29,13 +29,13 @@ def run_server(settings: ServerSettings) -> int:
     model or the port cannot be used."""
     settings.check()
     tokenizer = Tokenizer.from_folder(Path(settings.engine.model))
-    callback = listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port)
     _raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
     state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names))
-    with callback:
-        return asyncio.run(_serve(state, callback))
+    with listener:
+        return asyncio.run(_serve(state, listener))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,15 +44,15 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
         raise UserError(f"host '{host}' is not an address of this machine; 127.0.0.1 and 0.0.0.0 always are") from None
-    callback = socket.socket(family, kind, protocol)
+    listener = socket.socket(family, kind, protocol)
     try:
-        callback.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        callback.bind(address)
-        callback.listen(_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
-        callback.close()
+        listener.close()
         raise UserError(f"port {port} on {host} cannot be taken ({error.strerror}); choose a free one with --port, or 0 for any") from None
-    return callback
+    return listener
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(state: ServerState, callback: socket.socket) -> int:
+async def _serve(state: ServerState, listener: socket.socket) -> int:
     settings = state.settings
     protocol = type("Protocol", (PatientProtocol,), {"request_s": settings.request_s, "stall_s": settings.stall_s})
     config = uvicorn.Config(
@@ -79,8 +79,8 @@ async def _serve(state: ServerState, callback: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    serving = asyncio.create_task(server.serve([callback]))
-    life = asyncio.create_task(_life(state, stop, callback.getsockname()))
+    serving = asyncio.create_task(server.serve([listener]))
+    life = asyncio.create_task(_life(state, stop, listener.getsockname()))
     hurry = asyncio.create_task(stop_now.wait())
     try:
         await asyncio.wait({life, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ from tandem.trainer.parallel.flat_buffer import FlatBuffer
 class Shard:
     """The weights of one bucket: all of them in ``whole[length]``, and this rank's part in ``own[part]``. ``is_cut``: ``whole`` has memory
     only between ``gather`` and ``free``, and ``own`` has its own. ``paged``: where this rank's part lies instead, if it does; ``whole`` keeps its
-    addresses then. ``is_filled``: the parameters have values; else whoever fills them writes to this rank's part. ``pages``: where weights that are
+    addresses then. ``is_filled``: the parameters have values; otherwise the code that fills them writes to this rank's part. ``pages``: where weights that are
     cut have the memory of ``whole`` from, on a CPU."""
 
     def __init__(
