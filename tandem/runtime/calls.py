@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tandem.runtime.faults import FaultPoint
 from tandem.types.errors import CollectiveError, DamagedWeights, RunError, UserError
-from tandem.types.wire import Buffer
+from tandem.types.wire import Buffer, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,15 @@ def raise_error(meta: Meta, peer: str, call: str) -> None:
     logger.error("'%s' raised in %s:\n%s", call, peer, meta.get("traceback", message))
     first = message.splitlines()[0] if message else ""
     raise RemoteError(peer, call, f"'{call}' raised {name} in {peer}: {first} (traceback in the log)")
+
+
+def is_result(frame: Frame, peer: str, call: str, on_progress: Progress | None) -> bool:
+    """Whether ``frame`` of the answer to ``call`` is its result. Raises what an ``error`` frame says, and passes on progress."""
+    if frame.kind == "error":
+        raise_error(frame.meta, peer, call)
+    if frame.kind == "progress" and on_progress is not None:
+        on_progress(frame.meta)
+    return frame.kind == "result"
 
 
 def message_meta(message: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.runtime.calls import Blobs, Meta, PeerDied, Progress, RpcTimeout, raise_error
+from tandem.runtime.calls import Blobs, Meta, PeerDied, Progress, RpcTimeout, is_result
 from tandem.runtime.channel import BrokenFrame, Channel
 from tandem.types.errors import RunError
 from tandem.types.wire import Frame
@@ -32,14 +32,10 @@ class Caller:
         while True:
             # The clock of silence starts with each frame and is not wound up by a frame that trickles in.
             frame = receive(min(time.monotonic() + self.heartbeat_timeout_s, ends))
-            if frame.kind == "result":
+            if is_result(frame, self.peer, name, on_progress):
                 return frame
-            if frame.kind == "error":
-                raise_error(frame.meta, self.peer, name)
             if frame.kind == "refused":
                 raise self.refused(name, str(frame.meta.get("message")))
-            if frame.kind == "progress" and on_progress is not None:
-                on_progress(frame.meta)
             if time.monotonic() >= ends:
                 raise self.timeout(name, ends, deadline_s)
 

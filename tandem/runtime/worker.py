@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, RpcTimeout, StepPoints, WorkerDied, error_meta, raise_error
+from tandem.runtime.calls import Blobs, Meta, Method, Progress, RpcTimeout, StepPoints, WorkerDied, error_meta, is_result
 from tandem.runtime.channel import BrokenFrame, Channel
 from tandem.runtime.faults import FaultPoint, no_fault
 from tandem.runtime.processes import Threads, describe_exit, kill, kill_group, spawn, wait
@@ -115,12 +115,8 @@ class Worker:
                 frame = self._channel.receive(ends)
             if frame.call != self._calls:
                 continue  # of a call that was interrupted on this side
-            if frame.kind == "result":
+            if is_result(frame, self.name, name, on_progress):
                 return frame
-            if frame.kind == "error":
-                raise_error(frame.meta, self.name, name)
-            if frame.kind == "progress" and on_progress is not None:
-                on_progress(frame.meta)
 
     @contextlib.contextmanager
     def _whole_frames(self) -> Iterator[None]:
