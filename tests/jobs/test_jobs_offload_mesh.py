@@ -22,8 +22,7 @@ from test_jobs_ranks import (  # noqa: F401 - fixtures too
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
-from tandem.estimate.memory import PROCESS_BYTES
-from tandem.estimate.peak_bytes import peak_bytes
+from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.estimate.training_bytes import training_bytes
 from tandem.jobs.check_data import check_data_run
 from tandem.model.create_model import create_model
@@ -117,13 +116,13 @@ def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp
         for names in choices:
             paged, of_paged = resident(tmp_path / f"{len(names)}-{zero}", data, tmp_path / "start", mesh, names)
             assert of_plain - of_paged > 100 << 20 and plain - paged > 0.9 * (of_plain - of_paged), (zero, names, plain, paged)
-            assert paged < PROCESS_BYTES + 1.3 * of_paged, (zero, names, paged, of_paged)
+            assert paged < TRAINING_PROCESS_BYTES + of_paged, (zero, names, paged, of_paged)
     # Where there is room for what is needed and not for what is freed meanwhile, that goes back.
     recipe = load_config(tmp_path / "recipe.yaml", mesh)
     assert isinstance(recipe, PretrainRecipe)
     predicted = peak_bytes(read_shapes(tmp_path / "start"), recipe.trainer, recipe.most_tokens, recipe.parallel)
     small, _ = resident(tmp_path / "small", data, tmp_path / "start", mesh, memory_gib=1.1 * 2 * predicted / 2**30)
-    assert small < plain < predicted and small < PROCESS_BYTES + 1.6 * of_plain, (small, plain, of_plain, predicted)
+    assert small < plain < predicted, (small, plain, predicted)
 
 
 def lines(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
