@@ -21,7 +21,7 @@ Call = Callable[[dict[str, Any], bytes | None], Any]
 
 
 def serve_ours(channel: int) -> None:
-    from tandem.runtime.worker import serve
+    from tandem.runtime.process.worker import serve
 
     serve({"echo": lambda meta, blobs, progress: (dict(meta), blobs)}, channel)
 
@@ -58,8 +58,8 @@ def measure(call: Call, calls: int) -> tuple[float, float]:
 
 
 def ours(calls: int) -> tuple[float, float]:
-    from tandem.runtime.processes import Threads
-    from tandem.runtime.worker import Worker
+    from tandem.runtime.process.processes import Threads
+    from tandem.runtime.process.worker import Worker
 
     worker = Worker("echo", "channel", threads=Threads(1), environment={"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *filter(None, sys.path)))})
     try:

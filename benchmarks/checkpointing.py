@@ -29,7 +29,7 @@ from options import parser as shared_parser
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.shard import Key, Shard
 

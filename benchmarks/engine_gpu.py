@@ -30,7 +30,7 @@ from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import config_json, to_huggingface
+from tandem.model.huggingface.model_folder import config_json, to_huggingface
 
 MODELS = {
     "tiny": ModelShapes("qwen3", 512, 64, 2, 4, 2, 16, 128, 1024, tie_word_embeddings=True, qk_norm=True),

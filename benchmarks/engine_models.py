@@ -9,7 +9,7 @@ from machine import HERE
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 
 MODELS = {

@@ -27,7 +27,7 @@ from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import select
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model
+from tandem.model.huggingface.model_folder import load_model
 from tandem.pod.prompts import prompt_source
 from tandem.text.tokenizer import Tokenizer
 from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype

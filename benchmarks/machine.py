@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tandem.runtime.numerics import instruction_set
-from tandem.runtime.processes import Threads
+from tandem.runtime.machine.numerics import instruction_set
+from tandem.runtime.process.processes import Threads
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

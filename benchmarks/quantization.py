@@ -23,7 +23,7 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 from tandem.model.quantization.scheme import pack_weight, scheme_named
 

@@ -28,7 +28,7 @@ from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 
 PROMPT_TOKENS = 32

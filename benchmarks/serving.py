@@ -26,7 +26,7 @@ from tandem.config.model import NewModelConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.create_model import create_model
-from tandem.runtime.processes import Threads
+from tandem.runtime.process.processes import Threads
 
 REQUESTS, PROMPT, OUTPUT = 64, 32, 128
 MODEL = NewModelConfig(

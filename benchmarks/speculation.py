@@ -26,7 +26,7 @@ from tandem.engine.settings import EngineSettings
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(

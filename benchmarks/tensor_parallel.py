@@ -20,7 +20,7 @@ from tandem import LLM, SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 
 SHAPES = {

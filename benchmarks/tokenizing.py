@@ -20,8 +20,8 @@ from pathlib import Path
 from machine import HERE, machine, write_report
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
 
 
 def texts_of(mebibytes: float) -> list[str]:

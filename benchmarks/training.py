@@ -23,7 +23,7 @@ from options import parser as shared_parser
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes("qwen3", 8192, 512, 8, 8, 4, 64, 1536, 1024, tie_word_embeddings=True, qk_norm=True)

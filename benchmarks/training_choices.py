@@ -27,11 +27,11 @@ from options import parser as shared_parser
 
 from tandem.config.load import build, to_mapping
 from tandem.config.pretrain import PretrainRecipe
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.jobs.start import train
-from tandem.model.safetensors_file import read_file
+from tandem.model.huggingface.safetensors_file import read_file
 from tandem.storage.files import open_storage
 
 PAGED = {"offload": "nvme", "offload_parameters": "nvme"}

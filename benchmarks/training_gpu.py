@@ -31,7 +31,7 @@ from tandem.kernels.mixed import in_precision, is_emulated
 from tandem.layout.flops import peak_of, step_flops
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import config_json, to_huggingface
+from tandem.model.huggingface.model_folder import config_json, to_huggingface
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate

@@ -30,7 +30,7 @@ from options import parser as shared_parser
 
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.runtime.communicator import Communicator, connect
+from tandem.runtime.collectives.communicator import Communicator, connect
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone

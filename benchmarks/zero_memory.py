@@ -22,15 +22,15 @@ from machine import HERE, machine, write_report
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import load_config
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
 from tandem.estimate.peak_bytes import peak_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.create_model import create_model
-from tandem.model.huggingface_config import read_shapes
-from tandem.runtime.processes import peak_memory_of
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.runtime.process.processes import peak_memory_of
 from tandem.storage.files import open_storage
 
 MODELS: dict[str, dict[str, int]] = {

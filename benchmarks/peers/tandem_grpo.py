@@ -17,7 +17,7 @@ from lines import answer, command
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
-from tandem.model.huggingface import to_huggingface
+from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.pod.trainer_worker import Progress, TrainerWorker

@@ -12,8 +12,8 @@ from lines import answer, command
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
-from tandem.model.huggingface import load_model
-from tandem.runtime.heap import freed_memory_kept
+from tandem.model.huggingface.model_folder import load_model
+from tandem.runtime.machine.heap import freed_memory_kept
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate

@@ -12,8 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from tandem.runtime.numerics import instruction_set
-from tandem.runtime.processes import available_cores
+from tandem.runtime.machine.numerics import instruction_set
+from tandem.runtime.process.processes import available_cores
 
 OPTIONAL = {
     "jinja2": "chat templates (pip install tandem-rl[chat])",

@@ -35,7 +35,7 @@ def _perplexity(options: argparse.Namespace) -> int:
 def read_texts(path: Path, text_key: str) -> list[str]:
     """Returns the documents of ``path``: JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and WebDataset shards hold several,
     any other file is one."""
-    from tandem.data.documents import LINES, DocumentFormat, Part, documents
+    from tandem.data.tokenizing.documents import LINES, DocumentFormat, Part, documents
     from tandem.data.webdataset import TARS
     from tandem.storage.files import open_storage
 

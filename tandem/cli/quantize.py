@@ -54,7 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from tandem.kernels import select
-    from tandem.model.huggingface import read_shapes
+    from tandem.model.huggingface.model_folder import read_shapes
     from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 
     chosen = QuantizeOptions(options.method, options.bits, options.group_size, options.damping, options.act_order)
@@ -96,7 +96,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
 
     from tandem.engine.llm import LLM
     from tandem.engine.sample.sampling_params import SamplingParams
-    from tandem.model.huggingface import read_tensors
+    from tandem.model.huggingface.model_folder import read_tensors
     from tandem.model.quantization.calibration import perplexity
     from tandem.model.quantization.load import held_bytes
 

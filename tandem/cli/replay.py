@@ -29,8 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.jobs.comparison import PARTS
-    from tandem.jobs.replay import replay
+    from tandem.jobs.replay.comparison import PARTS
+    from tandem.jobs.replay.replay_step import replay
 
     if options.step < 0:
         raise UserError(f"--step is {options.step}; a run's first step is 0")

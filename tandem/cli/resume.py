@@ -15,7 +15,7 @@ examples:
 import argparse
 
 from tandem.cli.display import display
-from tandem.runtime.faults import FaultPlan
+from tandem.runtime.process.faults import FaultPlan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, folder: str) -> int:
-    from tandem.runtime.processes import available_cores
+    from tandem.runtime.process.processes import available_cores
     from tandem.serving.server import run_server
     from tandem.serving.settings import ServerSettings
 

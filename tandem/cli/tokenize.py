@@ -28,10 +28,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import tokenize
-from tandem.data.tokenize_plan import TokenizeSettings
-from tandem.data.train_tokenizer import train_tokenizer
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import tokenize
+from tandem.data.tokenizing.tokenize_plan import TokenizeSettings
+from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.storage.files import open_storage
 from tandem.types import UserError
 

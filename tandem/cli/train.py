@@ -16,7 +16,7 @@ import argparse
 
 from tandem.cli.display import display
 from tandem.config.recipe import load_config
-from tandem.runtime.faults import FaultPlan
+from tandem.runtime.process.faults import FaultPlan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tandem.data.shards import AGAIN, LENGTH_BYTES, Shard, ShardReader, read_lengths, verify
-from tandem.data.tokenize import TokenizedDataset, read_dataset
+from tandem.data.tokenizing.tokenize import TokenizedDataset, read_dataset
 from tandem.storage.files import Storage, read
 from tandem.types import RunError, UserError
 

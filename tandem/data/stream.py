@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tandem.data.counter import counter_random
 from tandem.data.shards import ShardReader
-from tandem.data.tokenize import TokenizedDataset
+from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.types import UserError
 
 

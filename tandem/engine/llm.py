@@ -20,7 +20,7 @@ from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import resolve
 from tandem.kernels.mixed import Precision
-from tandem.model.huggingface import read_shapes
+from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end

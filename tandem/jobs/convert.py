@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.model.huggingface import read_tensors
-from tandem.model.huggingface_config import config_json, read_json, read_shapes
+from tandem.model.huggingface.model_config import config_json, read_json, read_shapes
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.files import TRACKER, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
-from tandem.model.safetensors_file import write_file
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from tandem.trainer.checkpoint.model_state import WEIGHTS

@@ -1,7 +1,7 @@
 """The loop of pretraining and of supervised fine-tuning. They differ in their data: documents of which every next token is learned, or whole
 examples (``sft``) of which the marked tokens are."""
 
-from tandem.jobs.data_run import DataRun
+from tandem.jobs.data_run.data_run import DataRun
 
 
 def pretrain(run: DataRun) -> int:

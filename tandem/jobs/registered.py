@@ -8,7 +8,7 @@ from tandem.config.recipe import AnyRecipe
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion
 from tandem.runtime.callback import Callback
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 from tandem.types import RunError, UserError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.report.run_report import report_run
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tandem.pod.states import RolloutState
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
 from tandem.rl.step_metrics import sample_metrics, staleness
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import Prompt, RunError, Sample, Score
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tandem.runtime.run_records import Records
+from tandem.runtime.records.run_records import Records
 
 
 @dataclass(kw_only=True)

@@ -13,12 +13,12 @@ from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
-from tandem.runtime.faults import FaultPoint, no_fault
-from tandem.runtime.journal import Journal
-from tandem.runtime.logs import setup
-from tandem.runtime.metrics import MetricsFile
-from tandem.runtime.numerics import check_numerics
-from tandem.runtime.run_lock import RunLock
+from tandem.runtime.machine.numerics import check_numerics
+from tandem.runtime.process.faults import FaultPoint, no_fault
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.logs import setup
+from tandem.runtime.records.metrics import MetricsFile
+from tandem.runtime.records.run_lock import RunLock
 
 
 def write_recipe(recipe: AnyRecipe, directory: Path) -> None:

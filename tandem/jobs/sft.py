@@ -9,10 +9,10 @@ from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.model import ModelConfig
 from tandem.config.pretrain import DataConfig, HeldOutConfig, PretrainConfig, PretrainRecipe
 from tandem.config.recipe import Recipe
+from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.run_files import write_recipe
-from tandem.jobs.supervise import supervise
 from tandem.runtime.callback import Callback
-from tandem.runtime.faults import FaultPlan
+from tandem.runtime.process.faults import FaultPlan
 
 FOLDER = "sft"
 CHECKPOINT_STEPS = 100
@@ -49,7 +49,7 @@ def run_sft_stage(recipe: PretrainRecipe, folder: Path, callback: Callback, inli
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     write_recipe(recipe, folder)
     if inline:
-        from tandem.jobs.start_data import execute_data_run
+        from tandem.jobs.data_run.start_data import execute_data_run
 
         execute_data_run(recipe, folder, _StageCallback(callback, recipe.run.max_steps))
     else:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, load_config
-from tandem.jobs.check_data import check_data_run, check_upload_is_free
-from tandem.jobs.check_rl import check_rl_run
+from tandem.jobs.checks.check_data import check_data_run, check_upload_is_free
+from tandem.jobs.checks.check_rl import check_rl_run
+from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import write_recipe
 from tandem.jobs.start_rl import execute_rl
-from tandem.jobs.supervise import supervise
 from tandem.runtime.callback import Callback
-from tandem.runtime.faults import FaultPlan
+from tandem.runtime.process.faults import FaultPlan
 from tandem.types import UserError
 
 
@@ -132,7 +132,7 @@ def _execute(
         return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It trains in this process; a pod's controller needs no torch.
-        from tandem.jobs.start_data import execute_data_run
+        from tandem.jobs.data_run.start_data import execute_data_run
 
         return execute_data_run(recipe, directory, callback, resumed)
     return execute_rl(recipe, directory, inline, callback, faults, resumed)

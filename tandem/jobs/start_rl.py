@@ -16,7 +16,7 @@ from tandem.jobs.sft import FOLDER as SFT_FOLDER
 from tandem.jobs.sft import run_sft_stage, sft_recipe
 from tandem.jobs.try_commands import task_commands
 from tandem.layout.placement import mesh_of
-from tandem.model.huggingface_config import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
@@ -25,12 +25,12 @@ from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.callback import Callback
-from tandem.runtime.faults import FaultPlan, no_fault
-from tandem.runtime.journal import Journal
-from tandem.runtime.logs import setup
-from tandem.runtime.numerics import numerics_record
-from tandem.runtime.requests import SignalRequests
-from tandem.runtime.run_records import Records
+from tandem.runtime.machine.numerics import numerics_record
+from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.process.stop_signals import SignalRequests
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.logs import setup
+from tandem.runtime.records.run_records import Records
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import RunError, UserError
 from tandem.weight_transfer.manifest import segment_bytes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PagedBatch
-from tandem.model.context_parallel import SharedContext, shared_attention
+from tandem.model.parallel.context_parallel import SharedContext, shared_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from tandem.config.model import NewModelConfig
 from tandem.kernels.reference import ReferenceKernels
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 from tandem.model.new_model import shapes_of, write_tokenizer
 from tandem.text.tokenizer import Tokenizer

@@ -15,19 +15,19 @@ from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext
-from tandem.model.context_parallel import SharedContext
 from tandem.model.layer import Layer, Linear, Norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
 from tandem.model.layer_weights import LayerWeights, layer_weights
 from tandem.model.lora import LoraBatch
 from tandem.model.moe import ExpertLayer
-from tandem.model.parallel import Collectives, ModelParallel, training_collectives
+from tandem.model.parallel.context_parallel import SharedContext
+from tandem.model.parallel.model_parallel import Collectives, ModelParallel, training_collectives
+from tandem.model.parallel.tensor_parallel import RankGroup, collectives
+from tandem.model.parallel.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.router_balance import RouterBalance
-from tandem.model.tensor_parallel import RankGroup, collectives
-from tandem.model.vocabulary_parallel import Head, shared_logits, shared_logprobs
 from tandem.types.kv_cache import KVCacheDtype
 
 

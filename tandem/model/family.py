@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes
 from tandem.model import families
-from tandem.model.config_reader import ConfigReader
+from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import FULL_ATTENTION, Mask
 from tandem.types import UserError
 

@@ -7,7 +7,7 @@ import torch
 
 from tandem.layout.shapes import parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import part_of, to_huggingface
+from tandem.model.huggingface.model_folder import part_of, to_huggingface
 
 
 @torch.no_grad()

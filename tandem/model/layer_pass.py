@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight
 from tandem.model.attention import AttentionContext, attend
-from tandem.model.context_parallel import SharedContext
 from tandem.model.layer_weights import LayerWeights
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import mixture
-from tandem.model.parallel import Collectives
+from tandem.model.parallel.context_parallel import SharedContext
+from tandem.model.parallel.model_parallel import Collectives
 from tandem.model.router_balance import RouterBalance
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 
 
 class LayerBatch(NamedTuple):

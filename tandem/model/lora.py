@@ -20,8 +20,8 @@ from torch import Tensor
 from tandem.kernels.api import Kernels, PackedGroups
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, cut_slices
-from tandem.model.huggingface_config import read_json
-from tandem.model.safetensors_file import read_file
+from tandem.model.huggingface.model_config import read_json
+from tandem.model.huggingface.safetensors_file import read_file
 from tandem.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
 from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import ExpertShapes
-from tandem.model.expert_parallel import on_their_ranks
-from tandem.runtime.communicator import Communicator
+from tandem.model.parallel.expert_parallel import on_their_ranks
+from tandem.runtime.collectives.communicator import Communicator
 
 
 class Experts(nn.Module):

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 
 from tandem.config.model import NewModelConfig
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.model.config_reader import ConfigReader
 from tandem.model.family import family_to_create
-from tandem.model.huggingface_config import config_json
+from tandem.model.huggingface.config_reader import ConfigReader
+from tandem.model.huggingface.model_config import config_json
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import UserError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, Routing, sum_in_order
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 
 ALONE = Communicator("alone", 0, 1, None, 0.0)
 

@@ -6,7 +6,7 @@ A window is counted in tokens, the token itself included; ``None`` is full causa
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tandem.model.config_reader import ConfigReader
+from tandem.model.huggingface.config_reader import ConfigReader
 
 Windows = tuple[int | None, ...]
 """One entry a layer."""

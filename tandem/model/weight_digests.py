@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import to_huggingface
+from tandem.model.huggingface.model_folder import to_huggingface
 
 
 def weight_digests(decoder: Decoder) -> dict[str, str]:

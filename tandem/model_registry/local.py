@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.model_registry.versions import NewVersion, Stage, Version, stage_named
-from tandem.runtime.sqlite_file import connect, errors, transaction
+from tandem.runtime.records.sqlite_file import connect, errors, transaction
 from tandem.types import RunError, UserError
 
 _LAYOUT = 1

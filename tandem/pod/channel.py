@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.pod.failures import Role, SidecarDied
-from tandem.runtime.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
-from tandem.runtime.faults import FaultPlan
-from tandem.runtime.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
-from tandem.runtime.rpc import RpcClient
+from tandem.runtime.process.faults import FaultPlan
+from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.rpc.rpc_client import RpcClient
 from tandem.types import RunError
 from tandem.types.wire import Frame
 from tandem.weight_transfer.shared_memory import WeightBuffers, sweep

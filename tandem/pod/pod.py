@@ -15,8 +15,8 @@ from typing import Any
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
-from tandem.runtime.journal import Journal
-from tandem.runtime.run_records import Records
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.run_records import Records
 from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
 from tandem.data.task_prompts import task_prompts
-from tandem.model.huggingface_config import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.types import UserError
 
 

@@ -14,7 +14,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory, predict, sleep_mode
 from tandem.layout.shapes import ModelShapes
-from tandem.runtime.available_memory import available_bytes
+from tandem.runtime.machine.available_memory import available_bytes
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
 from tandem.rl.rollout.dispatch import request_key
 from tandem.rl.rollout.groups import samples_of, sampling_params
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.runtime.faults import FaultPoint
-from tandem.runtime.rank_settings import RankSettings
+from tandem.runtime.process.faults import FaultPoint
+from tandem.runtime.process.rank_settings import RankSettings
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
 from tandem.types import RunError, WeightSource, WeightVersion
 from tandem.types.wire_records import decode_prompts, encode_samples

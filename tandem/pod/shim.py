@@ -19,12 +19,12 @@ from tandem.config.recipe import Recipe
 from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
-from tandem.runtime.credentials import read_credential
-from tandem.runtime.faults import FaultPlan, FaultPoint, no_fault
-from tandem.runtime.logs import log_uncaught, setup
-from tandem.runtime.rpc_server import RpcServer
-from tandem.runtime.worker_group import GroupSettings, WorkerGroup
+from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
+from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
+from tandem.runtime.records.logs import log_uncaught, setup
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
+from tandem.runtime.rpc.credentials import read_credential
+from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.types import UserError
 from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
 
@@ -126,7 +126,7 @@ def _serve_http(address: str, methods: dict[str, Method], credential: str, name:
     if not host or not port.isdigit():
         raise UserError(f"--http is '{address}'; give HOST:PORT, for example 0.0.0.0:9000")
     try:
-        from tandem.runtime.http_server import HttpServer
+        from tandem.runtime.rpc.http_server import HttpServer
     except ImportError:
         raise UserError("--http needs starlette and uvicorn; install them with: pip install 'tandem-rl[serve]'") from None
     server = HttpServer(methods, credential, name=name, host=host, port=int(port), fault_point=point)

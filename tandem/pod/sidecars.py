@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.pod.channel import Channel
-from tandem.runtime.calls import Progress
+from tandem.runtime.rpc.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores
 

@@ -9,9 +9,9 @@ from tandem.config.recipe import Recipe
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
 from tandem.pod.worker import make_worker
-from tandem.runtime.credentials import new_credential, write_credential
-from tandem.runtime.faults import FaultPlan
-from tandem.runtime.processes import available_cores
+from tandem.runtime.process.faults import FaultPlan
+from tandem.runtime.process.processes import available_cores
+from tandem.runtime.rpc.credentials import new_credential, write_credential
 from tandem.types import UserError
 
 

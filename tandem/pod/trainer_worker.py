@@ -21,11 +21,11 @@ from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.update import update_policy
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.coordination.embedded import EmbeddedStore
-from tandem.runtime.faults import FaultPoint
-from tandem.runtime.rank_settings import RankSettings
-from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.runtime.process.faults import FaultPoint
+from tandem.runtime.process.rank_settings import RankSettings
+from tandem.runtime.records.tracing import NO_TRACE, Tracer
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.grad_scaler import GradScaler

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tandem.config.recipe import Recipe
 from tandem.pod.failures import Role
-from tandem.runtime.calls import Method
+from tandem.runtime.rpc.calls import Method
 
 
 def make_worker(role: Role, recipe: Recipe, directory: Path, threads: int) -> Mapping[str, Method]:

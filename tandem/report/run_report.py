@@ -17,9 +17,9 @@ from tandem.config.parallel import ScheduleName
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.report.timeline import timeline_section
-from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import read_rows
-from tandem.runtime.tracing import Span, read_trace, traced_steps
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
+from tandem.runtime.records.tracing import Span, read_trace, traced_steps
 from tandem.types import UserError
 
 Row = Mapping[str, Any]

@@ -19,7 +19,7 @@ from tandem.layout.schedules import (
     schedule,
     simulate,
 )
-from tandem.runtime.tracing import Span
+from tandem.runtime.records.tracing import Span
 
 _COLOURS = {
     "forward": "#6ea8fe", "backward": "#479f76", "receive_activation": "#dee2e6", "receive_gradient": "#dee2e6", "send_activation": "#ffda6a",

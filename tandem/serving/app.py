@@ -9,11 +9,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from tandem.serving import adapters, control, generate, openai, probes
+from tandem.serving.engines.instance import InstanceDied
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.guard import Guard
-from tandem.serving.instance import InstanceDied
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from tandem.serving.routes import adapters, control, generate, openai, probes
 from tandem.serving.sessions import ClientLeft
 from tandem.serving.state import ServerState
 

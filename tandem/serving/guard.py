@@ -6,8 +6,8 @@ import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.serving import adapters, control
 from tandem.serving.errors import ApiError, unauthorised, unavailable
+from tandem.serving.routes import adapters, control
 from tandem.serving.state import ServerState
 
 CONTROL = frozenset((*control.PATHS, *adapters.PATHS))

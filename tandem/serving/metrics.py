@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tandem.engine.metrics.stats import EngineStats
 from tandem.engine.processing.outputs import RequestOutput
-from tandem.serving.messages import EngineInfo
-from tandem.serving.stream import Stream
+from tandem.serving.engines.messages import EngineInfo
+from tandem.serving.engines.stream import Stream
 
 _LABELS = ("model_name", "engine")
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)

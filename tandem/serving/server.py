@@ -11,11 +11,11 @@ from typing import Any
 
 import uvicorn
 
-from tandem.runtime.patient_protocol import PatientProtocol
-from tandem.serving.adapters import ServedAdapters
+from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.serving.app import make_app
+from tandem.serving.engines.pool import Pool
 from tandem.serving.metrics import Metrics
-from tandem.serving.pool import Pool
+from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
 from tandem.text.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.processing.outputs import RequestOutput
+from tandem.serving.engines.messages import EngineRequest
+from tandem.serving.engines.pool import Pool
+from tandem.serving.engines.stream import Outputs, Stream
 from tandem.serving.errors import ApiError
-from tandem.serving.messages import EngineRequest
-from tandem.serving.pool import Pool
-from tandem.serving.stream import Outputs, Stream
 
 DONE = b"data: [DONE]\n\n"
 

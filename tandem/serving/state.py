@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.engine.lora.request import LoRARequest
-from tandem.serving.adapters import ServedAdapters
+from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.metrics import Metrics
-from tandem.serving.pool import Pool
+from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, read_tensors, unfilled_model
-from tandem.model.huggingface_config import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.model_folder import load_model, read_tensors, unfilled_model
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.offload.activations import ActivationOffload
 from tandem.trainer.optimizers.make import offload_folder

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.api import TokenLogprobs
 from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import LayerFunction
-from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, no_pipelining
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from tandem.layout.mesh import Mesh, MeshShape
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.runtime.communicator import Communicator, connect, join
-from tandem.runtime.faults import FaultPlan, FaultPoint, no_fault
-from tandem.runtime.heartbeat_table import Heartbeat, HeartbeatTable
-from tandem.runtime.logs import log_uncaught, setup
-from tandem.runtime.rank_settings import RankSettings
-from tandem.runtime.stacks import answer_with_stacks
-from tandem.runtime.worker import serve
+from tandem.runtime.collectives.communicator import Communicator, connect, join
+from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
+from tandem.runtime.process.heartbeat_table import Heartbeat, HeartbeatTable
+from tandem.runtime.process.rank_settings import RankSettings
+from tandem.runtime.process.stacks import answer_with_stacks
+from tandem.runtime.process.worker import serve
+from tandem.runtime.records.logs import log_uncaught, setup
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.types import UserError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.api import TokenLogprobs
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
-from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.optimizers.adamw import Optimizer

@@ -15,8 +15,8 @@ from torch import Tensor
 from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
-from tandem.runtime.agreement import vote
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.agreement import vote
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
 from tandem.trainer.checkpoint.shard import Key, Piece, divide

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.runtime.agreement import vote
-from tandem.runtime.communicator import CollectiveError, Communicator
+from tandem.runtime.collectives.agreement import vote
+from tandem.runtime.collectives.communicator import CollectiveError, Communicator
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion

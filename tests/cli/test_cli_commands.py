@@ -12,7 +12,7 @@ import yaml
 from helpers_cli import Done, real
 
 from tandem.cli.main import COMMANDS
-from tandem.runtime.metrics import read_rows
+from tandem.runtime.records.metrics import read_rows
 
 
 @pytest.mark.parametrize("name", COMMANDS)

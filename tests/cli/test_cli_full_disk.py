@@ -11,7 +11,7 @@ from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
-from tandem.runtime.run_lock import RunLock
+from tandem.runtime.records.run_lock import RunLock
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from tandem import LLM, SamplingParams
 from tandem.cli.main import parser
 from tandem.config.recipe import load_config
 from tandem.data.tasks.jsonl import read_jsonl
-from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import read_rows
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)

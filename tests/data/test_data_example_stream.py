@@ -9,7 +9,7 @@ import pytest
 from tandem.data.example_stream import ExampleStream
 from tandem.data.shards import ShardReader, ShardWriter
 from tandem.data.stream import Piece, TokenStream
-from tandem.data.tokenize import TokenizedDataset
+from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.types import UserError
 
 LENGTHS = [[3, 40, 5, 1], [], [25, 2, 2, 2, 9], [100]]

@@ -15,11 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from tandem.config.model import NewModelConfig
-from tandem.data.documents import DocumentFormat
-from tandem.data.encode_examples import ExampleEncoder
 from tandem.data.examples import read_example
 from tandem.data.shards import ShardReader
-from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.encode_examples import ExampleEncoder
+from tandem.data.tokenizing.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
 from tandem.model.new_model import write_tokenizer
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
@@ -280,7 +280,7 @@ def test_broken_example_is_one_line_with_file_and_place(row: Any, why: str, refu
 
 
 def test_broken_examples_of_every_kind_can_be_skipped_and_are_counted(marked: Path, tmp_path: Path) -> None:
-    from tandem.data.documents import Part, documents
+    from tandem.data.tokenizing.documents import Part, documents
 
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [PAIRS[0], *(row for row, _ in BROKEN), PAIRS[1]]))

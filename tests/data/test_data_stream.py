@@ -11,7 +11,7 @@ from tandem.data.loader import Loader, batch_indices
 from tandem.data.mixture import BLOCK, Mixture, mixed
 from tandem.data.shards import ShardReader, ShardWriter
 from tandem.data.stream import Piece, TokenStream
-from tandem.data.tokenize import TokenizedDataset
+from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.types import RunError, UserError
 
 

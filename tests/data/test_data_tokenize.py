@@ -18,10 +18,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tandem.data.documents import DocumentFormat, Part, divide, documents
 from tandem.data.shards import ShardReader
-from tandem.data.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
+from tandem.data.tokenizing.documents import DocumentFormat, Part, divide, documents
+from tandem.data.tokenizing.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.storage.files import StoredFile, open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError

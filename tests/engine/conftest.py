@@ -12,7 +12,7 @@ from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
-from tandem.model.huggingface import save_model, to_huggingface
+from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
 

@@ -12,7 +12,7 @@ from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.structured_output.params import StructuredOutputsParams
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError, WeightVersion
 from tandem.types.kv_cache import KV_CACHE_DTYPES
 

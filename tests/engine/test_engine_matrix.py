@@ -14,7 +14,7 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.kernels import select
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 from tandem.types import WeightVersion
 

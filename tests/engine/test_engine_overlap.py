@@ -13,7 +13,7 @@ from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import RunError, UserError, WeightVersion
 
 PROMPTS = ["q", "sort 4 1 9 2", "the quick brown fox jumps over the lazy dog", "x" * 48]

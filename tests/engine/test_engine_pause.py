@@ -9,7 +9,7 @@ from tandem.engine.core.lifecycle import State, Transition
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError, WeightVersion
 
 PARAMS = SamplingParams(n=2, seed=1, max_tokens=30, ignore_eos=True)

@@ -11,7 +11,7 @@ from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
-from tandem.model.huggingface import load_model, read_tensors
+from tandem.model.huggingface.model_folder import load_model, read_tensors
 from tandem.trainer.logprobs import infer
 from tandem.trainer.micro_batch import collate
 from tandem.types import TrainSequence, UserError, WeightVersion

@@ -13,7 +13,7 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.kernels.quantized import PackedQuantized
-from tandem.model.huggingface import load_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, to_huggingface
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 from tandem.types import UserError, WeightVersion
 

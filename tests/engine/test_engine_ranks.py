@@ -19,7 +19,7 @@ from tandem import LLM, SamplingParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model, to_huggingface
+from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.types import RunError, UserError, WeightVersion
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), list(range(39)), [7] * 16)]

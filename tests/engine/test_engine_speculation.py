@@ -14,7 +14,7 @@ from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.engine.spec_decode.ngram_proposer import NgramIndex
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError, WeightVersion
 
 PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog"]

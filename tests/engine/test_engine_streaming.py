@@ -16,7 +16,7 @@ from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingPara
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 from tandem.types import UserError
 

@@ -19,7 +19,7 @@ from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model, to_huggingface
+from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import Tokenizer as Text

@@ -12,7 +12,7 @@ from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import Kernels, select
 from tandem.model.attention import PackedContext
-from tandem.model.huggingface import load_model
+from tandem.model.huggingface.model_folder import load_model
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":

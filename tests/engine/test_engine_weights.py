@@ -9,7 +9,7 @@ import torch
 from tandem.engine.kv_cache.block_pool import BlockPool
 from tandem.engine.llm import DUMMY_VERSION, LLM
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError, WeightVersion
 
 PROMPTS = ["sort 4 1 9 2", "the quick brown fox jumps over the lazy dog"]

@@ -15,7 +15,7 @@ from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 
 SHAPES = ModelShapes(

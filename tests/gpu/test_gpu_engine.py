@@ -14,7 +14,7 @@ from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, read_tensors, save_model
+from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model
 from tandem.model.initialise import initialise
 from tandem.types import WeightVersion
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tandem.runtime.metrics import VOLATILE
+from tandem.runtime.records.metrics import VOLATILE
 
 
 def command(*arguments: str, status: int = 0, folder: Path | None = None) -> str:

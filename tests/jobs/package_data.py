@@ -4,9 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-from tandem.data.documents import DocumentFormat
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.storage.files import open_storage
 
 

@@ -11,14 +11,14 @@ from package_data import make_datasets
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
-from tandem.jobs import device_speed
-from tandem.jobs.device_speed import DeviceSpeed
-from tandem.jobs.replay_data import replay_data_step
+from tandem.jobs.data_run import device_speed
+from tandem.jobs.data_run.device_speed import DeviceSpeed
+from tandem.jobs.replay.replay_data import replay_data_step
 from tandem.jobs.start import resume, train
-from tandem.runtime import gpus
 from tandem.runtime.callback import Callback
-from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import read_rows
+from tandem.runtime.machine import gpus
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
 from tandem.types import UserError
 
 ROOT = Path(__file__).parents[2]

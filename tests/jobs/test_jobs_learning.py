@@ -7,8 +7,8 @@ import pytest
 from tandem.config.recipe import load_config
 from tandem.jobs.result import RunResult
 from tandem.jobs.start import train
-from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import read_rows
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -9,8 +9,8 @@ from test_jobs_ranks import data, write_recipe  # noqa: F401 - a fixture too
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
-from tandem.jobs import checks
-from tandem.jobs.check_data import check_data_run
+from tandem.jobs.checks import check_run
+from tandem.jobs.checks.check_data import check_data_run
 from tandem.types import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_every_rank_that_starts_on_this_machine_is_counted_whatever_ranks_per_no
 
 
 def test_more_ranks_than_cores_is_a_warning_that_says_the_cost(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(checks, "available_cores", lambda: 2)
+    monkeypatch.setattr(check_run, "available_cores", lambda: 2)
     (warning,) = [line for line in checked(tmp_path, data, "parallel.data=4", "machine.memory_gib=4") if line.startswith("warning")]
     assert "4 ranks share 2 cores: a step takes about 2.0 times as long" in warning
     assert not [line for line in checked(tmp_path, data, "parallel.data=2", "machine.memory_gib=4") if line.startswith("warning")]

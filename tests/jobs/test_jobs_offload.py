@@ -14,9 +14,9 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
-from tandem.jobs.check_data import check_data_run
+from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.start import resume
-from tandem.model.huggingface_config import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.new_model import folder_without_weights
 from tandem.trainer.offload import activations
 from tandem.types import RunError, UserError

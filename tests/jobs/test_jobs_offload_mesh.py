@@ -24,9 +24,9 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.estimate.training_bytes import training_bytes
-from tandem.jobs.check_data import check_data_run
+from tandem.jobs.checks.check_data import check_data_run
 from tandem.model.create_model import create_model
-from tandem.model.huggingface_config import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.types import UserError
 
 # Activations of at least 64 KiB are offloaded.

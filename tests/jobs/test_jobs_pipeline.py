@@ -14,7 +14,7 @@ from package_data import make_datasets
 from safetensors.torch import load_file
 from sharded import tensors_of
 
-from tandem.runtime.tracing import Span, read_trace
+from tandem.runtime.records.tracing import Span, read_trace
 
 STEPS = 5
 

@@ -19,17 +19,17 @@ from data_runs import rows
 from transformers import AutoModelForCausalLM
 
 from tandem.config.recipe import load_config
-from tandem.data.documents import DocumentFormat
 from tandem.data.mixture import Mixture
 from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import TokenStream
-from tandem.data.tokenize import TokenizeSettings, tokenize
-from tandem.data.train_tokenizer import train_tokenizer
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
+from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.jobs.start import resume, train
 from tandem.runtime.callback import Callback
-from tandem.runtime.journal import Journal
-from tandem.runtime.metrics import MetricsFile
-from tandem.runtime.run_records import Records
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import MetricsFile
+from tandem.runtime.records.run_records import Records
 from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError

@@ -17,7 +17,7 @@ from sharded import is_same, tensors_of
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.write import PHASES
 
 STEPS = 12

@@ -15,7 +15,7 @@ from package_data import make_datasets
 from tandem.cli.main import main
 from tandem.config.recipe import load_config
 from tandem.jobs.start import train
-from tandem.runtime.metrics import VOLATILE
+from tandem.runtime.records.metrics import VOLATILE
 from tandem.types import RunError
 
 STEPS = 6

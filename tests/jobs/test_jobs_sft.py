@@ -22,16 +22,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from tandem import LLM, SamplingParams
 from tandem.config.recipe import load_config
-from tandem.data.documents import DocumentFormat
 from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import Mixture
 from tandem.data.shards import ShardReader
-from tandem.data.tokenize import TokenizeSettings, read_dataset, tokenize
-from tandem.jobs.replay import replay
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, read_dataset, tokenize
+from tandem.jobs.replay.replay_step import replay
 from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.callback import Callback
-from tandem.runtime.faults import FaultPlan
-from tandem.runtime.journal import Journal
+from tandem.runtime.process.faults import FaultPlan
+from tandem.runtime.records.journal import Journal
 from tandem.storage.files import open_storage
 from tandem.types import UserError
 

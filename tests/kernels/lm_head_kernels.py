@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.kernels import select
 from tandem.kernels.mixed import MixedKernels
 from tandem.kernels.reference import ReferenceKernels
-from tandem.model.vocabulary_parallel import Head, vocabulary_logprobs
+from tandem.model.parallel.vocabulary_parallel import Head, vocabulary_logprobs
 
 
 class OneRank:

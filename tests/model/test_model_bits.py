@@ -16,7 +16,7 @@ from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
-from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
 

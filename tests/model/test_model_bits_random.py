@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.kernels import Kernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, to_huggingface
+from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 
 Run = Callable[..., list[Tensor]]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.families import mixtral
-from tandem.model.huggingface import config_json, read_shapes
+from tandem.model.huggingface.model_folder import config_json, read_shapes
 from tandem.types import UserError
 
 BASE = {

@@ -15,7 +15,7 @@ from tandem.kernels import select
 from tandem.model import families
 from tandem.model.create_model import create_model
 from tandem.model.family import all_families
-from tandem.model.huggingface import load_model, read_shapes, save_model
+from tandem.model.huggingface.model_folder import load_model, read_shapes, save_model
 from tandem.model.new_model import shapes_of
 from tandem.types import UserError
 

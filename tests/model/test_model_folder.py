@@ -9,7 +9,7 @@ import torch
 from tandem.kernels import Kernels, select
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, load_tensors, read_tensors, save_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import RunError, UserError

@@ -5,7 +5,7 @@ import torch
 
 from tandem.kernels.reference import ReferenceKernels
 from tandem.model.decoder import PackedContext
-from tandem.model.huggingface import load_model, read_tensors, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, read_tensors, to_huggingface
 
 CASES = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),

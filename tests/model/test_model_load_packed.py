@@ -10,7 +10,7 @@ from tandem.kernels.api import PagedBatch, untouched_zeros
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PagedContext
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.types import UserError
 

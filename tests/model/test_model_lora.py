@@ -14,7 +14,7 @@ from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
-from tandem.model.huggingface import load_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, to_huggingface
 from tandem.model.lora import load_adapter, lora_batch, stack
 from tandem.types import UserError
 

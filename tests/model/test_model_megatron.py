@@ -18,7 +18,7 @@ from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
-from tandem.model.huggingface import read_tensors, save_model
+from tandem.model.huggingface.model_folder import read_tensors, save_model
 from tandem.model.megatron.arguments import arguments_of, shapes_of
 from tandem.model.megatron.layout import MegatronMesh
 from tandem.types import UserError
@@ -156,7 +156,7 @@ def test_local_spelling_and_args_alone_are_enough_and_any_cut_becomes_any_other(
     convert(tmp_path / "first", tmp_path / "second", to="megatron", mesh=MegatronMesh(1, 1, 1))
     convert(tmp_path / "second" / "release", tmp_path / "back", to="huggingface", config=None)
     assert same(load_file(tmp_path / "back" / "model.safetensors"), dict(read_tensors(source)))
-    from tandem.model.huggingface_config import read_shapes
+    from tandem.model.huggingface.model_config import read_shapes
 
     assert read_shapes(tmp_path / "back") == read_shapes(source)
 

@@ -11,7 +11,7 @@ from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
-from tandem.model.huggingface import load_model, load_tensors, read_shapes, save_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, load_tensors, read_shapes, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.moe import Experts, load_balancing_loss, mixture
 from tandem.types import UserError

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 from tandem.model.quantization.formats import read_format
 from tandem.model.quantization.load import held_bytes, load_quantized

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.kernels import Kernels, select
-from tandem.model.huggingface import load_model
+from tandem.model.huggingface.model_folder import load_model
 from tandem.model.quantization.formats import format_of, read_format
 from tandem.model.quantization.load import load_quantized
 from tandem.types import UserError

@@ -13,7 +13,7 @@ from tandem.kernels import select
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, save_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.quantization import calibration, quantize
 from tandem.model.quantization.awq import clip, search_scales
@@ -267,7 +267,7 @@ def test_calibration_text_is_cut_into_sequences_with_the_end_held_out(tmp_path: 
 
 
 def test_perplexity_is_that_of_transformers(peer_model: Callable[..., Any]) -> None:
-    from tandem.model.huggingface import load_tensors, read_shapes
+    from tandem.model.huggingface.model_folder import load_tensors, read_shapes
 
     peer = peer_model("llama", hidden_size=64, tie_word_embeddings=False)
     tokens = tokens_of(3)

@@ -12,7 +12,7 @@ import torch
 from tandem.kernels import Kernels, select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.huggingface import load_model, save_model
+from tandem.model.huggingface.model_folder import load_model, save_model
 from tandem.model.initialise import initialise
 from tandem.model.quantization.calibration import perplexity, sequences_of
 from tandem.model.quantization.formats import read_format

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tandem.model.huggingface import read_shapes
+from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.rotary import rotary_table
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

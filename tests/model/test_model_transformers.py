@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.kernels import select
-from tandem.model.huggingface import load_model, read_shapes, save_model
+from tandem.model.huggingface.model_folder import load_model, read_shapes, save_model
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -15,8 +15,8 @@ from tandem.layout.mesh import GroupName
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.sharding import ShardSpec, cut_slices, is_held
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.huggingface import load_tensors, to_huggingface
-from tandem.runtime.communicator import Communicator
+from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate

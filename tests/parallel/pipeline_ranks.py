@@ -15,9 +15,9 @@ from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.huggingface import load_tensors, to_huggingface
-from tandem.model.parallel import ModelParallel
-from tandem.runtime.communicator import Communicator
+from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
+from tandem.model.parallel.model_parallel import ModelParallel
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.logprobs import infer
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss

@@ -20,7 +20,7 @@ from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import ShardSpec, cut_slices
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors
+from tandem.model.huggingface.model_folder import load_tensors
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.grad_scaler import GradScaler

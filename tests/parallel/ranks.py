@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.layout.mesh import GroupName, Mesh, MeshShape
-from tandem.runtime.communicator import Communicator, join
+from tandem.runtime.collectives.communicator import Communicator, join
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0

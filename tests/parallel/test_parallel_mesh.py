@@ -10,7 +10,7 @@ from ranks import Here, Ranks
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
 from tandem.layout.placement import check_placement
-from tandem.runtime.communicator import FEW_BYTES
+from tandem.runtime.collectives.communicator import FEW_BYTES
 from tandem.types import UserError
 
 SHAPES = [MeshShape(), MeshShape(data=2, tensor=2), MeshShape(2, 2, 2), MeshShape(data=4, context=2, expert=4), MeshShape(3, 2, 2, 2, 6)]

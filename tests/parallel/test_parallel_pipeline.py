@@ -17,7 +17,7 @@ from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, load_tensors, save_model, to_huggingface
+from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model, to_huggingface
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.parallel.pipeline import Pipeline

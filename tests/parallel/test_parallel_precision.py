@@ -17,8 +17,8 @@ from tandem.kernels.mixed import Precision, in_precision
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors
-from tandem.runtime.communicator import Communicator
+from tandem.model.huggingface.model_folder import load_tensors
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss

@@ -6,7 +6,7 @@ from ranks import Here, Ranks
 from torch import Tensor
 
 from tandem.layout.mesh import MeshShape
-from tandem.runtime.communicator import FEW_BYTES, Communicator
+from tandem.runtime.collectives.communicator import FEW_BYTES, Communicator
 
 
 class Counted:

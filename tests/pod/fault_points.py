@@ -7,7 +7,7 @@ and those that it passes on. Written down from the figure's cycle and the recipe
 
 from collections.abc import Iterator
 
-from tandem.runtime.faults import Fault
+from tandem.runtime.process.faults import Fault
 
 STEPS = 6
 EVERY = 2

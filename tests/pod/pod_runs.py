@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from tandem.runtime.journal import Event, Journal, Transition
-from tandem.runtime.metrics import VOLATILE
+from tandem.runtime.records.journal import Event, Journal, Transition
+from tandem.runtime.records.metrics import VOLATILE
 
 HERE = Path(__file__).parent
 RECIPE = HERE / "tiny.yaml"

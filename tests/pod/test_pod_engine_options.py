@@ -13,7 +13,7 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, read_tensors
+from tandem.model.huggingface.model_folder import load_model, read_tensors
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.rl.algorithms.batch import train_sequence

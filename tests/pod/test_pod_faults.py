@@ -7,7 +7,7 @@ import pytest
 from fault_points import every_fault_point
 from pod_runs import PodRun, difference
 
-from tandem.runtime.journal import COMMITS
+from tandem.runtime.records.journal import COMMITS
 
 REPRESENTATIVE = (
     "trainer_worker:after:train:3",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pod_runs import PodRun
 
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 
 TWO_HEADS = "--model.create.num_key_value_heads=2"
 FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pod_runs import PodRun, finish
 
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 
 CHANGED = """
 from rewards import digits as recorded_digits

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pod_runs import PodRun, difference, recipe_with
 
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 from tandem.types import Sample
 
 BREAKS = {

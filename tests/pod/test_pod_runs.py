@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pod_runs import PodRun, difference, finish
 
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.states import RolloutState
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pod_runs import PodRun, difference
 
-from tandem.model.huggingface import read_tensors
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.states import TrainerState
-from tandem.runtime.journal import Journal
+from tandem.runtime.records.journal import Journal
 
 
 def details(run: PodRun, state: TrainerState) -> list[dict[str, Any]]:

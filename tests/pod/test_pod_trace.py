@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pod_runs import PodRun
 
-from tandem.runtime.tracing import Span, read_trace
+from tandem.runtime.records.tracing import Span, read_trace
 
 CALLS = ["offload", "convert", "register", "onload", "inference", "train", "save"]
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")

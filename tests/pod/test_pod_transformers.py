@@ -10,8 +10,8 @@ from grpo_replica import GrpoReplica, Settings
 from pod_runs import PodRun, recipe_with
 from torch import Tensor
 
-from tandem.model.huggingface import read_tensors
-from tandem.runtime.journal import Journal
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.runtime.records.journal import Journal
 
 STEPS = 10
 # The run must be well conditioned, or chance decides how far any fp32 run is from float64. With AdamW's usual epsilon a parameter whose

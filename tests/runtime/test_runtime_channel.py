@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tandem.runtime.calls import message_from, message_meta
-from tandem.runtime.channel import BrokenFrame, Channel
+from tandem.runtime.rpc.calls import message_from, message_meta
+from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.types.wire import MAGIC, PREFIX, Frame, decode, encode
 
 
@@ -139,7 +139,7 @@ def test_a_frame_of_the_journals_of_older_runs_is_read():
 
 
 def test_a_message_with_a_missing_or_an_unknown_field_is_refused():
-    from tandem.serving.messages import Abort
+    from tandem.serving.engines.messages import Abort
 
     assert message_from(Abort, message_meta(Abort(["a"]))) == Abort(["a"])
     with pytest.raises(ValueError, match=r"not a valid Abort: .*'ids'"):

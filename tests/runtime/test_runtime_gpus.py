@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tandem.config.machine import MachineConfig
-from tandem.runtime import gpus
-from tandem.runtime.gpus import Gpu, Probe, check_gpu_memory, chosen_device
+from tandem.runtime.machine import gpus
+from tandem.runtime.machine.gpus import Gpu, Probe, check_gpu_memory, chosen_device
 from tandem.types import RunError, UserError
 
 GIB = 1 << 30

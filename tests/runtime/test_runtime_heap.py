@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from tandem.runtime.heap import kept_heap_environment
+from tandem.runtime.machine.heap import kept_heap_environment
 
 MEASURE = """
 import ctypes, resource
-from tandem.runtime.heap import freed_memory_kept
+from tandem.runtime.machine.heap import freed_memory_kept
 c = ctypes.CDLL("libc.so.6")
 c.malloc.restype, c.malloc.argtypes, c.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
 c.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -37,7 +37,7 @@ print(outside, inside, held - resident())
 
 TENSORS = """
 import torch
-from tandem.runtime.heap import freed_memory_kept
+from tandem.runtime.machine.heap import freed_memory_kept
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.faults import Fault, FaultPlan, no_fault
-from tandem.runtime.journal import COMMITS, Journal
-from tandem.runtime.run_lock import RunLock
+from tandem.runtime.process.faults import Fault, FaultPlan, no_fault
+from tandem.runtime.records.journal import COMMITS, Journal
+from tandem.runtime.records.run_lock import RunLock
 from tandem.types import FinishReason, RunError, Sample, Score, ScoreState, UserError, WeightVersion
 
 
@@ -211,8 +211,8 @@ WRITER = """
     from pathlib import Path
     sys.path.insert(0, sys.argv[3])
     from test_runtime_journal import sample, score
-    from tandem.runtime.faults import FaultPlan
-    from tandem.runtime.journal import Journal
+    from tandem.runtime.process.faults import FaultPlan
+    from tandem.runtime.records.journal import Journal
     directory = Path(sys.argv[1])
     point = FaultPlan.parse(sys.argv[2]).point("controller", directory)
     with Journal(directory / "journal.sqlite", fault_point=point) as journal:
@@ -251,7 +251,7 @@ def test_a_journal_killed_at_any_moment_opens_with_whole_steps_only(tmp_path):
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
         from test_runtime_journal import sample
-        from tandem.runtime.journal import Journal
+        from tandem.runtime.records.journal import Journal
         journal = Journal(Path(sys.argv[1]) / "journal.sqlite")
         step = len(journal.journalled_steps())
         while True:
@@ -293,7 +293,7 @@ def test_the_pod_role_kills_the_whole_process_group(tmp_path):
     code = """
         import subprocess, sys
         from pathlib import Path
-        from tandem.runtime.faults import FaultPlan
+        from tandem.runtime.process.faults import FaultPlan
         child = subprocess.Popen(["sleep", "60"])
         print(child.pid, flush=True)
         FaultPlan.parse("pod:before:train:0").point("controller", Path(sys.argv[1]))("before:train:0")
@@ -317,7 +317,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_second_run_on_a_directory_is_told_who_has_it(tmp_path):
-    code = "import sys; from pathlib import Path; from tandem.runtime.run_lock import RunLock; RunLock(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from tandem.runtime.records.run_lock import RunLock; RunLock(Path(sys.argv[1]))"
     with RunLock(tmp_path):
         second = run_python(code, tmp_path)
         assert f"is in use by process {os.getpid()}; wait for it" in second.stderr
@@ -328,7 +328,7 @@ def test_a_killed_holder_leaves_the_lock_free(tmp_path):
     code = """
         import os, signal, sys
         from pathlib import Path
-        from tandem.runtime.run_lock import RunLock
+        from tandem.runtime.records.run_lock import RunLock
         lock = RunLock(Path(sys.argv[1]))
         os.kill(os.getpid(), signal.SIGKILL)
     """

@@ -9,9 +9,9 @@ import textwrap
 
 import pytest
 
-from tandem.runtime import logs
-from tandem.runtime.metrics import MetricsFile, read_rows
-from tandem.runtime.numerics import check_numerics, instruction_set, numerics_record
+from tandem.runtime.machine.numerics import check_numerics, instruction_set, numerics_record
+from tandem.runtime.records import logs
+from tandem.runtime.records.metrics import MetricsFile, read_rows
 from tandem.types import RunError, UserError
 
 
@@ -30,7 +30,7 @@ def test_a_row_is_there_when_append_returns_even_after_kill_9(tmp_path):
     code = """
         import os, sys
         from pathlib import Path
-        from tandem.runtime.metrics import MetricsFile
+        from tandem.runtime.records.metrics import MetricsFile
         metrics = MetricsFile(Path(sys.argv[1]))
         for step in range(3):
             metrics.append({"step": step, "kl": 0.0})

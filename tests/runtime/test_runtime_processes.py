@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.processes import (
+from tandem.runtime.process.processes import (
     Threads,
     available_cores,
     describe_exit,
@@ -37,7 +37,7 @@ def gone(pid: int, deadline_s: float = 10.0) -> bool:
 
 PARENT = """
     import sys, threading, time
-    from tandem.runtime.processes import Threads, spawn
+    from tandem.runtime.process.processes import Threads, spawn
     from_thread = sys.argv[1] == "thread"
     def start():
         global child
@@ -70,7 +70,7 @@ def test_a_child_lives_with_its_parent_and_dies_with_its_kill_9(where):
 
 
 def test_a_child_whose_parent_is_gone_before_it_starts_ends_itself():
-    done = subprocess.run([sys.executable, "-m", "tandem.runtime.child", "1", "exec", "sleep", "60"], timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-m", "tandem.runtime.process.child", "1", "exec", "sleep", "60"], timeout=20, check=False)
     assert done.returncode == -signal.SIGKILL
 
 
@@ -170,7 +170,7 @@ def test_threads_that_ask_together_each_get_their_child():
 
 def test_a_log_is_cut_into_parts_before_it_fills_a_disk(tmp_path):
     code = (
-        "import logging, sys; from pathlib import Path; from tandem.runtime import logs; logs.MAX_LOG_BYTES = 10_000; "
+        "import logging, sys; from pathlib import Path; from tandem.runtime.records import logs; logs.MAX_LOG_BYTES = 10_000; "
         "logs.setup('controller', Path(sys.argv[1])); [logging.warning('line %05d', i) for i in range(2000)]"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

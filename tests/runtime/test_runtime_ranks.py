@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tandem.layout.mesh import Mesh, MeshShape
-from tandem.runtime.communicator import CollectiveError, join
-from tandem.runtime.hang_watchdog import FACTOR, HangWatchdog
-from tandem.runtime.heartbeat_table import HeartbeatTable, RankState
-from tandem.runtime.stacks import innermost, stacks_of
+from tandem.runtime.collectives.communicator import CollectiveError, join
+from tandem.runtime.process.hang_watchdog import FACTOR, HangWatchdog
+from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
+from tandem.runtime.process.stacks import innermost, stacks_of
 
 DEADLINE_S = 3.0
 STATE = RankState(0, 100, 1000.0, 0, "forward", "", "", 0.0, 0, 0, 0.0)
@@ -101,7 +101,7 @@ def test_rank_that_has_not_begun_is_no_hang_and_neither_is_a_slow_start() -> Non
 SLEEPER = """
 import sys, time
 from pathlib import Path
-from tandem.runtime.stacks import answer_with_stacks
+from tandem.runtime.process.stacks import answer_with_stacks
 
 def wait_for_ever():
     print("ready", flush=True)
@@ -133,7 +133,7 @@ def test_collective_that_does_not_end_is_named_after_its_deadline(tmp_path: Path
     code = (
         "import sys, time, torch, torch.distributed as dist\n"
         "from tandem.layout.mesh import Mesh, MeshShape\n"
-        "from tandem.runtime.communicator import join\n"
+        "from tandem.runtime.collectives.communicator import join\n"
         "print('ready', flush=True)\n"
         "held = join(Mesh(MeshShape(data=2), 1), dist.FileStore(sys.argv[1], 2), torch.device('cpu'), 60.0)\n"
         "time.sleep(60)\n"

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.calls import PeerDied, RemoteError, RpcTimeout, WorkerDied
-from tandem.runtime.channel import Channel
-from tandem.runtime.credentials import new_credential, read_credential, write_credential
-from tandem.runtime.http_client import HttpClient
-from tandem.runtime.http_server import HttpServer
-from tandem.runtime.processes import Threads, kill, spawn
-from tandem.runtime.rpc import RpcClient
-from tandem.runtime.rpc_server import RpcServer
+from tandem.runtime.process.processes import Threads, kill, spawn
+from tandem.runtime.rpc.calls import PeerDied, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.rpc.channel import Channel
+from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
+from tandem.runtime.rpc.http_client import HttpClient
+from tandem.runtime.rpc.http_server import HttpServer
+from tandem.runtime.rpc.rpc_client import RpcClient
+from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.types import RunError, UserError
 from tandem.types.wire import MAGIC, PREFIX, encode
 
@@ -366,8 +366,9 @@ def test_a_credential_is_for_its_owner_only(tmp_path):
 
 def test_the_control_channel_starts_without_torch():
     code = (
-        "import sys, tandem.runtime.rpc, tandem.runtime.rpc_server, tandem.runtime.http_client, tandem.runtime.worker, tandem.runtime.journal, "
-        "tandem.runtime.metrics, tandem.runtime.logs, tandem.runtime.numerics, tandem.runtime.coordination.embedded, "
+        "import sys, tandem.runtime.rpc.rpc_client, tandem.runtime.rpc.rpc_server, tandem.runtime.rpc.http_client, "
+        "tandem.runtime.process.worker, tandem.runtime.records.journal, tandem.runtime.records.metrics, tandem.runtime.records.logs, "
+        "tandem.runtime.machine.numerics, tandem.runtime.coordination.embedded, "
         "tandem.weight_transfer.shared_memory, tandem.weight_transfer.publication; "
         "print([m for m in ('torch', 'numpy', 'rich', 'yaml', 'starlette', 'uvicorn', 'asyncio') if m in sys.modules])"
     )

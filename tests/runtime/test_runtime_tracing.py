@@ -8,7 +8,7 @@ import pytest
 
 from tandem.layout.schedules import PipelineShape
 from tandem.report.timeline import bubble
-from tandem.runtime.tracing import NO_TRACE, Span, Tracer, read_trace, traced_steps
+from tandem.runtime.records.tracing import NO_TRACE, Span, Tracer, read_trace, traced_steps
 from tandem.types import UserError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.calls import RemoteError, RpcTimeout, WorkerDied
-from tandem.runtime.processes import Threads
-from tandem.runtime.worker import Worker
+from tandem.runtime.process.processes import Threads
+from tandem.runtime.process.worker import Worker
+from tandem.runtime.rpc.calls import RemoteError, RpcTimeout, WorkerDied
 from tandem.types import RunError, UserError
 
 HELPERS = str(Path(__file__).parent / "helpers")

@@ -18,7 +18,7 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model, to_huggingface
+from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 
 torch.set_num_threads(1)

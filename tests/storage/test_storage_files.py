@@ -7,7 +7,7 @@ import pytest
 from tandem.data.shard_files import ShardFiles
 from tandem.data.shards import ShardWriter
 from tandem.data.stream import TokenStream
-from tandem.data.tokenize import TokenizedDataset
+from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.storage.files import open_storage, read, read_blocks
 from tandem.types import RunError, UserError
 

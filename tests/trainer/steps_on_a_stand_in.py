@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tandem.kernels.mixed as mixed
-import tandem.model.vocabulary_parallel as vocabulary_parallel
+import tandem.model.parallel.vocabulary_parallel as vocabulary_parallel
 import tandem.trainer.micro_batch as micro_batch
 import tandem.trainer.optimizers.adamw_host as adamw_host
 import tandem.trainer.parallel.pipeline as pipeline_room
@@ -34,7 +34,7 @@ from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.runtime.communicator import GROUPS, HOST_GROUPS, Communicator
+from tandem.runtime.collectives.communicator import GROUPS, HOST_GROUPS, Communicator
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss

@@ -4,7 +4,7 @@ import os
 import signal
 
 from tandem.config.checkpoint import CheckpointConfig
-from tandem.runtime.requests import SignalRequests
+from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole, prune
 from tandem.trainer.checkpoint.read import Contents
@@ -49,7 +49,7 @@ import torch, torch.distributed as dist
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
 from test_trainer_checkpoint_faults import RANKS, rows
-from tandem.runtime.communicator import connect
+from tandem.runtime.collectives.communicator import connect
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.types import RunError
 

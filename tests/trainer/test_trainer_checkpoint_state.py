@@ -12,8 +12,8 @@ from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import to_huggingface
-from tandem.runtime.communicator import Communicator
+from tandem.model.huggingface.model_folder import to_huggingface
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole
 from tandem.trainer.checkpoint.model_state import load_state, parts_of, run_shards, state_shards

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.storage.files import Storage, open_storage, read
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tandem.model.safetensors_file import write_file
+from tandem.model.huggingface.safetensors_file import write_file
 from tandem.trainer.checkpoint.commit import MARKER, commit_folder, damage, discard, read_digest, sweep
 from tandem.types import RunError
 
@@ -107,7 +107,7 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from tandem.trainer.checkpoint.commit import commit_folder
-from tandem.model.safetensors_file import write_file
+from tandem.model.huggingface.safetensors_file import write_file
 from tandem.types import RunError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

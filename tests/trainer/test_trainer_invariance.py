@@ -11,7 +11,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.grpo import make_grpo_loss
 from tandem.rl.algorithms.update import update_policy
-from tandem.runtime.tracing import Tracer, read_trace
+from tandem.runtime.records.tracing import Tracer, read_trace
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of

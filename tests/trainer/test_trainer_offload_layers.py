@@ -162,7 +162,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.estimate.training_bytes import saved_bytes, training_bytes
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
-from tandem.runtime.heap import freed_memory_kept
+from tandem.runtime.machine.heap import freed_memory_kept
 from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.offload.activations import ActivationOffload
 

@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels.mixed import in_precision
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss

@@ -8,7 +8,7 @@ import torch
 
 from tandem.config.trainer import TrainerConfig
 from tandem.pod.residents import release
-from tandem.runtime.processes import memory_of
+from tandem.runtime.process.processes import memory_of
 from tandem.trainer.offload.sleep import SleepFile
 from tandem.trainer.optimizers.make import make_optimizer
 from tandem.types import RunError

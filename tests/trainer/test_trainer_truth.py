@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model, to_huggingface
+from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.optimizers.adamw import AdamW

@@ -17,7 +17,7 @@ from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors, save_model
+from tandem.model.huggingface.model_folder import load_tensors, save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
 from tandem.trainer.losses.aggregate import counts_of

@@ -20,9 +20,9 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range, intersection, whole_offsets
 from tandem.layout.sharding import ShardSpec, cut_slices, is_held
-from tandem.model.huggingface import save_model
-from tandem.runtime.calls import error_meta, raise_error
+from tandem.model.huggingface.model_folder import save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.rpc.calls import error_meta, raise_error
 from tandem.types import DamagedWeights, RunError, WeightVersion
 from tandem.weight_transfer.manifest import are_partition, part_offsets, segment_bytes
 from tandem.weight_transfer.publication import current

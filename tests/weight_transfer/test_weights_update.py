@@ -10,8 +10,8 @@ import torch
 import xxhash
 from whole_tensors import converted
 
-from tandem.runtime.calls import PeerDied
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.rpc.calls import PeerDied
 from tandem.types import DamagedWeights, PartEntry, RunError, TensorEntry, WeightVersion
 from tandem.weight_transfer.convert import convert
 from tandem.weight_transfer.copying import CHUNK_BYTES, address_of, balanced, copy_and_digest
@@ -332,7 +332,7 @@ def test_a_decoder_converts_to_every_parameter_of_the_architecture_and_fills_its
     from tandem.kernels import select
     from tandem.layout.shapes import ModelShapes, parameters
     from tandem.model.decoder import Decoder
-    from tandem.model.huggingface import to_huggingface
+    from tandem.model.huggingface.model_folder import to_huggingface
     from tandem.trainer.checkpoint.replica_state import ReplicaState
     from tandem.trainer.optimizers.make import make_optimizer
     from tandem.trainer.parallel.ranks import alone

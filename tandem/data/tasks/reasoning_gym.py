@@ -16,9 +16,9 @@ from tandem.data.counter import counter_seed
 from tandem.data.split import Split, split_of
 from tandem.data.tasks.base import Demonstration, TaskItem
 from tandem.data.tasks.reasoning_gym_host import BLOCK_INSTANCES, Dataset, Instance, InstanceRequest
-from tandem.runtime.calls import RpcTimeout, WorkerDied, message_from, message_meta
-from tandem.runtime.processes import Threads
-from tandem.runtime.worker import Worker
+from tandem.runtime.process.processes import Threads
+from tandem.runtime.process.worker import Worker
+from tandem.runtime.rpc.calls import RpcTimeout, WorkerDied, message_from, message_meta
 from tandem.types import RunError, UserError
 
 DEADLINE_S = 120.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tandem.runtime.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
-from tandem.runtime.worker import serve
+from tandem.runtime.process.worker import serve
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
 from tandem.types import UserError
 
 BLOCK_INSTANCES = 256

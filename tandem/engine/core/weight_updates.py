@@ -14,7 +14,7 @@ from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.executor.rank_weights import StagedWeights
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.proposers import new_draft
-from tandem.model.huggingface import load_tensors
+from tandem.model.huggingface.model_folder import load_tensors
 from tandem.model.weight_digests import weight_digests
 from tandem.types import WeightVersion
 

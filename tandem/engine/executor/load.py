@@ -9,12 +9,12 @@ from tandem.config.engine import AttentionBackend
 from tandem.kernels import KernelChoice, select
 from tandem.kernels.mixed import Precision, in_precision, is_emulated
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_model, read_shapes
+from tandem.model.huggingface.model_folder import load_model, read_shapes
 from tandem.model.initialise import initialise
+from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.formats import CheckpointFormat, read_format
 from tandem.model.quantization.load import load_quantized, scheme_of
 from tandem.model.quantization.scheme import scheme_named
-from tandem.model.tensor_parallel import RankGroup
 from tandem.types import UserError
 
 LoadFormat = Literal["auto", "dummy"]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_parts
-from tandem.runtime.calls import CallError, error_meta
+from tandem.model.huggingface.model_folder import load_parts
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.rpc.calls import CallError, error_meta
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from tandem.engine.kv_cache.cache_tensors import apply_moves, host_pool, make_ca
 from tandem.kernels import KVLayer
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_parts
+from tandem.model.huggingface.model_folder import load_parts
 from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
-from tandem.model.tensor_parallel import RankGroup
-from tandem.runtime.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.runtime.worker import serve
+from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.runtime.process.worker import serve
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.types import RunError, WeightSource, WeightVersion
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,12 @@ from tandem.kernels.mixed import Precision
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import checked_tensors, load_parts, part_of
+from tandem.model.huggingface.model_folder import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
-from tandem.model.tensor_parallel import RankGroup
-from tandem.runtime.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
-from tandem.runtime.processes import Threads
-from tandem.runtime.worker import Worker
+from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.runtime.process.processes import Threads
+from tandem.runtime.process.worker import Worker
+from tandem.runtime.rpc.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 _GRACE_S = 5.0

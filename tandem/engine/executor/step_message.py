@@ -11,7 +11,7 @@ from tandem.engine.executor.model_input import ModelInput
 from tandem.engine.kv_cache.block_table import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves
 from tandem.kernels.api import PagedBatch
-from tandem.runtime.calls import Blobs, Meta
+from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.types.wire import Buffer
 
 _INT32 = ("query_start", "context_lens", "block_tables")

@@ -13,7 +13,7 @@ from tandem.engine.spec_decode.ngram_proposer import NgramProposer
 from tandem.engine.spec_decode.speculative import Proposer
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import load_tensors
+from tandem.model.huggingface.model_folder import load_tensors
 from tandem.types import UserError
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.model.huggingface_config import read_json
+from tandem.model.huggingface.model_config import read_json
 from tandem.types import UserError
 
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8"]

@@ -12,12 +12,12 @@ from tandem.kernels.quantized import QuantizedWeight
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder, Linear
-from tandem.model.huggingface import part_of, read_tensors, to_huggingface
-from tandem.model.huggingface_config import read_shapes
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
+from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
 from tandem.model.quantization.formats import CheckpointFormat
 from tandem.model.quantization.scheme import Scheme, Stored
-from tandem.model.tensor_parallel import RankGroup
 from tandem.types import UserError
 
 Tensors = dict[str, Tensor]

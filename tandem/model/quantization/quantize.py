@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from tandem.kernels import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import WEIGHTS, load_model, to_huggingface
-from tandem.model.huggingface_config import read_json
+from tandem.model.huggingface.model_config import read_json
+from tandem.model.huggingface.model_folder import WEIGHTS, load_model, to_huggingface
+from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.quantization import calibration
 from tandem.model.quantization.awq import clip, sampled, search_scales
 from tandem.model.quantization.gptq import Hessian, gptq
 from tandem.model.quantization.load import projections
 from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, round_to_nearest
 from tandem.model.quantization.writing import Method, quantization_config, stored_tensors
-from tandem.model.safetensors_file import write_file
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.types import RunError, UserError
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.grpo import make_grpo_loss
-from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.logprobs import infer_sequences, per_token
 from tandem.trainer.losses.aggregate import counts_of

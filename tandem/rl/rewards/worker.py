@@ -13,8 +13,8 @@ from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Judge, describe
 from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_from_json, judgements_to_json
 from tandem.rl.rewards.rule_based import make_judge
-from tandem.runtime.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
-from tandem.runtime.worker import dump_stack_on_abort, serve
+from tandem.runtime.process.worker import dump_stack_on_abort, serve
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
 from tandem.types import UserError
 
 

@@ -13,9 +13,9 @@ from tandem.config.load import to_mapping
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Item, Judgement
 from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_to_json, judgements_from_json
-from tandem.runtime.calls import Meta, RpcTimeout, WorkerDied, message_from, message_meta
-from tandem.runtime.processes import Threads, describe_exit
-from tandem.runtime.worker import Worker
+from tandem.runtime.process.processes import Threads, describe_exit
+from tandem.runtime.process.worker import Worker
+from tandem.runtime.rpc.calls import Meta, RpcTimeout, WorkerDied, message_from, message_meta
 from tandem.types import UserError
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.runtime.coordination.store import Conflict, Entry, WatchTimeout
-from tandem.runtime.sqlite_file import connect, errors, transaction
+from tandem.runtime.records.sqlite_file import connect, errors, transaction
 
 _VERSION = 1
 _SCHEMA = """

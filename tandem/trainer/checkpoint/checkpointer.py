@@ -12,10 +12,10 @@ from time import perf_counter
 from typing import Any
 
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.model.safetensors_file import DTYPE_NAMES
-from tandem.runtime.agreement import gather_values
-from tandem.runtime.communicator import Communicator
-from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.model.huggingface.safetensors_file import DTYPE_NAMES
+from tandem.runtime.collectives.agreement import gather_values
+from tandem.runtime.collectives.communicator import Communicator
+from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.trainer.checkpoint.find import prune
 from tandem.trainer.checkpoint.rank_file import DTYPES
 from tandem.trainer.checkpoint.shard import Key, Piece, Shard, divide, piece_of

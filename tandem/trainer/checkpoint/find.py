@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.runtime.agreement import gather_values
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.agreement import gather_values
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.commit import discard, sweep
 from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_manifest, verify
 

@@ -13,7 +13,7 @@ from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.layout.sharding import cut_slices
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import to_huggingface
+from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.model.safetensors_file import DTYPE_NAMES
+from tandem.model.huggingface.safetensors_file import DTYPE_NAMES
 from tandem.storage.direct import read_from_disk, write_new
 from tandem.trainer.checkpoint.digests import chunk_digest
 from tandem.trainer.checkpoint.shard import Key, Piece

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.model.huggingface import save_model
-from tandem.runtime.agreement import gather_values
-from tandem.runtime.communicator import Communicator
-from tandem.runtime.faults import FaultPoint, no_fault
+from tandem.model.huggingface.model_folder import save_model
+from tandem.runtime.collectives.agreement import gather_values
+from tandem.runtime.collectives.communicator import Communicator
+from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import Found, newest_whole

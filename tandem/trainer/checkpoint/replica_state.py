@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.model.huggingface import checked_tensors
+from tandem.model.huggingface.model_folder import checked_tensors
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents

@@ -5,7 +5,7 @@ from time import monotonic
 from typing import Literal
 
 from tandem.config.checkpoint import CheckpointConfig
-from tandem.runtime.requests import SignalRequests
+from tandem.runtime.process.stop_signals import SignalRequests
 
 Due = Literal["nothing", "save", "stop"]
 

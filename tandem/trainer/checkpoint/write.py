@@ -15,9 +15,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from tandem.runtime.agreement import vote
-from tandem.runtime.communicator import Communicator
-from tandem.runtime.faults import FaultPoint
+from tandem.runtime.collectives.agreement import vote
+from tandem.runtime.collectives.communicator import Communicator
+from tandem.runtime.process.faults import FaultPoint
 from tandem.trainer.checkpoint.commit import FULL, MARKER, sync_directory
 from tandem.trainer.checkpoint.digests import CHUNK_BYTES, best_algorithm, bytes_digest
 from tandem.trainer.checkpoint.manifest import (

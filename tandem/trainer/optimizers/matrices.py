@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Size, Tensor
 
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.parallel.flat_buffer import FlatBuffer, Segment
 
 Axis = Literal[-2, -1]

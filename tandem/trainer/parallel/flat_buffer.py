@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from tandem.layout.mesh import GroupName
-from tandem.runtime.communicator import Communicator
+from tandem.runtime.collectives.communicator import Communicator
 
 ALIGNED = 64
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.decoder import Decoder
-from tandem.runtime.communicator import Pending
+from tandem.runtime.collectives.communicator import Pending
 from tandem.trainer.offload.reserved_memory import ReservedMemory
 from tandem.trainer.optimizers.adamw import Optimizer, OptimizerState, norm_of, values_of
 from tandem.trainer.parallel.flat_buffer import ALIGNED, FlatBuffer, flat_buffers

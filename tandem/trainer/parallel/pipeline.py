@@ -13,8 +13,8 @@ from tandem.layout.pipeline_stages import Span
 from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, forward_schedule, schedule
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
-from tandem.runtime.communicator import Communicator, Pending
-from tandem.runtime.tracing import NO_TRACE, Tracer
+from tandem.runtime.collectives.communicator import Communicator, Pending
+from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, sum_shares
 

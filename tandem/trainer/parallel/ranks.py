@@ -8,9 +8,9 @@ import torch
 
 from tandem.layout.mesh import GroupName, Mesh, MeshShape
 from tandem.layout.sharding import ShardSpec
-from tandem.model.parallel import ModelParallel
-from tandem.runtime.communicator import GROUPS, Communicator
-from tandem.runtime.tracing import Tracer
+from tandem.model.parallel.model_parallel import ModelParallel
+from tandem.runtime.collectives.communicator import GROUPS, Communicator
+from tandem.runtime.records.tracing import Tracer
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.runtime.communicator import Pending
+from tandem.runtime.collectives.communicator import Pending
 from tandem.trainer.offload.reserved_memory import PagePool, ReservedMemory
 from tandem.trainer.offload.zero_part import PagedPart
 from tandem.trainer.parallel.flat_buffer import FlatBuffer

@@ -11,7 +11,7 @@ from tandem.kernels import select
 from tandem.kernels.api import TokenLogprobs
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface import save_model
+from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
 from tandem.trainer.micro_batch import MicroBatch, collate

@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 
-from tandem.runtime.faults import FaultPlan, no_fault
-from tandem.runtime.worker import serve
+from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.process.worker import serve
 from tandem.types import RunError, UserError
 
 

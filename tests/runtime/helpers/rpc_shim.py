@@ -5,8 +5,8 @@ import sys
 import threading
 import time
 
-from tandem.runtime.http_server import HttpServer
-from tandem.runtime.rpc_server import RpcServer
+from tandem.runtime.rpc.http_server import HttpServer
+from tandem.runtime.rpc.rpc_server import RpcServer
 
 if __name__ == "__main__":
 

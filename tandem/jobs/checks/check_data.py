@@ -1,0 +1,143 @@
+"""What is looked at before a run on data begins: the model, the data, whether they belong together and fit the machine."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.pretrain import PretrainRecipe
+from tandem.data.shard_files import ShardFiles
+from tandem.data.tokenizing.tokenize import TokenizedDataset
+from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
+from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
+from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
+from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
+from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
+from tandem.jobs.checks.check_run import check_disk, check_model_on_mesh, check_targets, folder_to_check, warn_of_cores
+from tandem.jobs.data_run.train_data import dataset_paths
+from tandem.layout.mesh import describe
+from tandem.layout.pipeline_stages import Span
+from tandem.layout.placement import check_placement, mesh_of
+from tandem.layout.schedules import PipelineShape, published_bubble_share
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.runtime.machine.available_memory import available_bytes
+from tandem.runtime.machine.gpus import Device, check_gpu_memory, chosen_device, probe
+from tandem.storage.files import open_storage
+from tandem.types import RunError, UserError
+
+
+def check_data_run(recipe: PretrainRecipe) -> list[str]:
+    """Refuses, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
+    check_placement(recipe.parallel)
+    device = chosen_device(recipe.machine, recipe.parallel.world)
+    _check_offload(recipe, device)
+    with ExitStack() as stack:
+        folder = stack.enter_context(folder_to_check(recipe.model))
+        shapes = read_shapes(folder)
+        spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
+        if recipe.data.sequence_length > shapes.max_position_embeddings:
+            raise UserError(
+                f"'data.sequence_length' is {recipe.data.sequence_length}; the model has {shapes.max_position_embeddings} positions"
+            )
+        datasets = [(path, ShardFiles(open_storage(path))) for path in dataset_paths(recipe.data)]
+        for path, files in datasets:
+            files.check()
+            _check_dataset(path, files.dataset, folder, shapes.vocab_size)
+        if recipe.task is not None:
+            lines = check_demonstrations(recipe, recipe.task, folder)
+        else:
+            lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
+        parallel = recipe.parallel
+        tokens = recipe.most_tokens
+        # All ranks start on this machine, whatever parallel.ranks_per_node says.
+        batches = parallel.world * batch_bytes(recipe.data, parallel)
+        if device == "cuda":
+            check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
+            lines = [*lines, *_describe_gpus(parallel.world, on_gpu)]
+            needed = parallel.world * TRAINING_PROCESS_BYTES + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
+        else:
+            needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
+        free = available_bytes(recipe.machine.memory_gib)
+        if needed > free:
+            largest = "data.global_batch_size" if 2 * batches > needed else "trainer.micro_batch_tokens"
+            raise RunError(
+                f"this run needs {needed / 2**30:.2f} GiB{_for_ranks(parallel)} and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
+                "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
+                "trainer.offload_activations nvme too"
+            )
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens, parallel)
+        check_disk(Path(recipe.run.directory), disk)
+        offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
+        if recipe.trainer.offload_folder:
+            check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
+        check_targets(recipe.checkpoint, recipe.registry)
+        return [
+            *lines,
+            f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
+            *(warn_of_cores(parallel) if device == "cpu" else []),
+            f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
+            *([f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded and not recipe.trainer.offload_folder else []),
+            *([f"offloaded: {offloaded / 2**20:,.0f} MiB in '{recipe.trainer.offload_folder}'"] if recipe.trainer.offload_folder else []),
+            *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
+            *_describe_pipeline(recipe, spans),
+        ]
+
+
+def _check_offload(recipe: PretrainRecipe, device: Device) -> None:
+    """On a GPU moments can be offloaded; weights and activations cannot yet."""
+    for name in ("offload_parameters", "offload_activations"):
+        if device == "cuda" and getattr(recipe.trainer, name) != "none":
+            instead = "cut the weights with parallel.zero 3" if name == "offload_parameters" else "set trainer.recompute to full"
+            raise UserError(
+                f"'trainer.{name}' is '{getattr(recipe.trainer, name)}', which a run on the CPU does and this one computes on a GPU; set it to none "
+                f"and {instead}, or set machine.device to cpu"
+            )
+
+
+def _describe_gpus(ranks: int, needed: int) -> list[str]:
+    names = sorted({gpu.name for gpu in probe().gpus[:ranks]})
+    return [f"device: {ranks} x {', '.join(names)}, predicted {needed / 2**20:,.0f} MiB of each"]
+
+
+def _for_ranks(parallel: ParallelConfig) -> str:
+    return "" if parallel.world == 1 else f" for the {parallel.world} ranks that start on this machine"
+
+
+def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
+    train = datasets[: len(recipe.data.train)]
+    total = sum(files.dataset.tokens for _, files in train)
+    asked = recipe.run.max_steps * recipe.data.global_batch_size * recipe.data.sequence_length
+    marked = [f"'{path}' marks what is to be learned, and pretraining learns all of it" for path, files in train if files.dataset.has_masks]
+    return [f"data: {total:,} tokens in {len(train)} datasets", f"asked for: {asked:,} tokens, {asked / total:.2f} epochs", *marked]
+
+
+def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:
+    parallel = recipe.parallel
+    if parallel.pipeline == 1:
+        return []
+    tokens = recipe.data.global_batch_size * recipe.data.sequence_length // parallel.data
+    shape = PipelineShape(parallel.pipeline, -(-tokens // recipe.trainer.micro_batch_tokens), parallel.virtual_stages)
+    layers = ", ".join(str(span.stop - span.start) for span in spans)
+    return [
+        f"pipeline: stages of {layers} layers, {parallel.schedule}, about {shape.micro_batches} micro-batches a step: "
+        f"{published_bubble_share(shape):.0%} of its ranks' time is bubble; lower trainer.micro_batch_tokens for less"
+    ]
+
+
+def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_size: int) -> None:
+    if dataset.vocab_size > vocab_size:
+        raise UserError(f"'{path}' was tokenized with {dataset.vocab_size} ids and the model has {vocab_size}; they do not belong together")
+    if (folder / "tokenizer.json").is_file() and dataset.tokenizer != tokenizer_fingerprint(folder):
+        raise UserError(f"'{path}' was tokenized with another tokenizer than the model's; tokenize it again with the model's own")
+
+
+def check_upload_is_free(recipe: PretrainRecipe) -> None:
+    """Refuse to begin a run whose checkpoints would go where those of another one are."""
+    url = recipe.checkpoint.upload
+    if not url:
+        return
+    # It needs torch, which the rest of this file does without.
+    from tandem.trainer.checkpoint.remote import uploaded_steps
+
+    if uploaded_steps(open_storage(url, create=True)):
+        raise UserError(f"'checkpoint.upload' is '{url}', which holds a run's checkpoints; name another place, or go on with 'tandem resume DIR --from {url}'")

@@ -1,0 +1,89 @@
+"""What is looked at before a run of reinforcement learning begins: its model, prompts, reward functions and memory."""
+
+import contextlib
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config.parallel import ParallelConfig
+from tandem.config.recipe import Recipe
+from tandem.config.sft import SFTConfig
+from tandem.estimate.memory import PodMemory
+from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
+from tandem.jobs.checks.check_examples import check_shown
+from tandem.jobs.checks.check_run import check_disk, check_model_on_mesh, check_targets, folder_to_check, warn_of_cores
+from tandem.layout.placement import check_placement
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.pod.residents import plan
+from tandem.rl.rewards.pool import RewardPool
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run will need, known before it begins: memory of every phase, whether the engine stays between steps, the
+    most that its checkpoints and models take on the disk, and what a person is warned of."""
+
+    memory: PodMemory
+    sleep_mode: str
+    disk_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For a person, one line a figure."""
+        mebibytes = {name: getattr(self.memory, name) / 2**20 for name in ("trainer", "rollout", "segments")}
+        return [
+            f"between steps: {self.sleep_mode} the engine",
+            *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
+            f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
+            *self.warnings,
+        ]
+
+
+def check_rl_run(recipe: Recipe) -> RunPlan:
+    """Refuses, before any work, what the recipe's own checks cannot see: files and folders that are not what it says,
+    prompts that do not fit, a machine that is too small."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(folder_to_check(recipe.model))
+        if recipe.model.create is None:
+            _check_folder(folder)
+        shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
+        check_placement(recipe.parallel)
+        check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
+        if recipe.sft is not None:
+            _check_batch(recipe.sft, recipe.parallel)
+        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
+        source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
+        if recipe.sft is not None:
+            check_shown(source, recipe.sft.demonstrations, folder)
+    check_targets(recipe.checkpoint, recipe.registry)
+    with RewardPool(recipe.rewards):
+        logger.debug("every reward function loads")
+    kept, models = recipe.checkpoint.keep + 1, 3
+    weights = weight_bytes(shapes, recipe.trainer.dtype)
+    disk_bytes = kept * (weights + optimizer_bytes(shapes)) + models * weights
+    check_disk(Path(recipe.run.directory), disk_bytes)
+    return RunPlan(memory, sleep_mode, disk_bytes, tuple(warn_of_cores(recipe.parallel)))
+
+
+def _check_folder(folder: Path) -> None:
+    shapes, tokenizer = read_shapes(folder), Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > shapes.vocab_size:
+        raise UserError(
+            f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"
+        )
+    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
+
+
+def _check_batch(sft: SFTConfig, parallel: ParallelConfig) -> None:
+    if sft.batch_size < parallel.data:
+        raise UserError(
+            f"'parallel.data' is {parallel.data} and a step of section 'sft' has {sft.batch_size} demonstrations; raise sft.batch_size, so "
+            "that every rank has one"
+        )

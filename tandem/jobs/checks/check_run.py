@@ -1,0 +1,69 @@
+"""What is looked at before a run of any job begins. What only one kind of job needs: ``check_rl``, ``check_data``, ``check_examples``."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.model import ModelConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.registry import RegistryConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.expert_balance import check_balance
+from tandem.layout.mesh_check import check_layout
+from tandem.layout.pipeline_stages import Span, spans_of
+from tandem.layout.shapes import ModelShapes
+from tandem.model.new_model import folder_without_weights
+from tandem.model_registry.open import open_registry
+from tandem.runtime.process.processes import available_cores
+from tandem.storage.files import open_storage
+from tandem.types import RunError, UserError
+
+
+@contextlib.contextmanager
+def folder_to_check(model: ModelConfig) -> Iterator[Path]:
+    """The folder of the model that a run starts from; without weights where it is not made yet. Raises ``UserError`` where there is none."""
+    if model.create is not None:
+        with folder_without_weights(model.create) as folder:
+            yield folder
+        return
+    folder = Path(model.path or "")
+    if not folder.is_dir():
+        raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
+    yield folder
+
+
+def check_model_on_mesh(shapes: ModelShapes, parallel: ParallelConfig, trainer: TrainerConfig) -> Sequence[Span]:
+    """Returns the layers of each pipeline stage. Raises ``UserError`` where the model cannot be divided over the mesh."""
+    check_layout(shapes, parallel)
+    check_balance(shapes, trainer)
+    return spans_of(parallel, shapes)
+
+
+def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:
+    """Raises ``UserError`` or ``RunError`` where checkpoints can be neither uploaded nor registered as asked."""
+    if checkpoint.upload:
+        open_storage(checkpoint.upload, create=True)
+    if registry.is_on:
+        open_registry(registry, create=True).close()
+
+
+def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkpoint.keep or set run.directory") -> None:
+    """Raises ``RunError`` where the disk of ``directory``, which need not be there yet, has fewer than ``needed`` bytes free."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    total, _, free = shutil.disk_usage(existing)
+    if total and free < needed:
+        raise RunError(f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; {fix}")
+
+
+def warn_of_cores(parallel: ParallelConfig) -> list[str]:
+    """Returns a warning where ranks outnumber the cores, with what that costs; nothing where they do not."""
+    ranks, cores = parallel.world, available_cores()
+    if ranks <= cores:
+        return []
+    shared = "1 core" if cores == 1 else f"{cores} cores"
+    return [
+        f"warning: {ranks} ranks share {shared}: a step takes about {ranks / cores:.1f} times as long as with a core for each rank, and longer where they "
+        f"wait for each other; lower 'parallel' to {cores} {'rank' if cores == 1 else 'ranks'} or fewer for speed"
+    ]

@@ -1,0 +1,54 @@
+"""The calls of one rank of a run on data. Started by ``supervise``, which holds the run's lock."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import load_config
+from tandem.jobs.data_run.rank_events import ProgressCallback
+from tandem.jobs.data_run.start_data import opened_run, train_on
+from tandem.jobs.replay.steps_again import run_again
+from tandem.runtime.callback import Callback
+from tandem.runtime.process.faults import FaultPoint, no_fault
+from tandem.runtime.process.rank_settings import RankSettings
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.rank_process import Rank, start
+
+CALLS = ("train", "replay")
+
+
+class DataRank:
+    """``train`` runs the job to its end, ``replay`` its steps up to a recorded one again. Every rank answers the same call."""
+
+    def __init__(self, recipe: PretrainRecipe, rank: Rank) -> None:
+        self.recipe, self.rank = recipe, rank
+
+    def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """From the newest whole checkpoint to the end. The reply of rank 0 has the ``result``; one that was asked to stop is ``stopped``."""
+        try:
+            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]))
+        except KeyboardInterrupt:
+            return {"stopped": True}, {}
+        # No rank leaves while another one still waits for its last words.
+        self.rank.ranks.world.barrier("the end")
+        return {"result": None if result is None else result.to_json()}, {}
+
+    def replay(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The steps from the newest checkpoint before ``step`` to ``step`` again, with their rows."""
+        step = int(meta["step"])
+        with opened_run(self.rank, self.recipe, self._callback(progress), at_most=step) as run:
+            run_again(run, step)
+        self.rank.ranks.world.barrier("the end")
+        return {}, {}
+
+    def _callback(self, progress: Progress) -> Callback:
+        return ProgressCallback(progress) if self.rank.ranks.is_first else Callback()
+
+
+def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
+    """The calls of the rank of ``settings``. The points of its phases are those of its records, not of its calls."""
+    recipe = load_config(Path(settings.directory) / "config.yaml")
+    assert isinstance(recipe, PretrainRecipe)
+    parallel = recipe.parallel
+    rank = DataRank(recipe, start(settings, bool(parallel.deterministic), parallel.sequence_parallel))
+    return {name: getattr(rank, name) for name in CALLS}, no_fault

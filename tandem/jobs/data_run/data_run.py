@@ -1,0 +1,189 @@
+"""A run on data: tokenized text or examples, in one process or on the ranks of a mesh. Its loop (``pretrain``) asks it for every step."""
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.data.loader import Loader, batch_indices
+from tandem.data.stream import Sequence as Pieces
+from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
+from tandem.jobs.data_run.device_speed import DeviceSpeed
+from tandem.jobs.data_run.train_data import TrainData
+from tandem.jobs.run import Run
+from tandem.layout.flops import step_flops
+from tandem.model.decoder import Decoder
+from tandem.runtime.process.processes import memory_of
+from tandem.runtime.records.tracing import NO_TRACE, Tracer
+from tandem.trainer.bad_batch import dump_batch
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
+from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.lr_schedule import learning_rate
+from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
+from tandem.trainer.packing import pack
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.parallel.replica import Replica
+from tandem.trainer.step import ForwardBackward, StepResult, train_step
+from tandem.types import RunError, TrainSequence
+
+
+@dataclass(kw_only=True)
+class DataRun(Run):
+    """What the loop needs: a model on its ranks, and its data. ``start`` is the folder that the model came from. ``trained``: metrics of the
+    last step; ``step_tokens``: of all ranks in it; ``step_flops``: this rank's part of the model's operations in it."""
+
+    recipe: PretrainRecipe
+    start: Path
+    replica: Replica
+    data: TrainData
+    guard: GradScaler
+    checkpoints: DataCheckpoints
+    trained: dict[str, float] = field(default_factory=dict)
+    step_tokens: int = 0
+    step_flops: float = 0.0
+    waited_s: float = 0.0
+    tracer: Tracer = NO_TRACE
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.replica.ranks
+
+    @property
+    def model(self) -> Decoder:
+        return self.replica.model
+
+    @cached_property
+    def device_speed(self) -> DeviceSpeed:
+        return DeviceSpeed(self.model.device, self.recipe.trainer.precision)
+
+    def batches(self) -> Loader[Pieces]:
+        """This rank's share of the batches from ``first_step`` on, read ahead."""
+        data, ranks = self.recipe.data, self.ranks.data
+        return Loader(
+            self.data.sequence, data.global_batch_size, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
+        )
+
+    def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
+        """``take``; the batch of a step that is left out is kept."""
+        sequences, result = self.take(step, batch)
+        if result.verdict == "skipped":
+            self.skip(step, sequences, result.metrics)
+        return self.trained
+
+    def take(self, step: int, batch: Sequence[Pieces]) -> tuple[list[TrainSequence], StepResult]:
+        """One optimizer step on a global batch, of which ``batch`` is this rank's share; the share's sequences and what came of them."""
+        with self.records.phase("train", step):
+            with self.tracer.span("shard the batch"):
+                sequences = train_sequences(batch)
+                counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
+                sharing = self.ranks.world.size // self.ranks.data.size
+                self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences)) / sharing
+            result = self.update(step, counts, micro_batches)
+        self.trained = result.metrics
+        if self.recipe.learns_from_examples:
+            self.trained = {**result.metrics, "train/learned_tokens": counts.tokens}
+        return sequences, result
+
+    def update(
+        self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], forward_backward: ForwardBackward | None = None
+    ) -> StepResult:
+        """Optimizer step ``step`` on a global batch of ``counts``. ``forward_backward``: how micro-batches go through the model (``None``: as
+        the replica has it)."""
+        return train_step(
+            self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
+            learning_rate(self.recipe.trainer, step, self.recipe.run.max_steps), on_progress=self.records.progress("train"), guard=self.guard,
+            sums=self.replica.sums, forward_backward=forward_backward or self.replica.forward_backward, tracer=self.tracer,
+            on_phase=lambda phase: self.records.enter(phase, step),
+        )  # fmt: skip
+
+    def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
+        """Returns the counts of the global batch, its tokens, and this rank's micro-batches (``Replica.passes``)."""
+        bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
+        counts, tokens, passes = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
+        if self.ranks.world.size > 1:
+            every = self.ranks.all_values([counts.tokens, counts.sequences, len(bins)], "counts of the batch")
+            counted, in_all, every_token = self.ranks.sums([counts.tokens, counts.sequences, tokens], "counts of the batch")
+            counts, tokens = GlobalCounts(counted, int(in_all)), int(every_token)
+            passes = self.replica.passes(len(bins), int(max(row[2] for row in every)))
+        return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device)
+
+    def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
+        """Keep the batch of a step that was left out, and say so. Raises ``RunError`` where there were too many in a row."""
+        ranks, guard = self.ranks.data, self.guard
+        kept = self.directory / "skipped" / (f"step-{step}.json" if ranks.size == 1 else f"step-{step}-share-{ranks.rank}-of-{ranks.size}.json")
+        if all(self.ranks.groups[name].rank == 0 for name in ("tensor", "context", "pipeline")):
+            dump_batch(kept, step, sequences, metrics)
+        what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']} and the loss {metrics['train/loss']}"
+        if guard.is_exhausted:
+            raise RunError(
+                f"{what}, {guard.skipped_in_a_row} steps in a row, more than trainer.max_skipped_steps ({guard.limit}): training has diverged; "
+                f"lower trainer.learning_rate or lengthen its warm-up; the batch is kept in '{kept}'"
+            )
+        left = f"it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'"
+        self.records.callback.message(f"{what}; {left}")
+
+    def evaluate(self, step: int) -> None:
+        """The loss on the held-out data, in nats a token; journalled once."""
+        held_out = self.data.held_out
+        if held_out is None or self.ranks.agreed(self.records.evaluation(step, "held_out") is not None, "whether to evaluate"):
+            return
+        with self.records.phase("evaluate", step):
+            share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
+            sequences = [s for s in train_sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
+            counts, _, micro_batches = self.micro_batches(sequences)
+            found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
+            self.replica.rest()
+            own = math.fsum(itertools.chain.from_iterable(raw.tolist() for raw, _ in found))
+            loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
+            tokens = int(counts.tokens)
+        perplexity = math.exp(min(loss, 700.0))
+        self.records.evaluated(step, "held_out", {"loss": loss, "perplexity": perplexity, "tokens": tokens})
+        self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
+
+    def checkpoint(self, step: int) -> None:
+        """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
+        again."""
+        if step == self.checkpoints.last:
+            return
+        with self.records.phase("checkpoint", step):
+            self.records.sync()
+            self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained, self.tracer.span("checkpoint write", step=step))
+
+    def export(self) -> Path:
+        """The trained model as a Hugging Face folder, once."""
+        self.checkpoints.replica.export(self.directory / "model")
+        return self.directory / "model"
+
+    def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
+        """The row of ``step`` in ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""
+        data = self.recipe.data
+        tokens, so_far = data.global_batch_size * data.sequence_length, "train/tokens"
+        done = (step + 1) * tokens
+        if self.recipe.learns_from_examples:
+            tokens, so_far, done = self.step_tokens, "train/examples", (step + 1) * data.global_batch_size
+        self.records.add_time("data_wait", waited_s - self.waited_s)
+        self.waited_s = waited_s
+        row: dict[str, float | int] = {"step": step, **trained, so_far: done}
+        if self.recipe.learns_from_examples:
+            row["train/step_tokens"] = tokens
+        row["memory/train/measured"] = float(memory_of(os.getpid()).rss_bytes)
+        self.records.row(row | self.device_speed.memory(), tokens, lambda seconds: self.device_speed.rates(self.step_flops, seconds))
+
+
+def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:
+    """Every piece as a sequence of its own: no attention from one document to another. Each token but a piece's first is
+    predicted, or those that are marked; a piece of one token teaches nothing."""
+    found = []
+    for number, pieces in enumerate(batch):
+        for place, piece in enumerate(pieces):
+            length = len(piece.tokens)
+            if length > 1:
+                mask = (0.0,) + ((1.0,) * (length - 1) if piece.learned is None else tuple(map(float, piece.learned[1:])))
+                prompt_length = 1 if piece.learned is None else mask.index(1.0)
+                found.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), prompt_length, mask))
+    return found

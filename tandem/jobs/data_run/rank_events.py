@@ -1,0 +1,41 @@
+"""What the first rank tells its supervisor's callback, as progress of its call."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.runtime.callback import Callback
+from tandem.runtime.rpc.calls import Progress
+
+HEARD = ("started", "phase", "progress", "row", "evaluated", "message")
+
+
+class ProgressCallback(Callback):
+    """Sends all that it hears through ``progress``."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def _send(self, kind: str, *values: Any) -> None:
+        self._progress({"event": [kind, *values]})
+
+    def phase(self, name: str, step: int) -> None:
+        self._send("phase", name, step)
+
+    def progress(self, name: str, done: float, total: float, text: str = "") -> None:
+        self._send("progress", name, done, total, text)
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        self._send("row", dict(row))
+
+    def evaluated(self, step: int, accuracy: float, count: int, kind: str) -> None:
+        self._send("evaluated", step, accuracy, count, kind)
+
+    def message(self, text: str) -> None:
+        self._send("message", text)
+
+
+def tell(callback: Callback, progress: Mapping[str, Any]) -> None:
+    """Give ``callback`` what a rank's callback heard."""
+    kind, *values = progress["event"]
+    if kind in HEARD:
+        getattr(callback, kind)(*values)

@@ -1,0 +1,110 @@
+"""The data of a run: its datasets as one endless order of sequences or examples, and what it is measured on."""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tandem.config.pretrain import DataConfig, PretrainRecipe
+from tandem.config.task import TaskConfig
+from tandem.data.example_stream import ExampleStream
+from tandem.data.mixture import mixed
+from tandem.data.shard_files import ShardFiles
+from tandem.data.stream import Piece, TokenStream
+from tandem.data.stream import Sequence as Pieces
+from tandem.data.task_prompts import task_prompts
+from tandem.runtime.records.journal import Journal
+from tandem.storage.files import open_storage
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+HELD_OUT_SEED = 0
+Sequences = Callable[[int], Pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainData:
+    """``sequence`` and ``held_out`` (``None``: nothing is measured) give sequences by their index. ``held_out_sequences``: how many of
+    those are measured on. ``notes``: what a person should know of it, a line each."""
+
+    sequence: Sequences
+    held_out: Sequences | None
+    held_out_sequences: int
+    notes: tuple[str, ...] = ()
+
+
+def open_data(recipe: PretrainRecipe, start: Path, journal: Journal | None) -> TrainData:
+    """The mixture and the held-out data, or the demonstrations of a task for the model in ``start``. Refuses to continue with other data
+    than the run began with."""
+    if recipe.task is not None:
+        return _demonstrations(recipe, recipe.task, start, journal)
+    cache = Path(recipe.data.cache) if recipe.data.cache else None
+    streams: list[TokenStream | ExampleStream] = []
+    digests: dict[str, str] = {}
+    notes: list[str] = []
+    count = len(recipe.data.train)
+    for number, path in enumerate(dataset_paths(recipe.data)):
+        files = ShardFiles(open_storage(path), None if cache is None else cache / f"dataset-{number}")
+        seed = HELD_OUT_SEED if number == count else recipe.run.seed
+        stream = open_stream(files, recipe.data.sequence_length, seed, examples=recipe.learns_from_examples)
+        if isinstance(stream, ExampleStream) and stream.left_out:
+            notes.append(f"left out of '{path}': {stream.left_out:,} of {files.dataset.documents:,} examples, which are too long")
+        if isinstance(stream, TokenStream) and files.dataset.has_masks:
+            notes.append(f"'{path}' marks what is to be learned, and pretraining learns all of it")
+        streams.append(stream)
+        digests[path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
+    _check_data(journal, digests)
+    weights = [dataset.weight for dataset in recipe.data.train]
+    train = cast("Sequences", mixed([stream.sequence for stream in streams[:count]], weights, recipe.run.seed))
+    if len(streams) == count:
+        return TrainData(train, None, 0, tuple(notes))
+    held_out, measured = streams[count], recipe.evaluation.sequences
+    # An example that is measured twice would weigh twice.
+    measured = min(measured, held_out.examples) if isinstance(held_out, ExampleStream) else measured
+    return TrainData(train, held_out.sequence, measured, tuple(notes))
+
+
+def _check_data(journal: Journal | None, digests: dict[str, str]) -> None:
+    """Journal the digests of what a run learns from, and refuse to continue with others."""
+    saved = None if journal is None else journal.get("data")
+    if journal is not None and saved is None:
+        journal.set("data", digests)
+    elif saved is not None and saved != digests:
+        changed = next(path for path in {**saved, **digests} if saved.get(path) != digests.get(path))
+        raise UserError(f"the data '{changed}' is not what this run began with; restore it or start a new run")
+
+
+def _demonstrations(recipe: PretrainRecipe, task: TaskConfig, start: Path, journal: Journal | None) -> TrainData:
+    """Demonstration ``i`` of ``task`` as sequence ``i``: the completion's tokens are learned."""
+    ends = Tokenizer.from_folder(start).eos_token_ids
+    if not ends:
+        raise UserError(f"the tokenizer in '{start}' names no end of sequence, which demonstrations need; set eos_token")
+    prompts, config = task_prompts(task, start, seed=recipe.run.seed, context_tokens=recipe.data.sequence_length), recipe.demonstrations
+    _check_data(journal, {f"task {task.name}": prompts.fingerprint})
+
+    def sequence(index: int) -> Pieces:
+        shown = prompts.demonstration(index, config.seed, config.corrupted_share, ends[0])
+        prompt, completion = shown.prompt_token_ids, shown.completion_token_ids
+        learned = array("B", [0] * len(prompt) + [1] * len(completion))
+        return [Piece(0, index, 0, memoryview(array("q", (*prompt, *completion))), memoryview(learned))]
+
+    return TrainData(sequence, None, 0)
+
+
+def open_stream(files: ShardFiles, length: int, seed: int, *, examples: bool) -> TokenStream | ExampleStream:
+    """The order of one dataset: its documents in sequences of ``length`` tokens, or its examples of at most that many."""
+    if examples:
+        return ExampleStream(all_lengths(files), files.open, seed=seed, longest=length)
+    return TokenStream(files.dataset, files.open, seed=seed, length=length)
+
+
+def all_lengths(files: ShardFiles) -> list[Sequence[int]]:
+    """Tokens of each document of each shard."""
+    return [files.lengths(number) for number in range(len(files.dataset.shards))]
+
+
+def dataset_paths(data: DataConfig) -> list[str]:
+    """The training datasets, then the held-out one, if there is one."""
+    return [dataset.path for dataset in data.train] + ([data.held_out] if data.held_out else [])

@@ -1,0 +1,52 @@
+"""What a replayed step is compared by, and the folder that it is replayed in."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from tandem.config.recipe import AnyRecipe
+from tandem.config.registry import RegistryConfig
+from tandem.jobs.run_files import write_recipe
+from tandem.runtime.records.journal import Journal
+
+Part = Literal["rollout", "rewards", "train"]
+PARTS: tuple[Part, ...] = ("rollout", "rewards", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``count`` values of ``part`` were compared; ``differences`` has a line for each that is not ``how`` it was recorded."""
+
+    part: Part
+    count: int
+    differences: tuple[str, ...]
+    how: Literal["equal bit for bit", "finite or not as recorded"] = "equal bit for bit"
+
+
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each value of ``recorded`` that is not the same bit for bit ``now``; NaN equals NaN."""
+    pairs = [(name, value, now.get(name)) for name, value in recorded.items()]
+    return [f"{name}: recorded {a!r}, now {b!r}" for name, a, b in pairs if not (a == b or (a != a and b != b))]
+
+
+@contextmanager
+def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
+    """The folder of a run of ``recipe`` that begins from the checkpoints of the one in ``directory``, which it has by reference, and uploads,
+    registers and traces nothing. Its journal has ``facts``."""
+    run = replace(recipe.run, trace_steps=())
+    quiet = replace(recipe, checkpoint=replace(recipe.checkpoint, upload=""), registry=RegistryConfig(), run=run)
+    with TemporaryDirectory(prefix="tandem-replay-") as made:
+        scratch = Path(made)
+        write_recipe(quiet, scratch)
+        (scratch / "logs").mkdir()
+        for name in ("checkpoints", "models"):
+            if (directory / name).exists():
+                (scratch / name).symlink_to((directory / name).resolve())
+        with Journal(scratch / "journal.sqlite") as journal:
+            for key, value in facts.items():
+                if value is not None:
+                    journal.set(key, value)
+        yield scratch

@@ -1,0 +1,29 @@
+"""Runs one recorded step again, beside the run, and compares every number with what was written down. The run's files are only read."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.jobs.replay.comparison import PARTS, Comparison, Part
+from tandem.jobs.replay.replay_data import replay_data_step
+from tandem.jobs.replay.replay_rl import replay_rl_step
+from tandem.jobs.start import read_recipe
+from tandem.runtime.callback import Callback
+from tandem.types import UserError
+
+
+def replay(
+    run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, callback: Callback | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Comparison]:
+    """Runs ``parts`` of ``step`` of the run in ``run_directory`` again. ``say`` hears a line of each stage.
+
+    Raises ``UserError`` where the step was not recorded, or this machine could not give the same bits. The steps of a run on data have the
+    part ``train`` alone."""
+    directory = Path(run_directory)
+    recipe = read_recipe(directory)
+    if not isinstance(recipe, PretrainRecipe):
+        return replay_rl_step(recipe, directory, step, parts, inline=inline, callback=callback or Callback(), say=say)
+    if "train" not in parts:
+        raise UserError(f"'{directory}' is a run on data, whose steps have one part, 'train'; leave --only {parts[0]} out")
+    return [replay_data_step(recipe, directory, step, inline=inline, say=say)]

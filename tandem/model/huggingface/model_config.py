@@ -1,0 +1,215 @@
+"""``config.json`` of a Hugging Face folder, to and from ``ModelShapes``. Imports no torch.
+
+What differs between families is declared in ``tandem.model.families``. Missing keys take the defaults of transformers 5's configuration
+classes; both key styles of rotary embedding are read (``rope_theta`` and ``rope_scaling`` of transformers 4, ``rope_parameters`` of 5).
+Dropout is not applied.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.model.family import family_named, family_of_config
+from tandem.model.huggingface.config_reader import ConfigReader
+from tandem.types import UserError
+
+TokenIds = int | Sequence[int] | None
+_ROPE_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in ``path``. Raises ``UserError`` if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"'{path.parent}' has no {path.name}; it must be a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' holds a JSON {type(content).__name__}; it must hold an object")
+    return content
+
+
+def read_shapes(folder: str | Path) -> ModelShapes:
+    """Returns the shapes of the model in ``folder``. Raises ``UserError`` for a folder without a model or a model that is not supported."""
+    path = Path(folder) / "config.json"
+    return shapes_of(read_json(path), str(path))
+
+
+def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes:
+    """Returns the shapes that the content of a ``config.json`` describes; ``where`` names it in errors."""
+    read, family = ConfigReader(config, where), family_of_config(config, where)
+    read.only("hidden_act", "silu")
+    read.only("partial_rotary_factor", 1.0)
+    heads, hidden, layers = (read.integer(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    # A null means the value that follows from the heads, a missing key the family's.
+    kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
+    head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
+    max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
+    theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
+    biases = family.biases(read)
+    try:
+        return ModelShapes(
+            architecture=family.model_type,
+            vocab_size=read.integer("vocab_size"),
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
+            head_dim=read.integer("head_dim", head_dim),
+            intermediate_size=read.integer("intermediate_size"),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
+            rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            attention_bias=biases.attention,
+            output_bias=biases.output,
+            mlp_bias=biases.mlp,
+            qk_norm=family.qk_norm,
+            layer_windows=family.mask.read(read, layers),
+            experts=None if family.experts is None else family.experts.read(read, layers),
+        )
+    except ValueError as error:
+        raise UserError(f"'{where}': {error}") from None
+
+
+def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
+    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers."""
+    key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
+    given = read.config.get(key) or {}
+    if not isinstance(given, dict):
+        raise read.fail(key, given, "it must be an object or null")
+    rope = ConfigReader(given, f"{read.where}': '{key}")
+    kind = given.get("rope_type", given.get("type", "default"))
+    nested = [name for name, value in given.items() if isinstance(value, dict)]
+    if nested:
+        raise read.fail(key, nested[0], "rotary embedding of its own for a kind of layer is not supported")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise rope.fail("rope_type", kind, "supported are default, linear, llama3 and yarn")
+    for name in given.keys() - _ROPE_KEYS:
+        raise rope.fail(name, given[name], "it is not supported")
+    rope.only("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
+    if kind == "default":
+        return theta, RopeScaling()
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor=rope.number("factor"))
+    # A value outside the rotary keys goes first, as in transformers.
+    context = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    context = read.integer("original_max_position_embeddings", context)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not low < high:
+            raise rope.fail("high_freq_factor", high, f"it must be above low_freq_factor ({low})")
+        return theta, RopeScaling(
+            "llama3",
+            rope.number("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position_embeddings=context,
+        )
+    return theta, RopeScaling(
+        "yarn",
+        factor=rope.number("factor", max_position_embeddings / context),
+        original_max_position_embeddings=context,
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        attention_factor=None if given.get("attention_factor") is None else rope.number("attention_factor"),
+        mscale=float(given.get("mscale") or 0.0),
+        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def config_json(
+    shapes: ModelShapes,
+    *,
+    eos_token_id: TokenIds = None,
+    bos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> dict[str, Any]:
+    """Returns the content of a ``config.json`` that transformers 4 and 5 read. Raises ``ValueError`` for shapes that the keys of
+    their family cannot express."""
+    family, scaling = family_named(shapes.architecture), _scaling_json(shapes.rope_scaling)
+    content: dict[str, Any] = {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "vocab_size": shapes.vocab_size,
+        "hidden_size": shapes.hidden_size,
+        "intermediate_size": shapes.intermediate_size,
+        "num_hidden_layers": shapes.num_hidden_layers,
+        "num_attention_heads": shapes.num_attention_heads,
+        "num_key_value_heads": shapes.num_key_value_heads,
+        "head_dim": shapes.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shapes.max_position_embeddings,
+        "rms_norm_eps": shapes.rms_norm_eps,
+        "tie_word_embeddings": shapes.tie_word_embeddings,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "rope_theta": shapes.rope_theta,
+        "rope_scaling": None if shapes.rope_scaling.kind == "default" else scaling,
+        "rope_parameters": {**scaling, "rope_theta": shapes.rope_theta},
+        "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
+        "bos_token_id": bos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+    content |= family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
+    if family.experts is not None and shapes.experts is not None:
+        content |= family.experts.write(shapes.experts)
+    _check_expressed(shapes, content)
+    return content
+
+
+def _all_windows(shapes: ModelShapes) -> tuple[int | None, ...]:
+    return tuple(shapes.window(layer) for layer in range(shapes.num_hidden_layers))
+
+
+def _check_expressed(shapes: ModelShapes, content: dict[str, Any]) -> None:
+    """Raises ``ValueError`` where ``content`` does not read back as ``shapes``."""
+    wanted, read = ({**asdict(each), "layer_windows": _all_windows(each)} for each in (shapes, shapes_of(content)))
+    for name, given in wanted.items():
+        if given != read[name]:
+            if isinstance(given, dict) and isinstance(read[name], dict):
+                name, given, expressible = next((f"{name}.{key}", given[key], read[name][key]) for key in given if given[key] != read[name][key])
+            else:
+                expressible = read[name]
+            raise ValueError(f"the config.json of a {shapes.architecture} model cannot express {name} {given}; it must be {expressible}")
+
+
+def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
+    content: dict[str, Any] = {"rope_type": scaling.kind}
+    if scaling.kind == "default":
+        return content
+    content["factor"] = scaling.factor
+    if scaling.kind in ("llama3", "yarn"):
+        content["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        content |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        content |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(scaling, name):
+                content[name] = getattr(scaling, name)
+    return content

@@ -1,0 +1,290 @@
+"""Hugging Face folders in and out: names, fused matrices, files."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.api import Kernels
+from tandem.layout.pipeline_stages import Span
+from tandem.layout.shapes import ExpertNames, parameters
+from tandem.layout.sharding import ShardSpec, cut_slices, is_held, local_parameters
+from tandem.model.decoder import Decoder, Layer, Linear
+from tandem.model.huggingface.model_config import TokenIds, config_json, read_json, read_shapes
+from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
+from tandem.model.moe import Experts
+from tandem.model.parallel.model_parallel import ModelParallel
+from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.model.quantization.scheme import Scheme
+from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from tandem.types import RunError, UserError
+
+__all__ = [
+    "config_json",
+    "load_model",
+    "load_tensors",
+    "read_shapes",
+    "read_tensors",
+    "save_model",
+    "to_huggingface",
+]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder by its Hugging Face name, or those that are wanted, from one file or from shards. Raises ``UserError`` before
+    the first tensor where a file is missing, and on the way where one is broken."""
+    folder = Path(folder)
+    shards: dict[str, list[str] | None] = {}
+    if (folder / WEIGHTS).is_file():
+        shards[WEIGHTS] = None
+    elif (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise UserError(f"'{folder / INDEX}' has no usable weight_map; download the folder again")
+        for name, shard in weight_map.items():
+            names = shards.setdefault(shard, [])
+            assert names is not None
+            names.append(name)
+    else:
+        raise UserError(f"'{folder}' has neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
+    for shard in shards:
+        if Path(shard).name != shard or not (folder / shard).is_file():
+            raise UserError(f"'{folder}' lacks the shard '{shard}' that its index lists; download the folder again")
+    for shard, listed in shards.items():
+        yield from read_file(folder / shard, listed, is_wanted)
+
+
+def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
+    """A view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
+    if decoder.is_packed:
+        raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
+    shapes = decoder.local
+    held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.holds(name)]
+    tensors: dict[str, Tensor] = {}
+    if "model.embed_tokens.weight" in held:
+        tensors["model.embed_tokens.weight"] = decoder.embed_tokens
+    if "model.norm.weight" in held:
+        tensors["model.norm.weight"] = decoder.norm.weight
+    if decoder.lm_head is not None:
+        tensors["lm_head.weight"] = decoder.head_weight
+    projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+    for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
+        assert isinstance(layer, Layer)
+        at = f"model.layers.{index}."
+        tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
+        tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
+        if layer.experts is not None:
+            tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.cut.expert_rank * layer.experts.held)
+        elif layer.gate_up_proj is not None and layer.down_proj is not None:
+            tensors |= _unfused(
+                layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
+            )
+            tensors |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (layer.down_proj.rows,))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            tensors[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
+            tensors[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
+        tensors[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
+        tensors[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+    return {name: tensors[name] for name in held}
+
+
+def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> dict[str, Tensor]:
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    tensors: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
+    gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
+    for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
+        tensors |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked, first)}
+    return tensors
+
+
+def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            tensors |= {f"{name}.{kind}": part for name, part in zip(names, fused.detach().split(rows), strict=True)}
+    return tensors
+
+
+def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, view of the decoder's own memory) for every parameter that it holds, in the order of
+    ``layout.shapes.parameters``. A tied head is not listed. No gradient."""
+    for name, tensor in _parameters_of(decoder).items():
+        yield name, tensor.detach()
+
+
+def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pack: bool = False) -> None:
+    """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one
+    rank's part takes whole tensors too, and of each its own part; a pipeline stage passes over what other stages hold.
+
+    Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
+    then. A packed decoder is unpacked; call ``pack`` again before inference, or ask for it here with ``pack``, which
+    needs the plain matrices of one layer at a time. ``inv_freq`` buffers of old checkpoints are skipped, and a tied
+    head that is listed too must equal the embedding.
+    """
+    given = checked_tensors(decoder, tensors)
+    held = {name: tensor for name, tensor in given.items() if is_held(decoder.shapes, name, decoder.cut)}
+    load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in held.items()}, pack=pack)
+
+
+def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
+    """``load_tensors`` for what ``part_of`` gave, unchecked."""
+    decoder.unpack(in_one_layer=pack)
+    by_layer: dict[int | None, dict[str, Tensor]] = {}
+    for name, parameter in _parameters_of(decoder).items():
+        by_layer.setdefault(_layer_of(name), {})[name] = parameter
+
+    @torch.no_grad()
+    def fill(layer: int | None) -> None:
+        for name, parameter in by_layer.get(layer, {}).items():
+            parameter.copy_(parts[name])
+
+    fill(None)
+    if pack:
+        decoder.pack(fill)
+    else:
+        for index in decoder.layer_numbers:
+            fill(index)
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a parameter belongs to, ``None`` for those outside of all."""
+    _, _, rest = name.partition(".layers.")
+    return int(rest.partition(".")[0]) if rest else None
+
+
+def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: ShardSpec | None = None) -> Tensor:
+    """What the rank of ``cut`` (``None``: the decoder's own) holds of a whole tensor."""
+    cut = cut or decoder.cut
+    return tensor if cut.size == 1 else tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut)]
+
+
+def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """``tensors`` by name where they are what ``load_tensors`` takes. Raises ``UserError``."""
+    shapes = dict(parameters(decoder.shapes))
+    given: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in given:
+            raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
+        if not name.endswith("rotary_emb.inv_freq"):
+            given[name] = tensor
+    tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_word_embeddings else None
+    for name, tensor in given.items():
+        if name not in shapes:
+            raise UserError(
+                f"tensor '{name}' is not a parameter of this {decoder.shapes.architecture} model; check config.json"
+            )
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            raise UserError(
+                f"tensor '{name}' has shape {list(tensor.shape)}; config.json asks for {list(shapes[name])}"
+            )
+        if not tensor.is_floating_point():
+            raise UserError(
+                f"tensor '{name}' is {tensor.dtype}; quantised weights are not supported, use the float checkpoint"
+            )
+    for name in [name for name in given if name in shapes and not decoder.holds(name)]:
+        del given[name]
+    for name in shapes:
+        if name not in given and decoder.holds(name):
+            raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
+    if tied_head is not None and "model.embed_tokens.weight" in given and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
+        raise UserError(
+            "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
+            "tie_word_embeddings true; set it to false"
+        )
+    return given
+
+
+def load_model(
+    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
+    parallel: ModelParallel | None = None,
+) -> Decoder:
+    """The model of a Hugging Face folder, one rank's part of it or its pipeline stages; with ``pack`` packed for inference, rounded as
+    ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
+    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel)
+    decoder.quantization = quantization
+    try:
+        load_tensors(decoder, read_tensors(folder, decoder.holds), pack=pack)
+    except UserError as error:
+        raise UserError(f"model '{folder}': {error}") from None
+    return decoder
+
+
+def unfilled_model(
+    folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None,
+) -> Decoder:
+    """``load_model`` without the weights: no number of the parameters is written."""
+    shapes = read_shapes(folder)
+    if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
+        raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
+    return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
+
+
+def save_model(
+    decoder: Decoder,
+    folder: str | Path,
+    tokenizer_folder: str | Path | None = None,
+    *,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    eos_token_id: TokenIds = None,
+    bos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> None:
+    """Write a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
+
+    ``tensors``: the weights by Hugging Face name where the decoder does not hold them, all of its dtype and in the order of
+    ``layout.shapes.parameters``; one is in memory at a time. Special ids that are not given are those of
+    ``tokenizer_folder``. All is written to a fresh folder beside it that
+    takes its name at the end. Raises ``UserError`` where ``folder`` exists and ``RunError`` where it cannot be
+    written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise UserError(f"'{folder}' exists and is not overwritten; choose another folder or remove it")
+    if tokenizer_folder is not None:
+        tokenizer = Tokenizer.from_folder(tokenizer_folder)
+        eos_token_id = tokenizer.eos_token_ids if eos_token_id is None else eos_token_id
+        bos_token_id = tokenizer.bos_token_id if bos_token_id is None else bos_token_id
+        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+    if not isinstance(eos_token_id, int | None) and len(eos_token_id) < 2:
+        eos_token_id = next(iter(eos_token_id), None)
+    special = config_json(
+        decoder.shapes, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id
+    )
+    dtype = str(decoder.embed_tokens.dtype).removeprefix("torch.")
+    generation = {
+        key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special[key] is not None
+    }
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary.chmod(0o755)
+        if tensors is None:
+            write_file(temporary / WEIGHTS, to_huggingface(decoder))
+        else:
+            write_file(temporary / WEIGHTS, tensors, [Form(name, decoder.dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)])
+        _write_json(temporary / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
+        _write_json(temporary / "generation_config.json", generation)
+        if tokenizer_folder is not None:
+            for name in TOKENIZER_FILES:
+                if (Path(tokenizer_folder) / name).is_file():
+                    shutil.copyfile(Path(tokenizer_folder) / name, temporary / name)
+        temporary.rename(folder)
+    except OSError as error:
+        raise RunError(f"the model cannot be saved to '{folder}': {error}") from None
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Attention over tokens that are divided between context-parallel ranks.
+
+Where the query heads divide by the ranks, an all-to-all gives each rank all tokens of some heads, and another brings what it
+computed back (DeepSpeed-Ulysses; Jacobs et al., 2023): the attention is the one of a single rank, and so are its bits. Key-value
+heads that several ranks' queries see go to each of them. Where heads do not divide, keys and values are gathered instead, and
+each rank attends for its own tokens.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.api import Kernels
+from tandem.model.parallel.collective_ops import exchanged, gathered_runs
+from tandem.runtime.collectives.communicator import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class SharedContext:
+    """A ``PackedContext`` of which each rank has a run of ``counts[rank]`` tokens; ``cu_seqlens`` and ``max_seqlen`` are of all."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    ranks: Communicator
+    counts: tuple[int, ...]
+
+
+def shared_attention(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None
+) -> Tensor:
+    """``q[t, Hq, D]``, ``k, v[t, Hkv, D]`` of this rank's t tokens, rotated -> [t, Hq, D]."""
+    if q.shape[1] % context.ranks.size:
+        return _over_gathered_keys(kernels, q, k, v, context, scale, window)
+    return _over_heads(kernels, q, k, v, context, scale, window)
+
+
+def _over_heads(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None) -> Tensor:
+    ranks, counts, tokens = context.ranks, context.counts, len(q)
+    heads, size = q.shape[1] // ranks.size, q.shape[2]
+    chosen = _key_value_heads(q.shape[1], k.shape[1], ranks.size, q.device)
+    here = [tokens] * ranks.size
+    parts = torch.cat((q.unflatten(1, (ranks.size, heads)), k[:, chosen], v[:, chosen]), dim=2).transpose(0, 1).flatten(0, 1)
+    arrived = exchanged(parts, here, counts, ranks, "tokens for heads")
+    pairs = chosen.shape[1]
+    own_q, own_k, own_v = (part.contiguous() for part in arrived.split([heads, pairs, pairs], dim=1))
+    mixed = kernels.packed_attention(own_q, own_k, own_v, context.cu_seqlens, context.max_seqlen, scale, window)
+    back = exchanged(mixed, counts, here, ranks, "heads for tokens")
+    return back.view(ranks.size, tokens, heads, size).transpose(0, 1).flatten(1, 2)
+
+
+def _key_value_heads(query_heads: int, key_value_heads: int, ranks: int, device: torch.device) -> Tensor:
+    """Which key-value heads each rank's queries see: [ranks, n] int64."""
+    seen = torch.arange(query_heads, device=device) // (query_heads // key_value_heads)
+    each, shared = query_heads // ranks, query_heads // key_value_heads
+    if each % shared == 0 or shared % each == 0:
+        return seen.view(ranks, each)[:, :: min(shared, each)]
+    # A rank's queries begin in the middle of a group: each query takes its own copy.
+    return seen.view(ranks, each)
+
+
+def _over_gathered_keys(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None
+) -> Tensor:
+    ranks, counts = context.ranks, context.counts
+    pairs = gathered_runs(torch.cat((k, v), dim=1), counts, ranks, "keys and values")
+    first = sum(counts[: ranks.rank])
+    last = first + len(q)
+    if first == last:
+        # Its gradient is 0, and the other ranks wait for it.
+        return q + 0 * pairs[:0].sum()
+    bounds = context.cu_seqlens.tolist()
+    starts = [start for start, end in itertools.pairwise(bounds) if start < last and end > first]
+    begin = starts[0]
+    seen_k, seen_v = (part.contiguous() for part in pairs[begin:last].chunk(2, dim=1))
+    # Zero rows take the place of the queries before this rank's, as the kernels attend over whole sequences.
+    queries = F.pad(q, (0, 0, 0, 0, first - begin, 0))
+    edges = [*starts, last]
+    cu_seqlens = context.cu_seqlens.new_tensor([edge - begin for edge in edges])
+    longest = max(after - before for before, after in itertools.pairwise(edges))
+    mixed = kernels.packed_attention(queries, seen_k, seen_v, cu_seqlens, longest, scale, window)
+    return mixed[first - begin :]

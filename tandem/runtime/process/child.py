@@ -1,0 +1,38 @@
+"""The first thing that runs in a process started by ``tandem.runtime.process.processes.spawn``.
+
+``python -m tandem.runtime.process.child PARENT_PID module NAME [ARG...]`` runs a Python module, ``... exec PROGRAM [ARG...]`` a
+program, after asking the kernel to kill this process when its parent dies, however the parent dies. The request is made
+here and not between fork and exec, where a parent with threads must not run Python.
+"""
+
+import os
+import runpy
+import signal
+import sys
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be killed when the parent dies (``prctl(PR_SET_PDEATHSIG)``, Linux; elsewhere nothing). Kept over exec."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        # It died before the request was made.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parent_pid, kind, target, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+    die_with_parent(parent_pid)
+    if kind == "exec":
+        os.execvp(target, [target, *arguments])
+    sys.argv = [target, *arguments]
+    runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

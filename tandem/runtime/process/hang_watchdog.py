@@ -1,0 +1,60 @@
+"""Which rank is stuck, by a deadline that follows from the pauses seen so far."""
+
+from collections.abc import Sequence
+
+from tandem.runtime.process.heartbeat_table import RankState
+
+FACTOR = 20.0
+"""A rank that needs 20 times the longest pause between two signs of life is not slow."""
+STEPS = 3
+"""Steps from which a deadline is learned: the first ones are not like the others."""
+
+
+class HangWatchdog:
+    """Looks at the board again and again. A rank shows life when its step begins another phase, a micro-batch is done, or a
+    collective begins to be waited for or ends.
+
+    ``deadline_s``: ``first_s`` until ``STEPS`` steps have passed; then ``FACTOR`` times the longest pause in a step, at least ``least_s`` and at
+    most ``first_s``. In phases that are no part of a step (a checkpoint, the start) it stays ``first_s``."""
+
+    IN_STEP = frozenset({"train", "forward", "backward", "reduce", "optimizer"})
+
+    def __init__(self, first_s: float, least_s: float) -> None:
+        self.first_s, self.least_s = first_s, least_s
+        self.longest_s = 0.0
+        self._before: dict[int, RankState] = {}
+        self._first_step: int | None = None
+        self._steps = 0
+
+    def deadline_s(self, phase: str) -> float:
+        """Seconds without a sign of life in ``phase`` after which a rank is stuck."""
+        if self._steps < STEPS or phase not in self.IN_STEP:
+            return self.first_s
+        return min(self.first_s, max(self.least_s, FACTOR * self.longest_s))
+
+    def look(self, states: Sequence[RankState], now_s: float) -> list[RankState]:
+        """The ranks that are stuck: of those past their deadline, the ones that keep the others waiting. Empty where none is."""
+        for state in states:
+            before = self._before.get(state.rank)
+            if before is not None and before.beat_s != state.beat_s and before.pid == state.pid and {before.phase, state.phase} <= self.IN_STEP:
+                self.longest_s = max(self.longest_s, state.beat_s - before.beat_s)
+            self._before[state.rank] = state
+        begun = [state.step for state in states if state.phase in self.IN_STEP]
+        if begun:
+            self._first_step = min(begun) if self._first_step is None else self._first_step
+            self._steps = max(self._steps, min(begun) - self._first_step)
+        # None has begun before all have.
+        if any(state.beat_s == 0 for state in states):
+            return []
+        late = [state for state in states if now_s - state.beat_s > self.deadline_s(state.phase)]
+        if not late:
+            return []
+        idle = [state for state in states if not state.collective and state in late]
+        if idle:
+            return idle
+        if not all(state.collective for state in states):
+            # They wait for a rank that still has time: it reads data, or writes a checkpoint.
+            return []
+        # All wait: those who have made fewer calls than others are in another one than they.
+        fewest = min(state.collectives for state in states)
+        return [state for state in states if state.collectives == fewest]

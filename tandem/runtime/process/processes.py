@@ -1,0 +1,187 @@
+"""Start, watch and end processes. The one place where thread counts, spin limits and the environment are set."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """How a process uses the cores. ``count``: threads of one parallel region. ``spin_count``: turns of the loop in
+    which an idle OpenMP thread waits before it sleeps. The default spin made two threads beside one busy process three
+    times slower than one; 1000 kept the speed on idle cores and lost little on busy ones."""
+
+    count: int = 1
+    spin_count: int = 1000
+
+    def environment(self) -> dict[str, str]:
+        """The variables that OpenMP, MKL, OpenBLAS and tokenizers read when they are loaded."""
+        count = str(self.count)
+        return {
+            "OMP_NUM_THREADS": count,
+            "MKL_NUM_THREADS": count,
+            "OPENBLAS_NUM_THREADS": count,
+            "OMP_DYNAMIC": "FALSE",
+            "MKL_DYNAMIC": "FALSE",
+            "GOMP_SPINCOUNT": str(self.spin_count),
+            "KMP_BLOCKTIME": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""What a child prints is in its file also when it is killed."""
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity and its cgroup's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return max(1, cores)
+
+
+def spawn(
+    module: str | None,
+    arguments: Sequence[str] = (),
+    *,
+    threads: Threads,
+    program: str | None = None,
+    new_session: bool = False,
+    pass_fds: Sequence[int] = (),
+    stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+    output: Path | None = None,
+    capture: bool = False,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start the Python module ``module`` (or ``program``) as a child that dies with this process, even by ``kill -9``.
+
+    ``output``: a file to which standard output and error are appended (``None``: this process's own). ``capture``:
+    standard output comes to this process through ``.stdout``, whatever ``output`` says. ``new_session``: a session and
+    process group of its own, so that ``kill_group`` reaches what it starts and a terminal's Ctrl-C does not.
+    """
+    kind, target = ("module", module) if module is not None else ("exec", program)
+    assert target is not None, "spawn needs a module or a program"
+    command = [sys.executable, "-m", "tandem.runtime.process.child", str(os.getpid()), kind, target, *arguments]
+
+    def start() -> "subprocess.Popen[bytes]":
+        with contextlib.ExitStack() as stack:
+            sink = stack.enter_context(output.open("ab")) if output is not None else None
+            return subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.PIPE if capture else sink,
+                stderr=sink,
+                pass_fds=tuple(pass_fds),
+                start_new_session=new_session,
+                cwd=directory,
+                env={**os.environ, **UNBUFFERED, **threads.environment(), **(environment or {})},
+            )
+
+    # The kernel sends the parent-death signal when the *thread* that forked ends, so a child is never started from a
+    # thread that serves one request.
+    if threading.current_thread() is threading.main_thread():
+        return start()
+    return _spawner().submit(start).result()
+
+
+@cache
+def _spawner() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+
+
+def wait(process: "subprocess.Popen[bytes]", deadline_s: float) -> int | None:
+    """The exit status (negative: the signal), or ``None`` where it still runs after ``deadline_s``."""
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def terminate(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> int:
+    """Ask it to end (SIGTERM), and kill it after ``grace_s``; returns the exit status. An ended process is left
+    alone."""
+    if process.poll() is None:
+        process.terminate()
+        if wait(process, grace_s) is None:
+            process.kill()
+    return process.wait()
+
+
+def kill(process: "subprocess.Popen[bytes]") -> int:
+    """End it at once (SIGKILL) and collect it."""
+    if process.poll() is None:
+        process.kill()
+    return process.wait()
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> int:
+    """Kill everything in the session that ``process`` was started to lead (``new_session=True``), and collect it."""
+    # Collected last: until then its id, which names the group, cannot be given to another process.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process.returncode is None and os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+    return kill(process)
+
+
+def describe_exit(status: int | None) -> str:
+    """``exit status 3`` or ``killed by SIGKILL``."""
+    if status is None:
+        return "still running"
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes. ``rss_bytes``: all pages in memory; ``pss_bytes``: shared ones divided by how many processes share them
+    (equals ``rss_bytes`` where the kernel does not say); ``shared_bytes``: pages that others may hold too."""
+
+    rss_bytes: int
+    pss_bytes: int
+    shared_bytes: int
+
+
+def peak_memory_of(pid: int) -> int:
+    """Returns the most resident bytes that a process has had (``VmHWM``). Raises ``ProcessLookupError`` where it has ended."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except FileNotFoundError:
+        pass
+    raise ProcessLookupError(f"process {pid} has ended")
+
+
+def memory_of(pid: int) -> ProcessMemory:
+    """The memory of a process now. Raises ``ProcessLookupError`` where it is gone."""
+    found: dict[str, int] = {}
+    try:
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
+                name, _, rest = line.partition(":")
+                found[name] = int(rest.split()[0]) * 1024
+        if "Rss" in found:
+            shared = found.get("Shared_Clean", 0) + found.get("Shared_Dirty", 0)
+            return ProcessMemory(found["Rss"], found.get("Pss", found["Rss"]), shared)
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"process {pid} is gone") from None
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return ProcessMemory(int(pages[1]) * page_bytes, int(pages[1]) * page_bytes, int(pages[2]) * page_bytes)

@@ -1,0 +1,238 @@
+"""Worker processes: started by ``Worker``, called over a socket pair, and serving their calls with ``serve``.
+
+``Worker`` owns the life of the process. When the process ends, by itself, by a signal or by the kernel's out-of-memory killer, the call in
+progress raises ``WorkerDied`` at once and says how it ended. A worker that does not answer within a call's deadline writes the stack of
+every thread to its log and is killed.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.runtime.process.faults import FaultPoint, no_fault
+from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn, wait
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, StepPoints, WorkerDied, error_meta, is_result
+from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.types.errors import UserError
+from tandem.types.wire import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """A running worker process, seen from its owner. Any thread may call; calls are served in turn."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        threads: Threads,
+        output: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        new_session: bool = False,
+    ) -> None:
+        """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
+
+        Args:
+            name: what errors call it.
+            new_session: a session of its own, so that what the worker starts is killed with it (see ``spawn``).
+        """
+        self.name = name
+        self._new_session = new_session
+        ours, theirs = socket.socketpair()
+        with theirs:
+            channel = ("--channel", str(theirs.fileno()))
+            self.process: subprocess.Popen[bytes] = spawn(
+                module, [*arguments, *channel], threads=threads, output=output, environment=environment,
+                pass_fds=[theirs.fileno()], new_session=new_session,
+            )  # fmt: skip
+        self._pidfd = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
+        self._channel = Channel(ours, watch=self._pidfd)
+        self._lock = threading.Lock()
+        self._broken = ""
+        self._stopped = False
+        self._calls = 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return not self._broken and not self._ended(0.0)
+
+    def call(
+        self,
+        name: str,
+        meta: Meta | None = None,
+        blobs: Blobs | None = None,
+        *,
+        deadline_s: float,
+        on_progress: Progress | None = None,
+    ) -> Frame:
+        """Returns the result of the call ``name``.
+
+        Raises:
+            WorkerDied: the process ended; the text says how.
+            RpcTimeout: no result within ``deadline_s``; the process was killed.
+            UserError, RunError, CallError: as the method raised it.
+            RemoteError: the method raised anything else.
+        """
+        ends = time.monotonic() + deadline_s
+        with self._lock:
+            if self._broken:
+                raise WorkerDied(self.name, name, self._broken)
+            try:
+                return self._call(name, meta or {}, blobs, ends, on_progress)
+            except TimeoutError:
+                self._broken = f"{self.name} was stuck in '{name}': no result within {deadline_s:g} s; it was killed ({self._kill_stuck()})"
+                raise RpcTimeout(self.name, name, self._broken) from None
+            except (OSError, EOFError, BrokenFrame) as error:
+                raise WorkerDied(self.name, name, self._bury(f"while '{name}' ran", error)) from None
+            finally:
+                if self._stopped:
+                    self._close()
+
+    def _call(self, name: str, meta: Meta, blobs: Blobs | None, ends: float, on_progress: Progress | None) -> Frame:
+        self._calls += 1
+        with self._whole_frames():
+            self._channel.send(meta, blobs, kind="call", method=name, call=self._calls, ends=ends)
+        while True:
+            with self._whole_frames():
+                frame = self._channel.receive(ends)
+            if frame.call != self._calls:
+                continue  # of a call that was interrupted on this side
+            if is_result(frame, self.name, name, on_progress):
+                return frame
+
+    @contextlib.contextmanager
+    def _whole_frames(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            # Interrupted in the middle of a frame, perhaps: the next one could not be found.
+            self._channel.shutdown()
+            raise
+
+    def stop(self, grace_s: float = 5.0) -> int:
+        """Ends the process: closes its channel, at which ``serve`` returns, and kills it after ``grace_s``. Returns the exit status. May be
+        called while another thread's call is in progress, which then raises ``WorkerDied``."""
+        self._channel.shutdown()
+        self._ended(grace_s)
+        status = self._kill()
+        self._broken = self._broken or f"{self.name} was stopped"
+        self._stopped = True
+        if self._lock.acquire(blocking=False):
+            self._close()
+            self._lock.release()
+        return status
+
+    def _ended(self, deadline_s: float) -> bool:
+        """Whether the process ends within ``deadline_s``. It is not collected yet: its id still names its group, for ``_kill``."""
+        if self._pidfd is None or self.process.returncode is not None:
+            return wait(self.process, deadline_s) is not None
+        ending = select.poll()
+        ending.register(self._pidfd, select.POLLIN)
+        return bool(ending.poll(max(0.0, deadline_s) * 1000))
+
+    def _kill(self) -> int:
+        return kill_group(self.process) if self._new_session else kill(self.process)
+
+    def _kill_stuck(self) -> str:
+        # The worker's fault handler answers SIGABRT with the Python stack of every thread, into its log.
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGABRT)
+        has_stack = self._ended(2.0)
+        self._kill()
+        return "its stack is in its log" if has_stack else "its stack could not be had"
+
+    def _bury(self, when: str, error: Exception) -> str:
+        """How it ended, after making sure that it has."""
+        if not self._ended(2.0) and isinstance(error, BrokenFrame):
+            self._kill()
+            self._broken = f"{self.name} sent a broken frame {when} and was killed: {error}"
+            return self._broken
+        status = self._kill()
+        self._broken = f"{self.name} died {when}: {describe_exit(status)}"
+        if status == -signal.SIGKILL:
+            self._broken += " (killed with kill -9, or by the kernel when memory ran out)"
+        return self._broken
+
+    def _close(self) -> None:
+        self._channel.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoint = no_fault) -> None:
+    """Answers calls from the descriptor ``channel``, one after the other, until the owner closes it."""
+    dump_stack_on_abort()
+    points = StepPoints(fault_point)
+    known = {name: points.around(name, method) for name, method in methods.items()}
+    connection = socket.socket(fileno=channel)
+    connection.set_inheritable(False)
+    owner = Channel(connection)
+    with contextlib.closing(owner):
+        while True:
+            try:
+                _answer(owner, known, owner.receive())
+            except (EOFError, OSError, BrokenFrame, _OwnerGone):
+                logger.info("the owner closed the channel")
+                return
+
+
+class _OwnerGone(BaseException):
+    """The call in progress has no caller any more."""
+
+
+def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None:
+    name = frame.method
+
+    def progress(meta: dict[str, Any]) -> None:
+        try:
+            owner.send(meta, kind="progress", call=frame.call)
+        except OSError:
+            raise _OwnerGone from None
+
+    try:
+        if name not in methods:
+            raise LookupError(f"this worker has no call '{name}'")
+        meta, blobs = methods[name](frame.meta, frame.blobs, progress)
+    except UserError as error:
+        logger.error("'%s': %s", name, error)
+        owner.send(error_meta(error), kind="error", call=frame.call)
+        return
+    except Exception as error:
+        logger.exception("'%s' failed", name)
+        owner.send(error_meta(error), kind="error", call=frame.call)
+        return
+    try:
+        owner.send(meta, blobs, kind="result", call=frame.call)
+    except ValueError as error:
+        logger.exception("'%s' failed", name)
+        owner.send(error_meta(error), kind="error", call=frame.call)
+
+
+def dump_stack_on_abort() -> None:
+    """Makes SIGABRT, which a worker gets that does not answer in time, write the stack of every thread to standard error and end the process
+    without a core file. ``serve`` does so itself; a worker that runs foreign code before calls it first."""
+    import resource
+
+    faulthandler.enable(sys.stderr)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -1,0 +1,232 @@
+"""The worker processes of one mesh, which answer calls together: started, watched and ended from here. Imports no torch.
+
+A call goes to every rank at once. It ends with rank 0's result when all have answered, or with ``RanksLost`` as soon as a rank is
+dead or hung: who, in which phase of which step, and where the others are blocked. The supervisor of a run on data and the shim of a
+trainer sidecar both own a ``WorkerGroup``.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tandem.layout.mesh import MeshShape
+from tandem.runtime.machine.heap import kept_heap_environment
+from tandem.runtime.process.hang_watchdog import HangWatchdog
+from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
+from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of
+from tandem.runtime.process.rank_settings import RankSettings
+from tandem.runtime.process.stacks import innermost, stacks_of
+from tandem.runtime.process.worker import Worker
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RemoteError, RpcTimeout, WorkerDied
+from tandem.types import CollectiveError, RunError, UserError
+from tandem.types.wire import Frame
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.1
+GRACE_S = 2.0
+"""After a rank ended: how long the others have to report who ended first."""
+
+
+class RanksLost(WorkerDied):
+    """Ranks died or hang, and all must be started again. ``ranks``: which; ``step``: the one that they were in."""
+
+    def __init__(self, peer: str, call: str, text: str, ranks: Sequence[int] = (0,), step: int = 0) -> None:
+        super().__init__(peer, call, text)
+        self.ranks, self.step = tuple(ranks), step
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What a group of ranks is started with.
+
+    ``name``: for messages. ``target``: the module that makes a rank's calls (``trainer.rank_process``). ``directory``: of the run.
+    ``folder``: an empty folder for rendezvous, heartbeats and stacks. ``threads``: of each rank. ``hang_timeout_s``: a rank without a sign
+    of life for so long hangs; ``heartbeat_timeout_s``: see ``HangWatchdog``. ``log``: the name of rank r's log file; ``roles``: its roles
+    in a plan of faults.
+    """
+
+    name: str
+    target: str
+    directory: Path
+    folder: Path
+    threads: int
+    device: str = "cpu"
+    faults: str = ""
+    hang_timeout_s: float = 300.0
+    heartbeat_timeout_s: float = 30.0
+    log: Callable[[int], str] = "rank-{}".format
+    roles: Callable[[int], tuple[str, ...]] = lambda rank: (f"rank{rank}",)
+
+
+class WorkerGroup:
+    """The ranks of ``shape``, started now. One call at a time."""
+
+    def __init__(self, settings: GroupSettings, shape: MeshShape, *, say: Callable[[str], None] = lambda line: None) -> None:
+        self.settings, self.shape, self._say = settings, shape, say
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self._board = HeartbeatTable(settings.folder / "heartbeats", shape.world)
+        self._board.clear()
+        self._watch = HangWatchdog(settings.hang_timeout_s, settings.heartbeat_timeout_s)
+        self._pool = ThreadPoolExecutor(shape.world, thread_name_prefix="rank-call")
+        self._broken = ""
+        self.workers = [self._start(rank) for rank in range(shape.world)]
+
+    def _start(self, rank: int) -> Worker:
+        settings, folder = self.settings, self.settings.folder
+        own = RankSettings(
+            settings.target, str(settings.directory), rank, asdict(self.shape), str(folder / "rendezvous"), str(folder / "heartbeats"),
+            str(self._stacks(rank)), settings.threads, settings.device, settings.faults, settings.roles(rank), settings.log(rank), settings.hang_timeout_s,
+        )  # fmt: skip
+        name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
+        output = settings.directory / "logs" / f"{settings.log(rank)}.out"
+        # Beside others, a rank is to hold no more than it needs.
+        environment = kept_heap_environment(os.environ) if self.shape.world > 1 else None
+        return Worker(
+            name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
+            environment=environment,
+        )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return not self._broken and all(worker.alive for worker in self.workers)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self.workers]
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes of each rank's process; zeros for one that is gone."""
+        found = []
+        for worker in self.workers:
+            try:
+                found.append(asdict(memory_of(worker.pid)))
+            except ProcessLookupError:
+                found.append({"rss_bytes": 0, "pss_bytes": 0, "shared_bytes": 0})
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send ``number`` to every living rank."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.send_signal(number)
+
+    def call(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None,
+        on_poll: Callable[[], None] | None = None,
+    ) -> Frame:
+        """Rank 0's result of the call ``name``, which every rank answers. ``on_progress`` hears rank 0, ``on_poll`` is called while this
+        waits. Raises ``RanksLost``, ``RpcTimeout``, and what a rank raised."""
+        if self._broken:
+            raise RanksLost(self.settings.name, name, self._broken)
+        if self.shape.world == 1 and on_poll is None:
+            return self._call_alone(name, meta, blobs, deadline_s, on_progress)
+        heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        calls = [
+            self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=heard.put if rank == 0 else None)
+            for rank, worker in enumerate(self.workers)
+        ]
+        while True:
+            if on_poll is not None:
+                on_poll()
+            # Told from this thread, in order, before the call ends.
+            is_done = all(call.done() for call in calls)
+            while not heard.empty():
+                progress = heard.get()
+                if on_progress is not None:
+                    on_progress(progress)
+            if any(call.done() and call.exception() is not None for call in calls):
+                self._judge(name, calls)
+            if is_done:
+                return calls[0].result()
+            states = self._board.states()
+            stuck = self._watch.look(states, time.monotonic())
+            if stuck:
+                self._fail_stuck(name, stuck, states)
+            # Ranks end together: after the first, the others are waited for without a pause that a step would feel.
+            futures_wait(calls, timeout=POLL_S, return_when=FIRST_COMPLETED if not any(call.done() for call in calls) else ALL_COMPLETED)
+
+    def _call_alone(
+        self, name: str, meta: Meta | None, blobs: Blobs | None, deadline_s: float, on_progress: Progress | None
+    ) -> Frame:
+        """One rank has its call's own deadline, and no other one waits for it."""
+        try:
+            return self.workers[0].call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
+        except (WorkerDied, RpcTimeout) as death:
+            self._broken = str(death)
+            raise
+
+    def _judge(self, name: str, calls: Sequence["Future[Frame]"]) -> None:
+        """Raise what ended the call: the first rank that did not merely miss another one."""
+        ends = time.monotonic() + GRACE_S
+        while time.monotonic() < ends and not all(call.done() for call in calls):
+            time.sleep(0.02)
+        states = self._board.states()
+        errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception() is not None}
+        for rank, error in errors.items():
+            if isinstance(error, UserError) and not isinstance(error, CollectiveError):
+                raise error
+            if isinstance(error, RemoteError):
+                log = self.settings.directory / "logs" / f"{self.settings.log(rank)}.log"
+                raise RunError(f"rank {rank} failed: {error}; the traceback is in '{log}'") from None
+            if isinstance(error, RpcTimeout):
+                self._fail(name, f"rank {rank}: {error}", [rank], states)
+        dead = [rank for rank, error in errors.items() if isinstance(error, WorkerDied)]
+        self._write_stacks(states)
+        if dead:
+            status = {rank: describe_exit(self.workers[rank].process.poll()) for rank in dead}
+            text = ", ".join(f"rank {rank} died ({status[rank]}) {_where(states[rank])}" for rank in dead)
+            self._fail(name, text, dead, states)
+        # Every rank that answered misses another one: those that are in no collective, or behind, hang.
+        stuck = [state for state in states if not calls[state.rank].done() and not state.collective]
+        text = "; ".join([state.describe(time.monotonic()) for state in stuck] or [str(next(iter(errors.values())))])
+        self._fail(name, text, [state.rank for state in stuck], stuck or states)
+
+    def _fail_stuck(self, name: str, stuck: Sequence[RankState], states: Sequence[RankState]) -> None:
+        now, names = time.monotonic(), {state.rank for state in stuck}
+        text = "; ".join(state.describe(now) for state in [*stuck, *(state for state in states if state.rank not in names)])
+        self._write_stacks(states)
+        self._fail(name, text, sorted(names), stuck)
+
+    def _fail(self, name: str, text: str, ranks: Sequence[int], states: Sequence[RankState]) -> None:
+        self._broken = text
+        for worker in self.workers:
+            kill(worker.process)
+        raise RanksLost(self.settings.name, name, text, ranks, min((states[r].step for r in ranks if r < len(states)), default=0))
+
+    def _stacks(self, rank: int) -> Path:
+        return self.settings.folder / f"stacks-{rank}"
+
+    def _write_stacks(self, states: Sequence[RankState]) -> None:
+        """Ask every living rank for its stacks; all go to a file, the innermost frames to ``say``."""
+        living = {rank: worker.pid for rank, worker in enumerate(self.workers) if worker.process.poll() is None}
+        if not living:
+            return
+        found = stacks_of({rank: (pid, self._stacks(rank)) for rank, pid in living.items()})
+        path, now = self.settings.directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{living[min(living)]}.txt", time.monotonic()
+        path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in found.items()), encoding="utf-8")
+        for rank, text in found.items():
+            frame = innermost(text)
+            self._say(f"rank {rank} is in {frame}" if frame else f"rank {rank} does not answer: it is stopped, or has not started")
+        self._say(f"the stacks of all ranks are in '{path}'")
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End every rank: its channel is closed, at which it ends by itself, or is killed after ``grace_s``."""
+        self._broken = self._broken or f"{self.settings.name} was stopped"
+        with ThreadPoolExecutor(self.shape.world) as pool:
+            list(pool.map(lambda worker: worker.stop(grace_s), self.workers))
+        self._pool.shutdown(wait=False)
+
+
+def _where(state: RankState) -> str:
+    if state.beat_s == 0:
+        return "during its start"
+    inside = f", in the collective '{state.collective}'" if state.collective else ""
+    return f"in '{state.phase}' of step {state.step}{inside}"

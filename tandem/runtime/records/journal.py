@@ -1,0 +1,304 @@
+"""The journal of a run: what happened, written down before anything is built on it.
+
+The rule: **the checkpoint commit is the truth.** On resume ``cut_after(step)`` removes what was journalled of the time
+after the checkpoint, but samples and scores stay: they are what the steps are repeated from, never computed a second
+time. Samples are committed when a rollout ends, scores before they are trained on. Every commit is one transaction,
+flushed to the disk; transitions are flushed with the next commit, so a ``kill -9`` takes none and a power cut the newest.
+
+``step`` counts optimizer steps taken: step 3 is the work that starts from the state after 3 steps; a checkpoint of step
+3 is that state. Times are unix seconds.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from tandem.runtime.process.faults import FaultPoint, no_fault
+from tandem.runtime.records.sqlite_file import connect, errors, transaction
+from tandem.types.errors import RunError
+from tandem.types.sample import Sample
+from tandem.types.score import Score
+from tandem.types.wire_records import decode_samples, decode_scores, encode_samples, encode_scores
+
+COMMITS = ("commit_samples", "commit_scores", "commit_evaluation", "commit_checkpoint", "record_event")
+"""The journal's commits: names of fault points. A transition's fault point has the name of its state."""
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS transitions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, sidecar TEXT NOT NULL, state TEXT NOT NULL,
+    started_s REAL NOT NULL, ended_s REAL, incarnation INTEGER NOT NULL, detail TEXT NOT NULL DEFAULT '{}');
+CREATE TABLE IF NOT EXISTS step_batches (
+    step INTEGER PRIMARY KEY, samples BLOB NOT NULL, scores BLOB, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS evaluations (
+    step INTEGER NOT NULL, kind TEXT NOT NULL, result TEXT NOT NULL, PRIMARY KEY (step, kind));
+CREATE TABLE IF NOT EXISTS checkpoints (
+    step INTEGER PRIMARY KEY, digest TEXT NOT NULL, committed_s REAL NOT NULL, last_transition INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A sidecar's stay in a state. ``ended_s`` is ``None`` while it lasts, and for ever where its process was killed;
+    ``failed`` in ``detail`` names the exception that ended it."""
+
+    id: int
+    step: int
+    sidecar: str
+    state: str
+    started_s: float
+    ended_s: float | None
+    incarnation: int
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: the state after ``step`` optimizer steps."""
+
+    step: int
+    digest: str
+    committed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a person may want to know of: a recovery, a fault, a warning."""
+
+    id: int
+    time_s: float
+    kind: str
+    detail: dict[str, Any]
+
+
+class Journal:
+    """``journal.sqlite`` of a run, open. Any thread may use it; one process writes, others read.
+
+    ``incarnation``: how often a trainer was started in this run; it is kept over restarts. Raises ``RunError`` with one
+    line where the file is damaged, locked or cannot be written.
+    """
+
+    def __init__(self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0) -> None:
+        self.path = path
+        self._fault_point = fault_point
+        self._lock = threading.RLock()
+        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s)
+        self.incarnation: int = int(self.get("incarnation", 0))
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A fact about the run, as JSON."""
+        rows = self._read("SELECT value FROM run WHERE key = ?", (key,))
+        return json.loads(rows[0][0]) if rows else default
+
+    def set(self, key: str, value: Any) -> None:
+        self._write("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, _json(value)))
+
+    def next_incarnation(self) -> int:
+        """Count one more start of a trainer: larger than any that this run has had, whatever was killed since."""
+        self.incarnation += 1
+        self.set("incarnation", self.incarnation)
+        return self.incarnation
+
+    # -- transitions ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def transition(self, step: int, sidecar: str, state: str) -> Iterator[dict[str, Any]]:
+        """Write down that ``sidecar`` is in ``state`` for as long as the body runs. The body may fill the yielded
+        detail."""
+        self._fault_point(f"before:{state}:{step}")
+        detail: dict[str, Any] = {}
+        row = self._write(
+            "INSERT INTO transitions (step, sidecar, state, started_s, incarnation) VALUES (?, ?, ?, ?, ?)",
+            (step, sidecar, str(state), time.time(), self.incarnation),
+        )
+        try:
+            yield detail
+        except BaseException as error:
+            detail["failed"] = type(error).__name__
+            raise
+        finally:
+            self._write("UPDATE transitions SET ended_s = ?, detail = ? WHERE id = ?", (time.time(), _json(detail), row))
+        self._fault_point(f"after:{state}:{step}")
+
+    def transitions(self, step: int | None = None) -> list[Transition]:
+        """In the order in which they started; all, or those of ``step``."""
+        where, parameters = ("", ()) if step is None else ("WHERE step = ?", (step,))
+        columns = "id, step, sidecar, state, started_s, ended_s, incarnation, detail"
+        rows = self._read(f"SELECT {columns} FROM transitions {where} ORDER BY id", parameters)
+        return [
+            Transition(id, at, sidecar, state, started_s, ended_s, incarnation, json.loads(detail))
+            for id, at, sidecar, state, started_s, ended_s, incarnation, detail in rows
+        ]
+
+    # -- samples and scores --------------------------------------------------------------------------------------------
+
+    def commit_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The samples of ``step``, once: a second commit of a step must hold the same bits. Raises ``RunError``."""
+        blob = encode_samples(samples)
+        with self._commit("commit_samples", step):
+            found = self._step_batch(step)
+            if found is None:
+                self._connection.execute("INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None)))
+            elif found[0] != blob:
+                raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
+
+    def commit_scores(self, step: int, scores: Sequence[Score]) -> None:
+        """The scores of ``step``, once, faults included, before they are trained on. Raises ``RunError``."""
+        blob = encode_scores(scores)
+        with self._commit("commit_scores", step):
+            found = self._step_batch(step)
+            if found is None:
+                raise RunError(f"the run's journal has no samples of step {step} that these scores could judge")
+            if found[1] is None:
+                self._connection.execute(
+                    "UPDATE step_batches SET scores = ?, digest = ? WHERE step = ?",
+                    (blob, _digest(found[0], blob), step),
+                )
+            elif found[1] != blob:
+                raise RunError(f"the run's journal already has other scores for step {step}; a step is judged once")
+
+    def samples(self, step: int) -> list[Sample] | None:
+        """The samples of ``step``, or ``None`` where its rollout has not ended."""
+        found = self._step_batch(step)
+        return None if found is None else decode_samples(found[0])
+
+    def scores(self, step: int) -> list[Score] | None:
+        """The scores of ``step``, or ``None`` where it has not been judged."""
+        found = self._step_batch(step)
+        return None if found is None or found[1] is None else decode_scores(found[1])
+
+    def journalled_steps(self) -> list[int]:
+        """The steps whose samples are here."""
+        return [row[0] for row in self._read("SELECT step FROM step_batches ORDER BY step")]
+
+    def _step_batch(self, step: int) -> tuple[bytes, bytes | None] | None:
+        rows = self._read("SELECT samples, scores, digest FROM step_batches WHERE step = ?", (step,))
+        if not rows:
+            return None
+        samples, scores, digest = rows[0]
+        if _digest(samples, scores) != digest:
+            raise RunError(f"the run's journal: {self.path} is damaged (samples of step {step}); restore it from a copy or start a new run")
+        return samples, scores
+
+    # -- evaluations, checkpoints, events ------------------------------------------------------------------------------
+
+    def commit_evaluation(self, step: int, kind: str, result: dict[str, Any]) -> None:
+        """The evaluation ``kind`` of the weights after ``step`` steps; a repeated one replaces the first."""
+        with self._commit("commit_evaluation", step):
+            self._connection.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", (step, kind, _json(result)))
+
+    def evaluation(self, step: int, kind: str) -> dict[str, Any] | None:
+        rows = self._read("SELECT result FROM evaluations WHERE step = ? AND kind = ?", (step, kind))
+        return json.loads(rows[0][0]) if rows else None
+
+    def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
+        """Every evaluation as (step, kind, result), in the order of the steps."""
+        rows = self._read("SELECT step, kind, result FROM evaluations ORDER BY step, rowid")
+        return [(step, kind, json.loads(result)) for step, kind, result in rows]
+
+    def commit_checkpoint(self, step: int, digest: str, boundary: int | None = None) -> None:
+        """The checkpoint of ``step`` stands on the disk, whole, with ``digest``: from here on it is what a resume
+        starts from. ``boundary``: the newest transition (``last_transition``) when its state was taken, where that was before
+        now."""
+        with self._commit("commit_checkpoint", step):
+            boundary = self.last_transition() if boundary is None else boundary
+            self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (step, digest, time.time(), boundary))
+
+    def last_transition(self) -> int:
+        """The id of the newest transition, 0 before the first."""
+        return int(self._read("SELECT COALESCE(MAX(id), 0) FROM transitions")[0][0])
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """In the order of the steps."""
+        return [Checkpoint(*row) for row in self._read("SELECT step, digest, committed_s FROM checkpoints ORDER BY step")]
+
+    def record_event(self, kind: str, detail: dict[str, Any]) -> None:
+        """Events are history: ``cut_after`` leaves them."""
+        with self._commit("record_event", int(detail.get("step", 0))):
+            self._connection.execute("INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail)))
+
+    def events(self) -> list[Event]:
+        rows = self._read("SELECT id, time_s, kind, detail FROM events ORDER BY id")
+        return [Event(id, time_s, kind, json.loads(detail)) for id, time_s, kind, detail in rows]
+
+    # -- resume --------------------------------------------------------------------------------------------------------
+
+    def cut_after(self, step: int) -> None:
+        """Go back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
+
+        ShardSpec: transitions that began after its commit, evaluations and checkpoints of later steps. Kept: evaluations up
+        to ``step`` (they are of weights that the checkpoint has or had), every event, all samples and scores.
+        """
+        with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):
+            committed = self._connection.execute("SELECT last_transition FROM checkpoints WHERE step = ?", (step,)).fetchone()
+            if committed is None:
+                # Killed between the checkpoint's own commit on the disk and the journal's: its transition is still the
+                # boundary.
+                query = "SELECT MAX(id) FROM transitions WHERE step = ? AND state = 'checkpoint'"
+                committed = self._connection.execute(query, (step,)).fetchone()
+            if committed[0] is None:
+                self._connection.execute("DELETE FROM transitions WHERE step >= ?", (step,))
+            else:
+                self._connection.execute("DELETE FROM transitions WHERE id > ?", committed)
+            self._connection.execute("DELETE FROM evaluations WHERE step > ?", (step,))
+            self._connection.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
+
+    # -- reading and writing -------------------------------------------------------------------------------------------
+
+    def _read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with (
+            self._lock,
+            errors(self.path, "the run's journal"),
+            closing(self._connection.execute(query, parameters)) as cursor,
+        ):
+            return cursor.fetchall()
+
+    def _write(self, query: str, parameters: Sequence[Any]) -> int:
+        """One statement as its own transaction; returns the row it inserted."""
+        with self._lock, errors(self.path, "the run's journal"):
+            return int(self._connection.execute(query, parameters).lastrowid or 0)
+
+    @contextmanager
+    def _commit(self, name: str, step: int) -> Iterator[None]:
+        self._fault_point(f"before:{name}:{step}")
+        with self._lock, errors(self.path, "the run's journal"):
+            # Transitions are history and need not wait for the disk; what a run goes on from must.
+            self._connection.execute("PRAGMA synchronous=FULL")
+            try:
+                with transaction(self._connection):
+                    yield
+            finally:
+                self._connection.execute("PRAGMA synchronous=NORMAL")
+        self._fault_point(f"after:{name}:{step}")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _digest(samples: bytes, scores: bytes | None) -> str:
+    digest = blake2b(samples, digest_size=16)
+    if scores is not None:
+        digest.update(b"\0scores\0" + scores)
+    return digest.hexdigest()

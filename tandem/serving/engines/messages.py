@@ -1,0 +1,136 @@
+"""What the server and an engine's process tell each other: frames over the socket pair of ``tandem.runtime.rpc.channel``.
+
+To the engine: the events ``add`` (``EngineRequest``) and ``abort`` (``Abort``), and numbered ``call`` frames of the control calls, whose
+meta are the arguments. From it: once the ``result`` (``EngineInfo``) or ``error`` of ``load``; the event ``step`` (``Step``) after every step
+that has outputs; and the ``result`` or ``error`` of each call under its number. Imports no torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tandem.engine.metrics.stats import EngineStats
+from tandem.engine.processing.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
+from tandem.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt for an engine. ``params``: keyword arguments of ``SamplingParams``, checked by the engine, with
+    ``structured_outputs`` as those of ``StructuredOutputsParams``. ``adapter``: name, id and folder of its LoRA adapter. The
+    rest as in ``Engine.add_request``."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    stream: bool
+    key: int
+    first_index: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    num_draft_tokens: int | None = None
+    adapter: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends the requests ``ids``."""
+
+    ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is. ``num_parameters`` counts numbers, not bytes."""
+
+    pid: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+    num_parameters: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step made known. ``refused``: requests that cannot be served, each with why. ``failed``: requests that a
+    defect of the engine ended."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def step_meta(outputs: Iterable[RequestOutput], stats: EngineStats, refused: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
+    return {"outputs": [_output_meta(output) for output in outputs], "stats": asdict(stats), "refused": refused, "failed": failed}
+
+
+def step_of(meta: dict[str, Any]) -> Step:
+    outputs = [_output_of(output) for output in meta["outputs"]]
+    return Step(outputs, EngineStats(**meta["stats"]), meta["refused"], meta["failed"])
+
+
+# A prompt's text and tokens are known to the server and do not travel back.
+
+
+def _output_meta(output: RequestOutput) -> dict[str, Any]:
+    scores = output.prompt_logprobs
+    return {
+        "id": output.request_id,
+        "finished": output.finished,
+        "cached": output.num_cached_tokens,
+        "times": None if output.times is None else [output.times.arrival_s, output.times.scheduled_s, output.times.first_token_s],
+        "scores": None if scores is None else [None if entry is None else _logprobs_meta(entry) for entry in scores],
+        "completions": [_completion_meta(completion) for completion in output.outputs],
+    }
+
+
+def _completion_meta(c: CompletionOutput) -> list[Any]:
+    logprobs = None if c.logprobs is None else [_logprobs_meta(entry) for entry in c.logprobs]
+    versions: list[list[int]] = []
+    for version in c.weight_versions:
+        if versions and versions[-1][1:] == list(version):
+            versions[-1][0] += 1
+        else:
+            versions.append([1, *version])
+    return [c.index, c.text, c.token_ids, c.raw_logprobs, c.sampling_logprobs, versions, c.finish_reason, c.stop_reason, logprobs]
+
+
+def _logprobs_meta(entry: dict[int, Logprob]) -> list[list[Any]]:
+    return [[token, value.logprob, value.rank, value.decoded_token] for token, value in entry.items()]
+
+
+def _output_of(meta: dict[str, Any]) -> RequestOutput:
+    scores = meta["scores"]
+    return RequestOutput(
+        request_id=meta["id"],
+        prompt=None,
+        prompt_token_ids=[],
+        outputs=[_completion_of(completion) for completion in meta["completions"]],
+        finished=meta["finished"],
+        num_cached_tokens=meta["cached"],
+        times=None if meta["times"] is None else RequestTimes(*meta["times"]),
+        prompt_logprobs=None if scores is None else [None if entry is None else _logprobs_of(entry) for entry in scores],
+    )
+
+
+def _completion_of(meta: list[Any]) -> CompletionOutput:
+    index, text, tokens, raw, sampling, versions, finish, stop, logprobs = meta
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=tokens,
+        raw_logprobs=raw,
+        sampling_logprobs=sampling,
+        weight_versions=[WeightVersion(incarnation, step) for count, incarnation, step in versions for _ in range(count)],
+        finish_reason=finish,
+        stop_reason=stop,
+        logprobs=None if logprobs is None else [_logprobs_of(entry) for entry in logprobs],
+    )
+
+
+def _logprobs_of(entries: list[list[Any]]) -> dict[int, Logprob]:
+    return {token: Logprob(value, rank, text) for token, value, rank, text in entries}

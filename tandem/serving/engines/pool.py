@@ -1,0 +1,322 @@
+"""The engines behind one server: who takes a request, what happens when one dies, and control calls to all of them."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.engine.metrics.stats import EngineStats
+from tandem.runtime.process.processes import kill
+from tandem.serving.engines.instance import Instance, InstanceDied
+from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
+from tandem.serving.engines.stream import Outputs, Stream
+from tandem.serving.errors import ApiError, internal, invalid, overloaded, unavailable
+from tandem.serving.metrics import Metrics
+from tandem.serving.settings import ServerSettings
+from tandem.types import RunError, UserError, WeightVersion
+
+MAX_ATTEMPTS = 3
+"""Engines that a request may outlive: one that kills every engine must end."""
+
+MAX_BACKOFF_S = 30.0
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for one engine. ``instance`` is ``None`` while none is ready. ``outstanding``: tokens that its requests may
+    still ask for."""
+
+    index: int
+    instance: Instance | None = None
+    stats: EngineStats | None = None
+    streams: dict[str, Stream] = field(default_factory=dict)
+    outstanding: int = 0
+    failures: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"instance {self.index}"
+
+    def add(self, stream: Stream) -> None:
+        self.streams[stream.request.id] = stream
+        self.outstanding += stream.outstanding
+
+    def remove(self, request_id: str) -> Stream | None:
+        stream = self.streams.pop(request_id, None)
+        if stream is not None:
+            self.outstanding -= stream.outstanding
+        return stream
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What was loaded last: ``folders`` make a whole set. None: the model's own."""
+
+    version: WeightVersion
+    folders: tuple[str, ...] = ()
+
+
+class Pool:
+    """Starts the engines, keeps them alive and gives each request to the one with the least outstanding token work."""
+
+    def __init__(self, settings: ServerSettings, metrics: Metrics, say: Callable[[str], None] | None = None) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.info: EngineInfo | None = None
+        self.weights = Weights(WeightVersion(0, 0))
+        self.is_paused = False
+        self.is_sleeping = False
+        self.slots = [Slot(i) for i in range(settings.instances)]
+        self._say = say or (lambda text: print(f"tandem: {text}", file=sys.stderr, flush=True))
+        self._homeless: dict[str, Stream] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._control = asyncio.Lock()
+        self._keys = 0
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model in every engine. Raises ``UserError`` where that cannot be done."""
+        loads = [asyncio.create_task(self._load(slot)) for slot in self.slots]
+        try:
+            instances = await asyncio.gather(*loads)
+        except BaseException:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+            raise
+        for slot, instance in zip(self.slots, instances, strict=True):
+            slot.instance = instance
+            self._keepers.append(asyncio.create_task(self._keep(slot, instance), name=f"{slot.name} keeper"))
+
+    async def stop(self) -> None:
+        """End every engine. In-flight requests get an error."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for stream in self.streams:
+            stream.fail(unavailable("the server was stopped"))
+        await asyncio.gather(*(slot.instance.stop() for slot in self.slots if slot.instance is not None))
+
+    @property
+    def has_engine(self) -> bool:
+        return any(slot.instance is not None for slot in self.slots)
+
+    @property
+    def num_streams(self) -> int:
+        return sum(len(slot.streams) for slot in self.slots) + len(self._homeless)
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [stream for slot in self.slots for stream in slot.streams.values()] + list(self._homeless.values())
+
+    async def _load(self, slot: Slot) -> Instance:
+        """An engine for ``slot`` in the state that the others are in."""
+        instance = Instance(slot.name, self.settings.engine, self.settings.threads, lambda step: self._take(slot, step))
+        try:
+            self.info = await instance.start()
+            self.metrics.loaded(slot.index, self.info)
+            if self.weights.folders:
+                await instance.call("start_weight_update")
+                for folder in self.weights.folders:
+                    await instance.call("update_weights", folder=folder)
+                await instance.call("finish_weight_update", version=list(self.weights.version))
+            if self.is_paused:
+                await instance.call("pause", mode="recompute")
+            if self.is_sleeping:
+                await instance.call("sleep")
+        except BaseException:
+            await instance.stop(grace_s=0)
+            raise
+        return instance
+
+    async def _keep(self, slot: Slot, instance: Instance) -> None:
+        """Replace the slot's engine whenever it dies."""
+        while True:
+            await instance.died.wait()
+            slot.instance = None
+            self._say(f"{instance.how}; it is started again")
+            self.metrics.restarted(slot.index)
+            self._move(slot, instance.how)
+            while slot.instance is None:
+                await asyncio.sleep(min(MAX_BACKOFF_S, 2.0**slot.failures - 1))
+                slot.failures += 1
+                async with self._control:
+                    try:
+                        instance = slot.instance = await self._load(slot)
+                    except (UserError, OSError) as error:
+                        self._say(f"{slot.name} could not be started again: {error}")
+            self._say(f"{slot.name} is back")
+            homeless, self._homeless = self._homeless, {}
+            for stream in homeless.values():
+                self._give(stream)
+
+    def _move(self, slot: Slot, how: str) -> None:
+        """Give the requests of a dead engine to others."""
+        moving, slot.streams, slot.outstanding = slot.streams, {}, 0
+        for stream in moving.values():
+            if stream.attempts >= MAX_ATTEMPTS:
+                stream.fail(internal(f"{how}, as did {stream.attempts - 1} engines that had the request before it"))
+            elif stream.versions - {self.weights.version}:
+                stream.fail(unavailable(f"{how}; the request was begun under weights that were replaced and cannot be repeated"))
+            else:
+                stream.begin_again()
+                self._give(stream)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def next_key(self) -> int:
+        """The key of a request that brings no seed: their number, so that no two draw the same."""
+        self._keys += 1
+        return self._keys - 1
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise ``ApiError`` where ``count`` more requests cannot be taken."""
+        if self.is_sleeping:
+            raise unavailable("the engine is asleep")
+        if not self.has_engine:
+            raise unavailable("no engine is ready", retry_after_s=5)
+        if self.num_streams + count > self.settings.max_requests:
+            raise overloaded(f"the queue is full with {self.settings.max_requests} requests; try again")
+
+    def submit(self, request: EngineRequest, queue: Outputs) -> Stream:
+        """Give a request to an engine; what comes of it goes to ``queue``. The caller has checked that there is room."""
+        assert self.info is not None
+        room = self.info.max_model_len - len(request.prompt_token_ids)
+        asked = request.params.get("max_tokens")
+        new = max(0, room if asked is None else min(asked, room)) * request.params.get("n", 1)
+        stream = Stream(request, len(request.prompt_token_ids) + new, queue)
+        self._give(stream)
+        return stream
+
+    def check_unused(self, request_id: str) -> None:
+        """Raises ``ApiError`` if an in-flight request has that id."""
+        if request_id in self._homeless or any(request_id in slot.streams for slot in self.slots):
+            raise invalid(f"request_id {request_id.rpartition('-')[0][:100]!r} is in use; give every request one of its own", "request_id")
+
+    def ids_of(self, names: Sequence[str]) -> list[str]:
+        """The ids, within the engines, of what clients know as ``names``: as they gave it, or as they were answered."""
+        wanted = {prefix + name for name in names for prefix in ("", "cmpl-", "chatcmpl-")}
+        return [stream.request.id for stream in self.streams if stream.request.id.rpartition("-")[0] in wanted]
+
+    def drop(self, stream: Stream) -> None:
+        """Aborts the request of ``stream``, whose client has left, and so frees its blocks."""
+        self._homeless.pop(stream.request.id, None)
+        for slot in self.slots:
+            if slot.remove(stream.request.id) is not None:
+                self.metrics.ended(slot.index, stream, None)
+                if slot.instance is not None:
+                    slot.instance.abort([stream.request.id])
+
+    def _give(self, stream: Stream) -> None:
+        ready = [slot for slot in self.slots if slot.instance is not None]
+        if not ready:
+            self._homeless[stream.request.id] = stream
+            return
+        slot = min(ready, key=lambda slot: slot.outstanding)
+        slot.add(stream)
+        assert slot.instance is not None
+        slot.instance.add(stream.request)
+
+    def _take(self, slot: Slot, step: Step) -> None:
+        """Pass on what an engine's step made known."""
+        slot.stats = step.stats
+        slot.failures = 0
+        self.metrics.stepped(slot.index, step.stats)
+        for output in step.outputs:
+            stream = slot.streams.get(output.request_id)
+            if stream is None:
+                continue
+            before = stream.outstanding
+            tokens = stream.take(output)
+            slot.outstanding -= before - stream.outstanding
+            self.metrics.produced(slot.index, stream, output, tokens)
+            if output.finished:
+                slot.remove(output.request_id)
+                self.metrics.ended(slot.index, stream, output)
+        for request_id, text in step.refused.items():
+            self._fail(slot, request_id, invalid(text, _param_of(text)))
+        for request_id, text in step.failed.items():
+            self._fail(slot, request_id, internal(text))
+
+    def _fail(self, slot: Slot, request_id: str, error: ApiError) -> None:
+        stream = slot.remove(request_id)
+        if stream is not None:
+            stream.fail(error)
+            self.metrics.failed(slot.index)
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def call(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
+        """A control call to every engine, one such call at a time; their answers in order. An engine that died is left out:
+        it comes back in the state of the others."""
+        async with self._control:
+            return await self._broadcast(name, **arguments)
+
+    async def _broadcast(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
+        alive = [slot.instance for slot in self.slots if slot.instance is not None]
+        if not alive:
+            raise unavailable("no engine is ready", retry_after_s=5)
+        answers = await asyncio.gather(*(instance.call(name, **arguments) for instance in alive), return_exceptions=True)
+        results = []
+        for answer in answers:
+            if isinstance(answer, InstanceDied):
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            results.append(answer)
+        if not results:
+            raise unavailable("every engine died before it answered", retry_after_s=5)
+        return results
+
+    async def pause(self, mode: str) -> None:
+        self.is_paused = True
+        if mode == "wait":
+            # It may take as long as its longest request, and must not keep anybody from resuming.
+            await self._broadcast("pause", mode=mode)
+        else:
+            await self.call("pause", mode=mode)
+
+    async def resume(self) -> None:
+        self.is_paused = False
+        with contextlib.suppress(RunError):
+            await self._broadcast("resume")
+
+    async def sleep(self) -> None:
+        # First, so that nothing new is taken meanwhile.
+        self.is_sleeping = True
+        try:
+            await self.call("sleep")
+        except UserError:
+            self.is_sleeping = False
+            raise
+
+    async def wake_up(self) -> None:
+        await self.call("wake_up")
+        self.is_sleeping = False
+
+    async def update(self, version: WeightVersion, folders: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Take the staged weights everywhere. Where no engine can take them none does. One that cannot where others could, as
+        after a restart in the middle of the update, is replaced by one that starts with them."""
+        async with self._control:
+            before, self.weights = self.weights, Weights(version, folders)
+            alive = [slot.instance for slot in self.slots if slot.instance is not None]
+            calls = [instance.call("finish_weight_update", version=list(version)) for instance in alive]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            taken = [answer for answer in answers if isinstance(answer, dict)]
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            if not taken:
+                self.weights = before
+                raise errors[0] if errors else unavailable("no engine is ready", retry_after_s=5)
+            for instance, answer in zip(alive, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    kill(instance.process)
+            return taken
+
+
+def _param_of(text: str) -> str | None:
+    """The field that a refusal of the sampling parameters names."""
+    words = text.split()
+    return words[1] if len(words) > 2 and words[0] == "sampling" else None

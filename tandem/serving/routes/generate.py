@@ -1,0 +1,99 @@
+"""``POST /generate``: tokens in, tokens out, with what a trainer needs to know of each of them."""
+
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.serving.engines.messages import EngineRequest
+from tandem.serving.errors import ApiError, invalid
+from tandem.serving.logprobs import by_token_id, prompt_logprobs
+from tandem.serving.prompts import chat_prompt, encode, sampling_params
+from tandem.serving.protocol import DetokenizeRequest, GenerateRequest, GenerateSampling, TokenizeRequest
+from tandem.serving.routes.adapters import adapter_meta
+from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
+from tandem.serving.state import ServerState
+
+
+async def generate(state: ServerState, body: GenerateRequest, request: Request) -> Response:
+    """One prompt, as a text or as token ids."""
+    if (body.prompt is None) == (body.prompt_token_ids is None):
+        raise invalid("give either 'prompt' or 'prompt_token_ids'", "prompt")
+    adapter = state.check_model(body.model)
+    tokens = body.prompt_token_ids
+    if tokens is None:
+        tokens = await encode(state.tokenizer, body.prompt or "", add_special_tokens=True)
+    sampling = body.sampling_params or GenerateSampling()
+    key = body.key
+    if key is None:
+        key = 0 if sampling.seed is not None else state.pool.next_key()
+    name = body.request_id or uuid.uuid4().hex
+    asked = EngineRequest(
+        id=f"{name}-0", prompt_token_ids=tokens, params=sampling_params(sampling, max_tokens=sampling.max_tokens, logprobs=sampling.logprobs),
+        stream=bool(body.stream), key=key, first_index=body.first_index or 0, priority=body.priority or 0, cache_salt=body.cache_salt or "",
+        num_draft_tokens=body.num_draft_tokens, adapter=adapter_meta(adapter),
+    )  # fmt: skip
+    if body.stream:
+        return await begin(request, _events(state, asked, name))
+    (output,) = await while_connected(request, answers(state.pool, [asked]))
+    return JSONResponse(_body(name, output) | {"prompt_token_ids": tokens})
+
+
+async def _events(state: ServerState, asked: EngineRequest, name: str) -> AsyncGenerator[bytes, None]:
+    is_first = True
+    with submitted(state.pool, [asked]) as (streams, queue):
+        try:
+            async for _, output in each(queue, len(streams)):
+                yield sse(_body(name, output))
+                is_first = False
+        except ApiError as error:
+            if is_first:
+                raise
+            yield sse(error.body)
+    yield DONE
+
+
+def _body(name: str, output: RequestOutput) -> dict[str, Any]:
+    return {
+        "request_id": name,
+        "finished": output.finished,
+        "num_cached_tokens": output.num_cached_tokens,
+        "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+        "outputs": [_completion(completion) for completion in output.outputs],
+    }
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    plain = {field.name: getattr(completion, field.name) for field in dataclasses.fields(completion)}
+    plain["weight_versions"] = [list(version) for version in completion.weight_versions]
+    plain["logprobs"] = None if completion.logprobs is None else [by_token_id(entry) for entry in completion.logprobs]
+    return plain
+
+
+async def tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    """``POST /tokenize``: of a text, or of a conversation."""
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either 'prompt' or 'messages'", "prompt")
+    if body.messages is not None:
+        generation = body.add_generation_prompt is not False
+        tokens = await chat_prompt(state.tokenizer, state.chat_template(), body.messages, generation, body.chat_template_kwargs)
+    else:
+        tokens = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
+    response: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": state.max_model_len}
+    if body.return_token_strs:
+        response["token_strs"] = [state.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return response
+
+
+async def detokenize(state: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
+    """``POST /detokenize``."""
+    state.check_model(body.model)
+    wrong = next((token for token in body.tokens if token >= state.tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise invalid(f"token id {wrong} is not in the tokenizer's vocabulary of {state.tokenizer.vocab_size}", "tokens")
+    return {"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -1,0 +1,228 @@
+"""OpenAI's completions and chat completions, with vLLM's additional fields."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.serving.engines.messages import EngineRequest
+from tandem.serving.errors import ApiError, invalid
+from tandem.serving.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from tandem.serving.prompts import chat_prompt, completion_prompts, response_format, sampling_params
+from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, OpenAIFields, StreamOptions
+from tandem.serving.routes.adapters import adapter_meta
+from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
+from tandem.serving.state import ServerState
+
+
+@dataclass
+class Usage:
+    """Tokens of a request. ``cached``: prompt tokens that the prefix cache held."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass
+class Job:
+    """One HTTP request: its prompts and how its choices are written. ``chunk_object``: the object's name in a stream.
+
+    ``write(job, prompt number, completion, scores, is_first, is_delta)`` gives a choice without its index and reason.
+    """
+
+    id: str
+    model: str
+    object: str
+    chunk_object: str
+    requests: list[EngineRequest]
+    n: int
+    return_token_ids: bool
+    write: Callable[["Job", int, CompletionOutput, RequestOutput, bool, bool], dict[str, Any]]
+    options: StreamOptions | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    usage: Usage = field(default_factory=Usage)
+    logprobs: dict[tuple[int, int], CompletionLogprobs] = field(default_factory=dict)
+    opening: Callable[["Job"], dict[str, Any]] | None = None
+    """The first chunk of each choice of a chat, which carries its role."""
+
+    def choice(self, number: int, completion: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": number * self.n + completion.index,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "logprobs": None,
+        }
+        choice |= self.write(self, number, completion, output, is_first, is_delta)
+        if self.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.requests[number].prompt_token_ids
+        return choice
+
+    def body(self, choices: list[dict[str, Any]], object_name: str, usage: Usage | None) -> dict[str, Any]:
+        body = {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices}
+        return body | {"usage": None if usage is None else usage.body}
+
+
+async def completions(state: ServerState, body: CompletionRequest, request: Request) -> Response:
+    """``POST /v1/completions``."""
+    adapter = _check_model(state, body)
+    prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens is not False)
+    echo, scores = bool(body.echo), body.prompt_logprobs
+    if echo and scores is None and (body.logprobs is not None or body.max_tokens == 0):
+        scores = body.logprobs or 0
+    if body.max_tokens == 0 and not echo and scores is None:
+        raise invalid("'max_tokens' is 0; ask for at least 1 token, or for the prompt's own with 'echo'", "max_tokens")
+    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs) | ({} if scores is None else {"prompt_logprobs": scores})
+    texts = [state.tokenizer.decode(_known(state, tokens), skip_special_tokens=False) for tokens in prompts] if echo else []
+
+    def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
+        text, tokens = c.text, c.token_ids
+        entries: Sequence[Any] = c.logprobs or []
+        if echo and is_first:
+            text = texts[number] + text
+            tokens = job.requests[number].prompt_token_ids + tokens
+            entries = [*(output.prompt_logprobs or []), *entries]
+        choice: dict[str, Any] = {"text": text}
+        if body.logprobs is not None:
+            writer = job.logprobs.setdefault((number, c.index), CompletionLogprobs(body.logprobs))
+            choice["logprobs"] = writer.take(tokens, entries)
+        if body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    name = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    job = Job(
+        id=name, model=body.model or state.model_name, object="text_completion",
+        chunk_object="text_completion", requests=_requests(state, body, name, prompts, params, adapter), n=body.n or 1,
+        return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options,
+    )  # fmt: skip
+    return await _answer(state, job, request, bool(body.stream))
+
+
+async def chat_completions(state: ServerState, body: ChatCompletionRequest, request: Request) -> Response:
+    """``POST /v1/chat/completions``."""
+    adapter = _check_model(state, body)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("'top_logprobs' is given without 'logprobs'; set 'logprobs' to true", "top_logprobs")
+    count = (body.top_logprobs or 0) if body.logprobs else None
+    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = sampling_params(body, max_tokens=longest, logprobs=count, structured_outputs=response_format(body))
+    # A chat continues to the end of its context, where the offline default is 16 tokens.
+    params.setdefault("max_tokens", None)
+    generation = body.add_generation_prompt is not False
+    prompt = await chat_prompt(state.tokenizer, state.chat_template(), body.messages, generation, body.chat_template_kwargs)
+
+    def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"delta": {"content": c.text}} if is_delta else {"message": {"role": "assistant", "content": c.text}}
+        if count is not None and c.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(c.token_ids, c.logprobs, count)
+        if body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def opening(job: Job) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(job.n)]
+        return job.body(choices, job.chunk_object, None)
+
+    name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    job = Job(
+        id=name, model=body.model or state.model_name, object="chat.completion",
+        chunk_object="chat.completion.chunk", requests=_requests(state, body, name, [prompt], params, adapter), n=body.n or 1,
+        return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options, opening=opening,
+    )  # fmt: skip
+    return await _answer(state, job, request, bool(body.stream))
+
+
+def _check_model(state: ServerState, body: OpenAIFields) -> LoRARequest | None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("'stream_options' is given without 'stream'; set 'stream' to true", "stream_options")
+    return state.check_model(body.model)
+
+
+def _known(state: ServerState, tokens: list[int]) -> list[int]:
+    return [token for token in tokens if token < state.tokenizer.vocab_size]
+
+
+def _requests(
+    state: ServerState, body: OpenAIFields, name: str, prompts: list[list[int]], params: dict[str, Any], adapter: LoRARequest | None
+) -> list[EngineRequest]:
+    # With a seed the answer depends on the request alone; without one no two requests draw the same.
+    return [
+        EngineRequest(
+            id=f"{name}-{i}", prompt_token_ids=tokens, params=params, stream=bool(body.stream),
+            key=i if body.seed is not None else state.pool.next_key(), priority=body.priority or 0, cache_salt=body.cache_salt or "",
+            num_draft_tokens=body.num_draft_tokens, adapter=adapter_meta(adapter),
+        )
+        for i, tokens in enumerate(prompts)
+    ]  # fmt: skip
+
+
+async def _answer(state: ServerState, job: Job, request: Request, stream: bool) -> Response:
+    if stream:
+        return await begin(request, _events(state, job))
+    outputs = await while_connected(request, answers(state.pool, job.requests))
+    choices = []
+    for number, output in enumerate(outputs):
+        choices += [job.choice(number, completion, output, True, False) for completion in output.outputs]
+        _count(job, number, output)
+        job.usage.prompt += len(job.requests[number].prompt_token_ids)
+    return JSONResponse(job.body(choices, job.object, job.usage))
+
+
+def _count(job: Job, number: int, output: RequestOutput) -> None:
+    job.usage.completion += sum(len(completion.token_ids) for completion in output.outputs)
+    if output.finished:
+        job.usage.cached += output.num_cached_tokens
+
+
+async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
+    """The events of a stream, those that are ready at once together. The first is there when nothing can be refused any
+    more; an error after it is an event itself."""
+    seen: set[tuple[int, int]] = set()
+    numbers = {request.id: number for number, request in enumerate(job.requests)}
+    continuous = bool(job.options and job.options.continuous_usage_stats)
+    with submitted(state.pool, job.requests) as (streams, queue):
+        job.usage.prompt = sum(len(request.prompt_token_ids) for request in job.requests)
+        try:
+            async for stream, output in each(queue, len(streams)):
+                number = numbers[stream.request.id]
+                _count(job, number, output)
+                parts = []
+                if not seen and job.opening is not None:
+                    parts.append(sse(job.opening(job)))
+                for completion in output.outputs:
+                    is_first = (number, completion.index) not in seen
+                    seen.add((number, completion.index))
+                    # A token whose text is held back is no news to a reader of text.
+                    is_news = completion.text or completion.finish_reason or completion.logprobs or job.return_token_ids or is_first
+                    if is_news:
+                        choice = job.choice(number, completion, output, is_first, True)
+                        parts.append(sse(job.body([choice], job.chunk_object, job.usage if continuous else None)))
+                if parts:
+                    yield b"".join(parts)
+        except ApiError as error:
+            if not seen:
+                raise
+            yield sse(error.body) + DONE
+            return
+    if job.options and job.options.include_usage:
+        yield sse(job.body([], job.chunk_object, job.usage))
+    yield DONE
