@@ -192,7 +192,7 @@ def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int,
 @pytest.mark.full
 def test_place_that_is_lost_twice_in_one_step_is_given_up_and_the_run_goes_on_with_fewer_ranks(one: Path, data: Path, tmp_path: Path) -> None:
     said = run(tmp_path, data, "--parallel.data=3", "--fault=rank2:before:train:6,rank2:before:forward:6")
-    assert "going on from the newest checkpoint with 2 data-parallel ranks" in said
+    assert "continuing from the newest checkpoint with 2 data-parallel ranks" in said
     assert [event["mesh"]["data"] for event in recoveries(tmp_path)] == [3, 2]
     assert is_curve_of(tmp_path, one)
 
