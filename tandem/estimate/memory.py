@@ -1,22 +1,26 @@
-"""Predict the bytes of every phase of a pod before anything is started. Imports no torch.
+"""Predicts the bytes of every phase of a pod before anything is started. Imports no torch.
 
-The run measures the same phases and the report shows both figures side by side.
+The run measures the same phases, and the report shows both figures side by side.
 """
 
 from dataclasses import dataclass
 
-from tandem.estimate.model_bytes import activation_bytes_per_token, kv_bytes_per_token, optimizer_bytes, weight_bytes
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.model_bytes import cut_by_zero, kv_bytes_per_token, weight_bytes
+from tandem.estimate.peak_bytes import KEPT_SHARE, TRAINING_PROCESS_BYTES, peak_bytes, staging_bytes
+from tandem.estimate.training_bytes import state_bytes
 from tandem.layout.shapes import ModelShapes
 from tandem.types.kv_cache import KVCacheDtype
 
 PROCESS_BYTES = 260 * 2**20
-"""Resident bytes of a worker that has imported torch and done nothing (measured: 230 to 270 MiB, torch 2.13 CPU)."""
+"""Resident bytes of a process that has imported torch and done nothing (measured: 230 to 270 MiB, torch 2.13 CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodMemory:
-    """Predicted resident bytes. ``trainer``: while it trains; ``trainer_idle``: offloaded; ``rollout``: while it
-    generates; ``segments``: the two shared weight buffers."""
+    """Predicted resident bytes, summed over the processes of a sidecar. ``trainer``: while it trains; ``trainer_idle``: offloaded; ``rollout``:
+    while it generates; ``segments``: the two shared weight buffers, which the others do not count."""
 
     trainer: int
     trainer_idle: int
@@ -35,26 +39,22 @@ class PodMemory:
 
 
 def predict(
-    shapes: ModelShapes, *, dtype: str, micro_batch_tokens: int, batch_tokens: int, kv_cache_tokens: int, reference: bool,
-    kv_cache_dtype: KVCacheDtype = "auto", optimizer: str = "adamw", recompute: str = "none", swap_bytes: int = 0,
-    engine_ranks: int = 1, sleep_offload: str = "none",
+    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
+    kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1,
 ) -> PodMemory:
-    """The plan for one pod on one device.
+    """Returns the plan of one pod on one machine.
 
-    ``micro_batch_tokens`` bounds what a forward saves for its backward under ``recompute``, ``batch_tokens`` (if smaller) is all there is.
-    ``swap_bytes``: the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache.
-    ``sleep_offload``: ``trainer.sleep_offload``; with ``nvme`` the trainer's state is in a file while the engine works.
-    ``optimizer``: ``trainer.optimizer``. ``reference``: a frozen copy of the weights stands beside the actor.
-    """
-    weights = weight_bytes(shapes, dtype)
-    moments = optimizer_bytes(shapes, optimizer)
-    held = weights + moments + (weights if reference else 0)
-    tokens = min(micro_batch_tokens, batch_tokens)
-    working = weights + tokens * activation_bytes_per_token(shapes, recompute)
+    ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor. ``swap_bytes``:
+    the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache."""
+    weights = weight_bytes(shapes, trainer.dtype)
+    # ZeRO does not shard the frozen copy.
+    frozen = weights // (parallel.tensor * parallel.pipeline) if reference else 0
+    training = peak_bytes(shapes, trainer, tokens, parallel) + frozen
+    kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     return PodMemory(
-        trainer=PROCESS_BYTES + held + working,
-        trainer_idle=PROCESS_BYTES + (0 if sleep_offload == "nvme" else held),
-        rollout=engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_tokens * kv_bytes_per_token(shapes, dtype, kv_cache_dtype) + swap_bytes,
+        trainer=parallel.world * training,
+        trainer_idle=parallel.world * _idle_bytes(shapes, trainer, parallel, frozen),
+        rollout=engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_bytes + swap_bytes,
         segments=2 * weights,
     )
 
@@ -62,3 +62,15 @@ def predict(
 def sleep_mode(plan: PodMemory, available_bytes: int) -> str:
     """``keep`` where trainer and engine fit together in ``available_bytes``, else ``terminate``."""
     return "keep" if plan.together <= available_bytes else "terminate"
+
+
+def _idle_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int) -> int:
+    """Returns the bytes of one rank while the engine works: weights, moments and the frozen copy, unless they are in a file, and the staged copy of
+    a checkpoint. Gradients are dropped."""
+    held = 0
+    if trainer.sleep_offload != "nvme":
+        paged = trainer.offload_parameters == "nvme"
+        weights = 0 if paged else weight_bytes(shapes, trainer.dtype, parallel.tensor)
+        moments = state_bytes(shapes, trainer) // parallel.tensor
+        held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen
+    return TRAINING_PROCESS_BYTES + int((1 + KEPT_SHARE) * held) + staging_bytes(shapes, trainer, parallel)

@@ -34,10 +34,11 @@ def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw") -> int:
     return sum(2 * (count + 4 * -(-count // _CODED_BLOCK)) if is_hidden and count >= _FEWEST_CODED else 8 * count for count, is_hidden in held)
 
 
-def cut_by_zero(weights: int, moments: int, ranks: int, stage: int) -> int:
-    """Bytes of weights, gradients and moments on one of ``ranks`` from one backward pass to the next, where each has the bytes given in
-    all: ZeRO stage 1 cuts the moments, 2 the gradients too, 3 the weights too (Rajbhandari et al., 2020)."""
-    parts = (weights, 3), (weights, 2), (moments, 1)
+def cut_by_zero(weights: int, moments: int, ranks: int, stage: int, gradients: int | None = None) -> int:
+    """Returns the bytes of weights, gradients and moments on one of ``ranks`` from one backward pass to the next, of the bytes that they have in
+    all (``gradients`` ``None``: those of the weights). ZeRO stage 1 shards the moments, 2 the gradients too, 3 the weights too (Rajbhandari et
+    al., 2020)."""
+    parts = (weights, 3), (weights if gradients is None else gradients, 2), (moments, 1)
     return sum(-(-size // ranks) if stage >= from_stage else size for size, from_stage in parts)
 
 

@@ -52,7 +52,7 @@ def execute_rl(
         # The stage before had logs of its own.
         setup("controller", directory / "logs")
         shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
-        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
+        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
         journal.set("memory", asdict(memory))
         if recipe.trainer.precision != "fp32":
             where = "trainer and rollout" if recipe.rollout_precision == recipe.trainer.precision else "the trainer"

@@ -9,7 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -56,7 +56,7 @@ class Channel(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the worker's process now: ``rss_bytes``, ``pss_bytes``, ``shared_bytes``."""
+        """The fields of ``ProcessMemory``, summed over the worker's processes."""
         ...
 
     def close(self) -> None:
@@ -198,8 +198,7 @@ class InlineChannel:
         gc.collect()
 
     def memory(self) -> dict[str, int]:
-        found = memory_of(os.getpid())
-        return {"rss_bytes": found.rss_bytes, "pss_bytes": found.pss_bytes, "shared_bytes": found.shared_bytes}
+        return asdict(memory_of(os.getpid()))
 
     def discard(self) -> None:
         self.stop_worker()

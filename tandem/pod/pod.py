@@ -303,4 +303,5 @@ class Pod:
             pass
 
     def _measure(self, phase: str, measured: dict[str, int]) -> None:
-        self.memory[phase] = float(measured.get("rss_bytes", 0))
+        # The shared weight buffers are resident in trainer and engine alike; the plan counts them once, as segments.
+        self.memory[phase] = float(measured["rss_bytes"] - measured["shm_bytes"])

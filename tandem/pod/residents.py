@@ -10,6 +10,7 @@ import logging
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.machine import MachineConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory, predict, sleep_mode
@@ -30,31 +31,30 @@ def kv_cache_tokens(rollout: RolloutConfig, group_size: int, max_length: int) ->
 
 
 def plan(
-    rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, machine: MachineConfig, shapes: ModelShapes, max_length: int
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, parallel: ParallelConfig, machine: MachineConfig,
+    shapes: ModelShapes, max_length: int,
 ) -> tuple[PodMemory, str]:
-    """Returns the predicted bytes of every phase and ``keep`` or ``terminate``. Raises ``RunError`` where not even taking turns fits."""
+    """Returns the predicted bytes of every phase, over all ranks, and ``keep`` or ``terminate``. Raises ``RunError`` where not even taking turns fits."""
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = rollout.prompts_per_step * algorithm.group_size
     memory = predict(
         shapes,
-        dtype=trainer.dtype,
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        recompute=trainer.recompute,
-        batch_tokens=sequences * max_length,
+        trainer,
+        parallel,
+        # A sequence longer than micro_batch_tokens is a micro-batch by itself.
+        tokens=min(max(trainer.micro_batch_tokens, max_length), sequences * max_length),
         kv_cache_tokens=kv_cache_tokens(rollout, algorithm.group_size, max_length),
         kv_cache_dtype=engine.kv_cache_dtype,
         swap_bytes=int(engine.swap_space * 2**30),
         engine_ranks=engine.tensor_parallel_size,
-        optimizer=trainer.optimizer,
         reference=algorithm.kl_coef > 0,
-        sleep_offload=trainer.sleep_offload,
     )
     available = available_bytes(machine.memory_gib)
     if memory.largest_phase > available:
         raise RunError(
             f"this run needs {memory.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
-            "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, or raise machine.memory_gib"
+            "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.sleep_offload to nvme, or raise machine.memory_gib"
         )
     chosen = rollout.sleep_mode
     return memory, sleep_mode(memory, available) if chosen == "auto" else chosen

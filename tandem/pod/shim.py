@@ -97,10 +97,9 @@ class Shim:
         return {}, {}
 
     def memory(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Bytes of the worker's processes together; zeros where none live."""
-        worker = self.worker
-        found = worker.memory() if worker is not None else []
-        return {name: sum(each[name] for each in found) for name in ("rss_bytes", "pss_bytes", "shared_bytes")}, {}
+        """The fields of ``ProcessMemory``, summed over the worker's processes; zeros where none live."""
+        ranks = self.worker.memory() if self.worker is not None else []
+        return {"rss_bytes": sum(rank.rss_bytes for rank in ranks), "shm_bytes": sum(rank.shm_bytes for rank in ranks)}, {}
 
     def _pass_on(self, name: str) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

@@ -390,7 +390,7 @@ def test_a_shim_answers_over_http_as_over_its_own_port(tmp_path):
         local = RpcClient("the shim", int((tmp_path / "port").read_text()), CREDENTIAL)
         remote = HttpClient("the shim", int(address.rpartition(":")[2]), CREDENTIAL)
         for client in (local, remote):
-            assert client.call("memory", deadline_s=60).meta == {"rss_bytes": 0, "pss_bytes": 0, "shared_bytes": 0}
+            assert client.call("memory", deadline_s=60).meta == {"rss_bytes": 0, "shm_bytes": 0}
             with pytest.raises(WorkerDied, match="the rollout worker is not running"):
                 client.call("rollout", deadline_s=60)
     finally:

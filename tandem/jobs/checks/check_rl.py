@@ -57,7 +57,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.machine, shapes, context)
+        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)

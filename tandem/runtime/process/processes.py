@@ -150,12 +150,10 @@ def describe_exit(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes. ``rss_bytes``: all pages in memory; ``pss_bytes``: shared ones divided by how many processes share them
-    (equals ``rss_bytes`` where the kernel does not say); ``shared_bytes``: pages that others may hold too."""
+    """Resident bytes. ``rss_bytes``: all pages; ``shm_bytes``: those of shared memory among them, which other processes may hold too."""
 
-    rss_bytes: int
-    pss_bytes: int
-    shared_bytes: int
+    rss_bytes: int = 0
+    shm_bytes: int = 0
 
 
 def peak_memory_of(pid: int) -> int:
@@ -170,18 +168,29 @@ def peak_memory_of(pid: int) -> int:
 
 
 def memory_of(pid: int) -> ProcessMemory:
-    """The memory of a process now. Raises ``ProcessLookupError`` where it is gone."""
-    found: dict[str, int] = {}
+    """Returns the memory of a process now. Raises ``ProcessLookupError`` if it has ended."""
+    kilobytes = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0}
     try:
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
-                name, _, rest = line.partition(":")
-                found[name] = int(rest.split()[0]) * 1024
-        if "Rss" in found:
-            shared = found.get("Shared_Clean", 0) + found.get("Shared_Dirty", 0)
-            return ProcessMemory(found["Rss"], found.get("Pss", found["Rss"]), shared)
-        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, rest = line.partition(":")
+            if name in kilobytes:
+                kilobytes[name] = int(rest.split()[0])
     except (FileNotFoundError, ProcessLookupError):
-        raise ProcessLookupError(f"process {pid} is gone") from None
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return ProcessMemory(int(pages[1]) * page_bytes, int(pages[1]) * page_bytes, int(pages[2]) * page_bytes)
+        raise ProcessLookupError(f"process {pid} has ended") from None
+    return ProcessMemory(1024 * sum(kilobytes.values()), 1024 * kilobytes["RssShmem"])
+
+
+def memory_of_tree(pid: int) -> ProcessMemory:
+    """Returns the memory of a process and of all that it started, together; zeros if it has ended."""
+    try:
+        own = memory_of(pid)
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except (ProcessLookupError, FileNotFoundError):
+        return ProcessMemory()
+    rss_bytes, shm_bytes = own.rss_bytes, own.shm_bytes
+    for task in tasks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in (task / "children").read_text(encoding="ascii").split():
+                below = memory_of_tree(int(child))
+                rss_bytes, shm_bytes = rss_bytes + below.rss_bytes, shm_bytes + below.shm_bytes
+    return ProcessMemory(rss_bytes, shm_bytes)

@@ -21,7 +21,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.runtime.machine.heap import kept_heap_environment
 from tandem.runtime.process.hang_watchdog import HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
-from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of
+from tandem.runtime.process.processes import ProcessMemory, Threads, describe_exit, kill, memory_of_tree
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.process.stacks import innermost, stacks_of
 from tandem.runtime.process.worker import Worker
@@ -102,15 +102,9 @@ class WorkerGroup:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self.workers]
 
-    def memory(self) -> list[dict[str, int]]:
-        """Bytes of each rank's process; zeros for one that is gone."""
-        found = []
-        for worker in self.workers:
-            try:
-                found.append(asdict(memory_of(worker.pid)))
-            except ProcessLookupError:
-                found.append({"rss_bytes": 0, "pss_bytes": 0, "shared_bytes": 0})
-        return found
+    def memory(self) -> list[ProcessMemory]:
+        """The memory of each rank and of the processes that it started; zeros for one that has ended."""
+        return [memory_of_tree(worker.pid) for worker in self.workers]
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number`` to every living rank."""
