@@ -27,7 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.jobs.start import restore, resume
+    from tandem.jobs.start import resume
+    from tandem.jobs.uploads import restore
 
     if options.source:
         restore(options.run_directory, options.source)

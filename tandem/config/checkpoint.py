@@ -18,7 +18,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write checkpoints while training continues."""
     upload: str = ""
-    """A folder or URL that each checkpoint is copied to. Empty: none. Not in a pod."""
+    """A folder or URL that each checkpoint is copied to. Empty: none."""
 
     def check(self) -> None:
         for name in ("every_steps", "keep"):

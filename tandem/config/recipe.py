@@ -76,10 +76,6 @@ class Recipe:
             raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
         if self.trainer.dtype != "float32":
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; the rollout engine holds float32 weights: set it to float32")
-        if self.checkpoint.upload:
-            raise UserError(
-                f"'checkpoint.upload' is '{self.checkpoint.upload}'; the checkpoints of a pod are not copied yet: take it out, or copy RUN/checkpoints"
-            )
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
 

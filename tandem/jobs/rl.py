@@ -17,12 +17,12 @@ def reinforce(pod: Pod, run: RLRun) -> int:
             if due != "nothing":
                 run.checkpoint(pod, step)
             if due == "stop":
-                pod.finish_checkpoints()
+                run.finish_checkpoints(pod)
                 run.stop(step)
             if run.target_holds(pod, step) or step == last:
                 run.final_evaluation(pod, step)
                 run.checkpoint(pod, step)
-                pod.finish_checkpoints()
+                run.finish_checkpoints(pod)
                 return step
             samples = run.samples(pod, step)
             scores = run.scores(pod, step, samples)

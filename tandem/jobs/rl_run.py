@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
@@ -19,6 +19,9 @@ from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import Prompt, RunError, Sample, Score
 
+if TYPE_CHECKING:
+    from tandem.trainer.checkpoint.uploader import Uploader
+
 
 @dataclass(kw_only=True)
 class RLRun(Run):
@@ -30,6 +33,7 @@ class RLRun(Run):
     rewards: RewardPool
     memory: PodMemory
     trigger: CheckpointTrigger
+    uploader: "Uploader | None" = None
 
     # -- samples and scores: what the journal holds is used, never computed a second time ------------------------------
 
@@ -119,6 +123,12 @@ class RLRun(Run):
         self.records.sync()
         pod.checkpoint(step)
         self.trigger.saved()
+
+    def finish_checkpoints(self, pod: Pod) -> None:
+        """Waits for the checkpoint that is under way and for its copy. Raises ``RunError`` if the newest could not be copied."""
+        pod.finish_checkpoints()
+        if self.uploader is not None:
+            self.uploader.finish()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

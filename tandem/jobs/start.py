@@ -7,12 +7,13 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, load_config
-from tandem.jobs.checks.check_data import check_data_run, check_upload_is_free
+from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import write_recipe
 from tandem.jobs.start_rl import execute_rl
+from tandem.jobs.uploads import check_upload_is_free
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.types import UserError
@@ -24,8 +25,7 @@ def train(
 ) -> RunResult:
     """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
     warnings = [line for line in _check(recipe) if line.startswith("warning: ")]
-    if isinstance(recipe, PretrainRecipe):
-        check_upload_is_free(recipe)
+    check_upload_is_free(recipe.checkpoint)
     directory = _new_directory(recipe, Path(recipe_path).stem or "run")
     write_recipe(recipe, directory)
     callback = callback or Callback()
@@ -52,27 +52,6 @@ def resume(
         _check(recipe)
         write_recipe(recipe, directory)
     return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
-
-
-def restore(run_directory: str | Path, url: str) -> None:
-    """Make the folder of a run again from what ``checkpoint.upload`` copied to ``url``. Raises ``UserError`` where the folder is
-    there or ``url`` holds no run."""
-    from tandem.storage.files import open_storage
-    from tandem.trainer.checkpoint.remote import fetch_file, fetch_newest
-
-    directory, storage = Path(run_directory), open_storage(url)
-    if (directory / "config.yaml").exists():
-        raise UserError(f"the run '{directory}' is here; 'tandem resume {shlex.quote(str(directory))}' goes on with it, or name another folder")
-    names = {file.name for file in storage.files()}
-    if "config.yaml" not in names:
-        raise UserError(f"'{url}' holds no run: it has no config.yaml; name what 'checkpoint.upload' was")
-    if fetch_newest(storage, directory / "checkpoints") is None:
-        raise UserError(f"'{url}' holds no whole checkpoint; start the run again")
-    # The recipe comes last: without it the folder is no run.
-    for name in ("metrics.jsonl", "config.yaml"):
-        if name in names:
-            fetch_file(storage, name, directory / f"{name}.tmp")
-            (directory / f"{name}.tmp").replace(directory / name)
 
 
 def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:

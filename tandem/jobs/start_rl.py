@@ -15,6 +15,7 @@ from tandem.jobs.run_files import begun, continue_from, opened_files
 from tandem.jobs.sft import FOLDER as SFT_FOLDER
 from tandem.jobs.sft import run_sft_stage, sft_recipe
 from tandem.jobs.try_commands import task_commands
+from tandem.jobs.uploads import make_uploader
 from tandem.layout.placement import mesh_of
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
@@ -64,9 +65,18 @@ def execute_rl(
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
         registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
+        uploader = make_uploader(recipe.checkpoint, directory, callback.message, start if start.is_relative_to(directory) else None)
+        if uploader is not None:
+            stack.callback(uploader.close)
+
+        def committed(step: int, digest: str) -> None:
+            registered.enter(step, digest, {})
+            if uploader is not None:
+                uploader.add(step)
+
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, records, sleep_mode,
-            recipe.run.max_restarts, on_committed=lambda step, digest: registered.enter(step, digest, {}),
+            recipe.run.max_restarts, on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
         )
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)
@@ -77,7 +87,7 @@ def execute_rl(
         trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message)))
         run = RLRun(
             directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=memory,
-            trigger=trigger,
+            trigger=trigger, uploader=uploader,
         )  # fmt: skip
         records.begin_rows()
         steps = reinforce(pod, run)
@@ -89,6 +99,9 @@ def _start_model(
     recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, callback: Callback, inline: bool, faults: FaultPlan | None
 ) -> Path:
     """The folder of the model that reinforcement learning starts from: given or made, and fine-tuned as section ``sft`` says."""
+    trained = start_folder(recipe, directory)
+    if recipe.sft is not None and trained.exists():
+        return trained
     folder, left = _untrained(recipe, directory), recipe.run.max_restarts
     while recipe.model.create is not None and not folder.exists():
         callback.phase("create_model", 0)

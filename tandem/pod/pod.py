@@ -5,8 +5,7 @@ and announced; a sidecar that dies is replaced and brought back to the step at w
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -14,7 +13,8 @@ from typing import Any
 
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
+from tandem.pod.states import RolloutState, TrainerState
+from tandem.pod.transitions import Transitions
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
@@ -30,7 +30,7 @@ class Pod:
     the two weight buffers.
 
     ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
-    checkpoint that is under way. ``on_committed`` hears of each checkpoint that was journalled.
+    checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
@@ -48,8 +48,6 @@ class Pod:
     incarnation: int = 0
     kernels: str = ""
     buffers: tuple[str, ...] = ()
-    trainer_state: TrainerState = TrainerState.DOWN
-    rollout_state: RolloutState = RolloutState.DOWN
     trainer_step: int | None = None
     engine_step: int | None = None
     online: bool = False
@@ -57,16 +55,21 @@ class Pod:
     all_damaged: bool = False
     boundaries: dict[int, int] = field(default_factory=dict)
     on_committed: Callable[[int, str], None] = lambda step, digest: None
+    in_use: Callable[[], Collection[int]] = tuple
     recoveries: int = 0
     memory: dict[str, float] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    transitions: Transitions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transitions = Transitions(self.records)
 
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
     def start_trainer(self, step: int | None = None) -> int:
         """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step it stands at. ``all_damaged`` says
         whether that is 0 for want of a whole one."""
-        with self._trainer_does(TrainerState.START, step or 0):
+        with self.transitions.trainer_does(TrainerState.START, step or 0):
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
             loaded = self.trainer.load(self.start, step)
@@ -86,7 +89,7 @@ class Pod:
 
     def start_engine(self, step: int) -> None:
         """Bring up the rollout sidecar with dummy weights."""
-        with self._rollout_does(RolloutState.START_ENGINE, step):
+        with self.transitions.rollout_does(RolloutState.START_ENGINE, step):
             self.rollout.channel.start()
             self.rollout.start_engine(self.start)
             self.engine_step = None
@@ -108,15 +111,15 @@ class Pod:
         if self.engine_step == step:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
-        with self._trainer_does(TrainerState.OFFLOAD, step) as detail:
+        with self.transitions.trainer_does(TrainerState.OFFLOAD, step) as detail:
             detail.update(self.trainer.offload(step, release=self.sleep_mode == "terminate"))
             self.online = False
         self._tell_once(detail.get("note"))
-        with self._trainer_does(TrainerState.CONVERT, step):
+        with self.transitions.trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
         version = WeightVersion(self.incarnation, step)
         self._register(version)
-        if self.rollout_state in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE):
+        if self.transitions.rollout in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE):
             self.start_engine(step)
         try:
             self._update_weight(version)
@@ -124,15 +127,15 @@ class Pod:
             self._tell_of_damage(step, str(damage), "registering them again")
             self._register(version)
             self._update_weight(version)
-        self._trainer_enters(TrainerState.WAIT_ROLLOUT, step)
+        self.transitions.trainer_enters(TrainerState.WAIT_ROLLOUT, step)
 
     def _register(self, version: WeightVersion) -> None:
-        with self._trainer_does(TrainerState.REGISTER, version.step) as detail:
+        with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
             detail.update(self.trainer.register(version, self.buffers))
 
     def _update_weight(self, version: WeightVersion) -> None:
         step = version.step
-        with self._trainer_does(TrainerState.UPDATE_WEIGHT, step), self._rollout_does(RolloutState.UPDATE_WEIGHT, step):
+        with self.transitions.trainer_does(TrainerState.UPDATE_WEIGHT, step), self.transitions.rollout_does(RolloutState.UPDATE_WEIGHT, step):
             rereads = self.rollout.update_weight(version)["rereads"]
             self.engine_step = step
         if rereads:
@@ -152,7 +155,7 @@ class Pod:
     ) -> list[Sample]:
         """Samples of ``prompts`` under the weights after ``step`` steps."""
         self.serve_weights(step)
-        with self._rollout_does(state, step):
+        with self.transitions.rollout_does(state, step):
             report = lambda progress: self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
             samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
         self._measure("rollout", self.rollout.memory())
@@ -164,28 +167,28 @@ class Pod:
         if self.online:
             return
         if self.sleep_mode == "terminate":
-            with self._rollout_does(RolloutState.TERMINATE_ENGINE, step):
+            with self.transitions.rollout_does(RolloutState.TERMINATE_ENGINE, step):
                 self.rollout.terminate_engine()
                 self.engine_step = None
-        elif self.rollout_state is not RolloutState.KEEP_ENGINE:
-            self._rollout_enters(RolloutState.KEEP_ENGINE, step)
+        elif self.transitions.rollout is not RolloutState.KEEP_ENGINE:
+            self.transitions.rollout_enters(RolloutState.KEEP_ENGINE, step)
         self._onload(step)
 
     def _onload(self, step: int) -> None:
-        with self._trainer_does(TrainerState.ONLOAD, step) as detail:
+        with self.transitions.trainer_does(TrainerState.ONLOAD, step) as detail:
             detail.update(self.trainer.onload(step))
             self.online = True
 
     def infer(self, step: int, samples: Sequence[Sample]) -> None:
         """The frozen models' passes over ``samples``; their results stay with the trainer's worker."""
         self.hand_over(step)
-        with self._trainer_does(TrainerState.INFERENCE, step):
+        with self.transitions.trainer_does(TrainerState.INFERENCE, step):
             self.trainer.inference(step, samples)
 
     def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         self.hand_over(step)
-        with self._trainer_does(TrainerState.TRAIN, step):
+        with self.transitions.trainer_does(TrainerState.TRAIN, step):
             report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
@@ -208,9 +211,9 @@ class Pod:
         if step in self.boundaries or any(saved.step == step for saved in self.journal.checkpoints()):
             return
         self.hand_over(step)
-        with self._trainer_does(TrainerState.CHECKPOINT, step):
+        with self.transitions.trainer_does(TrainerState.CHECKPOINT, step):
             self.boundaries[step] = self.journal.last_transition()
-            committed = self.trainer.save(step)
+            committed = self.trainer.save(step, self.in_use())
         self._commit(committed)
 
     def finish_checkpoints(self) -> None:
@@ -245,7 +248,7 @@ class Pod:
         self._count(death)
         sidecar = self.trainer if death.role == "trainer" else self.rollout
         sidecar.channel.discard()
-        self._trainer_enters(TrainerState.DOWN, step)
+        self.transitions.trainer_enters(TrainerState.DOWN, step)
         self.journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step})
 
     def _count(self, death: SidecarDied) -> None:
@@ -258,49 +261,25 @@ class Pod:
     def _replace(self, death: SidecarDied, step: int) -> None:
         if death.role == "rollout":
             self.rollout.channel.discard()
-            self._rollout_enters(RolloutState.DOWN, step)
+            self.transitions.rollout_enters(RolloutState.DOWN, step)
             self.engine_step = None
             if not self.online:
                 # The weights still stand in the trainer's segments, but to publish once more keeps one way through the cycle.
                 self._onload(step)
             return
         self.trainer.channel.discard()
-        self._trainer_enters(TrainerState.DOWN, step)
+        self.transitions.trainer_enters(TrainerState.DOWN, step)
         self.online, self.engine_step, self.trainer_step = False, None, None
-        if self.rollout_state not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE):
+        if self.transitions.rollout not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE):
             # It may be in the middle of reading weights that went with the trainer.
             self.rollout.channel.discard()
-            self._rollout_enters(RolloutState.DOWN, step)
+            self.transitions.rollout_enters(RolloutState.DOWN, step)
         at = self.start_trainer()
         self.journal_loaded()
         for replayed in range(at, step):
             samples, scores = self.journal.samples(replayed), self.journal.scores(replayed)
             assert samples is not None and scores is not None, f"step {replayed} was trained on but is not in the journal"
             self.train(replayed, samples, scores)
-
-    # -- transitions -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _trainer_does(self, state: TrainerState, step: int) -> Iterator[dict[str, Any]]:
-        check_trainer(self.trainer_state, state)
-        self.trainer_state = state
-        with self.records.phase(state, step, "trainer") as detail:
-            yield detail
-
-    @contextmanager
-    def _rollout_does(self, state: RolloutState, step: int) -> Iterator[dict[str, Any]]:
-        check_rollout(self.rollout_state, state)
-        self.rollout_state = state
-        with self.records.phase(state, step, "rollout") as detail:
-            yield detail
-
-    def _trainer_enters(self, state: TrainerState, step: int) -> None:
-        with self._trainer_does(state, step):
-            pass
-
-    def _rollout_enters(self, state: RolloutState, step: int) -> None:
-        with self._rollout_does(state, step):
-            pass
 
     def _measure(self, phase: str, measured: dict[str, int]) -> None:
         # The shared weight buffers are resident in trainer and engine alike; the plan counts them once, as segments.

@@ -3,7 +3,7 @@
 Whether a call crosses two processes or none is the channel's business (``tandem.pod.channel``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,10 @@ class TrainerSidecar:
         begun to move. Returns ``offload_bytes`` and ``offload_seconds`` where something moves."""
         return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
 
-    def save(self, step: int) -> list[tuple[int, str]]:
-        """Begin the checkpoint of ``step``; (step, digest) of those that were committed meanwhile."""
-        return [tuple(each) for each in self.channel.call("save", {"step": step}).meta["committed"]]
+    def save(self, step: int, in_use: Collection[int]) -> list[tuple[int, str]]:
+        """Begin the checkpoint of ``step``; those of steps ``in_use`` are not removed for it. Returns (step, digest) of those that were committed
+        meanwhile."""
+        return [tuple(each) for each in self.channel.call("save", {"step": step, "in_use": sorted(in_use)}).meta["committed"]]
 
     def finish_save(self) -> list[tuple[int, str]]:
         """Wait for the checkpoint that is under way; (step, digest) of those that were committed meanwhile."""

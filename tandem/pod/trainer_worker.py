@@ -9,30 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
 from tandem.model.create_model import create_model
+from tandem.pod.actor import Actor, build_actor
 from tandem.pod.calls import TRAINER_CALLS
-from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
-from tandem.runtime.records.tracing import NO_TRACE, Tracer
+from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
-from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
-from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
-from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.offload.sleep import Moved, SleepFile
 from tandem.trainer.optimizers.make import offload_folder
-from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.rank_process import Rank, start
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
@@ -45,17 +38,6 @@ logger = logging.getLogger(__name__)
 CALLS = TRAINER_CALLS
 FIRST_OF_A_STEP = ("offload", "inference", "train")
 """The first call of a step is one of these; a checkpoint belongs to the step before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """What ``load`` makes. ``reference``: the frozen start model on the same mesh (``None``: the loss has no KL)."""
-
-    replica: Replica
-    guard: GradScaler
-    checkpoints: ReplicaCheckpoints
-    tracer: Tracer
-    reference: FrozenReplica | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +62,7 @@ class TrainerWorker:
         self.inferred: Inferred | None = None
         self.converted: ConvertedWeights | None = None
         self.sleep: SleepFile | None = None
+        self.in_use: frozenset[int] = frozenset()
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -123,27 +106,14 @@ class TrainerWorker:
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Load checkpoint ``step`` or the newest before it (``None``: the newest), or the model ``start`` if there is none that is whole.
         The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``)."""
-        start, recipe, ranks = Path(meta["start"]), self.recipe, self.rank.ranks
+        recipe = self.recipe
         if self.actor is not None:
             self.actor.checkpoints.close()
-        most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
-        settings = ReplicaSettings(start, self.directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
-        replica, guard = build_replica(settings, ranks, self.kernels), GradScaler(recipe.trainer)
-        checkpoints = ReplicaCheckpoints(
-            self.directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, self.rank.saving,
-            asynchronous=recipe.checkpoint.asynchronous, fault_point=self.rank.fault_point,
-        )  # fmt: skip
-        reference = FrozenReplica(ranks, *load_frozen(settings, ranks, self.kernels)) if recipe.algorithm.kl_coef > 0 else None
-        tracer = Tracer(
-            self.directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]}
-        )
-        ranks.trace(tracer)
-        self.actor = Actor(replica, guard, checkpoints, tracer, reference)
+        self.actor = build_actor(recipe, self.rank, self.kernels, Path(meta["start"]), lambda: self.in_use)
+        checkpoints = self.actor.checkpoints
         if self.sleep is not None:
             self.sleep.close()
         self.sleep = SleepFile(offload_folder(recipe.trainer, self.directory)) if recipe.trainer.sleep_offload == "nvme" else None
-        # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
-        torch.manual_seed(recipe.run.seed)
         found = checkpoints.load(meta["step"])
         self.steps = 0 if found is None else found.step
         self.inferred = self.converted = None
@@ -153,10 +123,12 @@ class TrainerWorker:
         }, {}  # fmt: skip
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Begin the checkpoint of ``step``; the reply has those that were ``committed`` meanwhile, this one too if it is not asynchronous."""
+        """Begin the checkpoint of ``step``, for which those of steps ``in_use`` are not removed; the reply has those that were ``committed``
+        meanwhile, this one too if it is not asynchronous."""
         actor = self._awake()
         self._expect(int(meta["step"]))
         actor.checkpoints.wait(self.rank.beat)
+        self.in_use = frozenset(meta["in_use"])
         before = self._committed()
         actor.checkpoints.save(self.steps, {"steps": self.steps}, actor.tracer.span("checkpoint write", step=self.steps), self.rank.beat)
         return {"committed": before + self._committed()}, {}
@@ -178,7 +150,7 @@ class TrainerWorker:
         dropped, begun = actor.replica.drop_gradients(), 0
         self.inferred = None
         if self.sleep is not None:
-            begun = self.sleep.begin_offload([*actor.replica.moments(), *_parameters(actor.reference)])
+            begun = self.sleep.begin_offload(actor.moments_and_reference())
         if meta["release"] or self.sleep is not None:
             release()
         found = self._over_ranks(Moved(dropped), Moved(begun))
@@ -216,7 +188,7 @@ class TrainerWorker:
         manifest = self.writer.publish(self.converted, version)
         reply: dict[str, object] = {"bytes": manifest.size_bytes, "digest": manifest.digest}
         if self.sleep is not None:
-            self.sleep.begin_offload([*actor.replica.weights(), *actor.replica.moments(), *_parameters(actor.reference)])
+            self.sleep.begin_offload(actor.state())
             moved = self._over_ranks(self.sleep.wait())[0]
             release()
             reply |= {"offload_bytes": moved.size_bytes, "offload_seconds": moved.seconds}
@@ -298,10 +270,6 @@ class TrainerWorker:
     def _expect(self, step: int) -> None:
         if step != self.steps:
             raise RunError(f"the trainer is at step {self.steps} and was asked for step {step}")
-
-
-def _parameters(reference: FrozenReplica | None) -> list[Tensor]:
-    return [] if reference is None else list(reference.model.parameters())
 
 
 def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:

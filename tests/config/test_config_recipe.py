@@ -125,9 +125,3 @@ def test_an_attention_backend_is_refused_where_it_cannot_compute(backend: str) -
         with pytest.raises(UserError, match=f"'machine.attention' is '{backend}', which .*{says}"):
             load_config(recipes / f"{name}.yaml", [f"machine.attention={backend}", *overrides])
     load_config(recipes / "pretrain.yaml", [f"machine.attention={backend}", "trainer.precision=bf16"])
-
-
-def test_a_pod_refuses_a_copy_of_its_checkpoints_that_it_would_not_make() -> None:
-    data = {"model": {"path": "m"}, "task": {"name": "sort"}, "checkpoint": {"upload": "s3://bucket/run"}}
-    with pytest.raises(UserError, match=r"^'checkpoint.upload' is 's3://bucket/run'; .*take it out"):
-        build(Recipe, data)

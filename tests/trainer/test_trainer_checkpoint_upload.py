@@ -132,7 +132,7 @@ def test_storage_that_is_down_costs_a_line_and_the_next_checkpoint_is_copied(tmp
     monkeypatch.setattr("tandem.trainer.checkpoint.remote.PAUSES_S", (0.0,))
     failing = Failing(open_storage(str(tmp_path / "storage"), create=True))
     said: list[str] = []
-    uploader = Uploader(failing, tmp_path / "checkpoints", 2, [tmp_path / "config.yaml"], said.append)  # type: ignore[arg-type]
+    uploader = Uploader(failing, tmp_path / "checkpoints", 2, lambda: {"config.yaml": tmp_path / "config.yaml"}, on_message=said.append)  # type: ignore[arg-type]
     (tmp_path / "config.yaml").write_text("x: 1\n")
     failing.is_down = True
     write(tmp_path / "checkpoints", 1, uploader=uploader)

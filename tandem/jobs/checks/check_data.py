@@ -129,15 +129,3 @@ def _check_dataset(path: str, dataset: TokenizedDataset, folder: Path, vocab_siz
         raise UserError(f"'{path}' was tokenized with {dataset.vocab_size} ids and the model has {vocab_size}; they do not belong together")
     if (folder / "tokenizer.json").is_file() and dataset.tokenizer != tokenizer_fingerprint(folder):
         raise UserError(f"'{path}' was tokenized with another tokenizer than the model's; tokenize it again with the model's own")
-
-
-def check_upload_is_free(recipe: PretrainRecipe) -> None:
-    """Refuse to begin a run whose checkpoints would go where those of another one are."""
-    url = recipe.checkpoint.upload
-    if not url:
-        return
-    # It needs torch, which the rest of this file does without.
-    from tandem.trainer.checkpoint.remote import uploaded_steps
-
-    if uploaded_steps(open_storage(url, create=True)):
-        raise UserError(f"'checkpoint.upload' is '{url}', which holds a run's checkpoints; name another place, or go on with 'tandem resume DIR --from {url}'")

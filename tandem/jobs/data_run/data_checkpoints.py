@@ -9,20 +9,17 @@ import torch
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.registered import Registered
+from tandem.jobs.uploads import make_uploader
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.records.run_records import Records
-from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.find import Found
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
-from tandem.trainer.checkpoint.uploader import Uploader
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.replica import Replica
 from tandem.types import RunError, UserError
 
-RUN_FILES = ("config.yaml", "metrics.jsonl")
-"""What else of a run is copied, so that it can go on where its folder is lost."""
 REGISTERED = ("train/loss", "actor/grad_norm")
 """Metrics of a step that a version is entered with."""
 
@@ -45,7 +42,7 @@ class DataCheckpoints:
 
         self._trigger = CheckpointTrigger(recipe.checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
         keeps_books = records.journal is not None
-        self._uploader = self._make_uploader() if recipe.checkpoint.upload and keeps_books else None
+        self._uploader = make_uploader(recipe.checkpoint, directory, records.callback.message) if keeps_books else None
         self._registered = Registered(recipe, directory, records.journal, records.callback) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
             directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, ranks, asynchronous=recipe.checkpoint.asynchronous,
@@ -120,11 +117,6 @@ class DataCheckpoints:
     def _beat(self) -> None:
         if self._records.board is not None:
             self._records.board.beat()
-
-    def _make_uploader(self) -> Uploader:
-        storage = open_storage(self._recipe.checkpoint.upload, create=True)
-        companions = [self._directory / name for name in RUN_FILES]
-        return Uploader(storage, self._directory / "checkpoints", self._recipe.checkpoint.keep, companions, self._records.callback.message)
 
     def _collect(self) -> None:
         done, journal = self.replica.take_committed(), self._records.journal

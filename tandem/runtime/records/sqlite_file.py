@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tandem.types.errors import RunError
@@ -80,3 +80,11 @@ def errors(path: Path, what: str) -> Iterator[None]:
         if "unable to open" in text or "readonly" in text:
             raise RunError(f"{what}: {path} cannot be opened for writing ({text}); check who owns it") from error
         raise RunError(f"{what}: {path} is damaged ({text}); restore it from a copy or start a new run") from error
+
+
+def snapshot(path: Path, target: Path, what: str) -> None:
+    """Writes the state of the SQLite file ``path``, which others may be writing, to the new file ``target``. ``what`` names it in errors.
+    Raises ``RunError``."""
+    target.unlink(missing_ok=True)
+    with errors(path, what), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source, closing(sqlite3.connect(target)) as copy:
+        source.backup(copy)

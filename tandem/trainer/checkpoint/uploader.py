@@ -1,7 +1,7 @@
 """Copies of checkpoints to object storage, beside training and beside the writing of the next ones."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class Uploader:
-    """Copies committed checkpoints, the newest first, and the ``companions`` (files of the run) with each; keeps the newest ``keep``
-    there. A copy that fails costs a warning and is tried again with the next checkpoint; ``finish`` raises where the last one failed.
-    ``on_message`` hears of it."""
+    """Copies committed checkpoints, the newest first; keeps the newest ``keep`` there. Before each the files that ``companions`` returns by their
+    name in the storage, and once those of ``once``. A copy that fails costs a warning and is tried again with the next checkpoint; ``finish``
+    raises where the last one failed. ``on_message`` is told of it."""
 
     def __init__(
-        self, storage: Storage, checkpoints: Path, keep: int, companions: Sequence[Path] = (), on_message: Callable[[str], None] | None = None
+        self, storage: Storage, checkpoints: Path, keep: int, companions: Callable[[], Mapping[str, Path]] = dict,
+        once: Mapping[str, Path] | None = None, on_message: Callable[[str], None] | None = None,
     ) -> None:
-        self._storage, self._checkpoints, self._keep, self._companions = storage, checkpoints, keep, tuple(companions)
+        self._storage, self._checkpoints, self._keep, self._companions, self._once = storage, checkpoints, keep, companions, once or {}
         self._on_message = on_message or logger.warning
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._lock = Lock()
@@ -64,9 +65,11 @@ class Uploader:
         folder = self._checkpoints / f"step-{step}"
         try:
             if step not in uploaded_steps(self._storage):
-                for companion in self._companions:
-                    if companion.is_file():
-                        self._storage.copy(companion.name, companion)
+                there = {file.name: file.size for file in self._storage.files()}
+                missing = {name: path for name, path in self._once.items() if there.get(name) != path.stat().st_size}
+                for name, path in (missing | dict(self._companions())).items():
+                    if path.is_file():
+                        self._storage.copy(name, path)
                 upload(self._storage, folder)
             prune_uploads(self._storage, self._keep)
         except (RunError, OSError) as error:

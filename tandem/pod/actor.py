@@ -1,0 +1,56 @@
+"""What a rank of the trainer sidecar holds of the models: the actor on its mesh, its checkpoints, and the frozen reference."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.config.recipe import Recipe
+from tandem.kernels import Kernels
+from tandem.pod.prompts import context_tokens
+from tandem.runtime.records.tracing import Tracer
+from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
+from tandem.trainer.rank_process import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """``reference``: the frozen start model on the same mesh (``None``: the loss has no KL)."""
+
+    replica: Replica
+    guard: GradScaler
+    checkpoints: ReplicaCheckpoints
+    tracer: Tracer
+    reference: FrozenReplica | None = None
+
+    def state(self) -> list[Tensor]:
+        """Everything that is kept from step to step: weights, moments and the reference's weights."""
+        return [*self.replica.weights(), *self.moments_and_reference()]
+
+    def moments_and_reference(self) -> list[Tensor]:
+        """``state`` without the weights, which are registered first."""
+        frozen = [] if self.reference is None else list(self.reference.model.parameters())
+        return [*self.replica.moments(), *frozen]
+
+
+def build_actor(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_use: Callable[[], Collection[int]]) -> Actor:
+    """Builds this rank's part of the model in the folder ``start``; checkpoints of steps ``in_use`` are not removed."""
+    ranks, directory = rank.ranks, rank.directory
+    most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
+    settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
+    replica, guard = build_replica(settings, ranks, kernels), GradScaler(recipe.trainer)
+    checkpoints = ReplicaCheckpoints(
+        directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
+        asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
+    )  # fmt: skip
+    reference = FrozenReplica(ranks, *load_frozen(settings, ranks, kernels)) if recipe.algorithm.kl_coef > 0 else None
+    tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
+    ranks.trace(tracer)
+    # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
+    torch.manual_seed(recipe.run.seed)
+    return Actor(replica, guard, checkpoints, tracer, reference)
