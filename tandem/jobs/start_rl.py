@@ -132,7 +132,7 @@ def _untrained(recipe: Recipe, directory: Path) -> Path:
 
 
 def _bring_up(pod: Pod, journal: Journal) -> int:
-    """The step at which the run stands: its newest whole checkpoint, or 0, which becomes one."""
+    """Returns the step of the newest whole checkpoint, or 0, whose state becomes one."""
     while True:
         try:
             step = pod.start_trainer()
@@ -166,8 +166,8 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
             pod.recover(death, steps)
 
     def accuracy(step: int, kind: str) -> float | None:
-        found = run.journal.evaluation(step, kind)
-        return None if found is None else float(found["accuracy"])
+        evaluation = run.journal.evaluation(step, kind)
+        return None if evaluation is None else float(evaluation["accuracy"])
 
     figures = {
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),

@@ -8,7 +8,7 @@ Role = Literal["trainer", "rollout"]
 class SidecarDied(Exception):
     """A sidecar's shim or worker ended, or gave no sign of life for too long. The pod can replace it.
 
-    ``role`` names the sidecar, ``part`` what is gone (``shim`` or ``worker``), ``reason`` one line for the log.
+    ``role`` names the sidecar, ``part`` what ended (``shim`` or ``worker``), ``reason`` one line for the log.
     """
 
     def __init__(self, role: Role, part: Literal["shim", "worker"], reason: str) -> None:

@@ -1,7 +1,7 @@
 """The hybrid deployment: two sidecars that take turns, the weights between them, and what happens when one dies.
 
 The pod knows the figure's states and the journal, no algorithm and no task. Every transition is checked, timed, journalled
-and announced; a sidecar that dies is replaced and brought back to the step at which the run stands.
+and announced; a sidecar that dies is replaced and brought back to the run's current step.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Pod:
-    """Two sidecars and where they stand.
+    """Two sidecars, their states and the weights between them.
 
     ``start``: the folder of the model before the first step, which is the reference model too. ``segment_bytes``: of one of
     the two weight buffers.
@@ -67,8 +67,8 @@ class Pod:
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
     def start_trainer(self, step: int | None = None) -> int:
-        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step it stands at. ``all_damaged`` says
-        whether that is 0 for want of a whole one."""
+        """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step of the state it loaded. ``all_damaged``
+        says whether that is 0 because no checkpoint is whole."""
         with self.transitions.trainer_does(TrainerState.START, step or 0):
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
@@ -244,7 +244,7 @@ class Pod:
         )
 
     def clear(self, death: SidecarDied, step: int) -> None:
-        """Count a death before the run has a state to be brought back to, and clear the sidecar away."""
+        """Count a death before the run has a state to return to, and discard the sidecar."""
         self._count(death)
         sidecar = self.trainer if death.role == "trainer" else self.rollout
         sidecar.channel.discard()
@@ -264,14 +264,14 @@ class Pod:
             self.transitions.rollout_enters(RolloutState.DOWN, step)
             self.engine_step = None
             if not self.online:
-                # The weights still stand in the trainer's segments, but to publish once more keeps one way through the cycle.
+                # The trainer's segments still hold the weights; publishing them again keeps one path through the cycle.
                 self._onload(step)
             return
         self.trainer.channel.discard()
         self.transitions.trainer_enters(TrainerState.DOWN, step)
         self.online, self.engine_step, self.trainer_step = False, None, None
         if self.transitions.rollout not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE):
-            # It may be in the middle of reading weights that went with the trainer.
+            # It may be reading weights that ended with the trainer.
             self.rollout.channel.discard()
             self.transitions.rollout_enters(RolloutState.DOWN, step)
         at = self.start_trainer()

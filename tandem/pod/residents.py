@@ -1,6 +1,6 @@
-"""VRAM management: which models of a pod stand in memory during which phase.
+"""VRAM management: which models of a pod are in memory during which phase.
 
-``plan`` decides before anything starts whether the engine may stay beside the trainer; the trainer's worker asks
+``plan`` decides before anything starts whether the engine may stay in memory while the trainer trains; the trainer's worker asks
 ``release`` when it goes offline, so that the memory of its gradients really goes back to the machine.
 """
 

@@ -54,7 +54,7 @@ class Shim:
         """The two weight buffers, made once and kept for the life of this shim; their names."""
         with self.lock:
             if self.buffers is None:
-                sweep()  # of any pod: one that was killed whole left its segments to whoever comes next
+                sweep()  # of any pod: a pod whose processes were all killed could not remove its segments
                 self.buffers = WeightBuffers.create(self.options.pod_id, int(meta["bytes"]))
                 logger.info("weight buffers %s and %s", *self.buffers.names)
             return {"names": list(self.buffers.names)}, {}
@@ -162,7 +162,7 @@ def main() -> None:
     logger.info("listening on port %d", server.port)
     ended.wait()
     shim.close()
-    # Calls that still run stand in threads that nobody waits for.
+    # Calls that still run are in daemon threads, which are not joined.
     sys.stdout.flush()
     os._exit(0)
 

@@ -114,12 +114,12 @@ class TrainerWorker:
         if self.sleep is not None:
             self.sleep.close()
         self.sleep = SleepFile(offload_folder(recipe.trainer, self.directory)) if recipe.trainer.sleep_offload == "nvme" else None
-        found = checkpoints.load(meta["step"])
-        self.steps = 0 if found is None else found.step
+        loaded = checkpoints.load(meta["step"])
+        self.steps = 0 if loaded is None else loaded.step
         self.inferred = self.converted = None
         return {
-            "step": self.steps, "digest": None if found is None else found.digest, "kernels": self.kernels.name,
-            "damaged": list(checkpoints.damaged) if found is None else [], "passed_over": list(checkpoints.damaged),
+            "step": self.steps, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
+            "damaged": list(checkpoints.damaged) if loaded is None else [], "passed_over": list(checkpoints.damaged),
         }, {}  # fmt: skip
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -153,8 +153,8 @@ class TrainerWorker:
             begun = self.sleep.begin_offload(actor.moments_and_reference())
         if meta["release"] or self.sleep is not None:
             release()
-        found = self._over_ranks(Moved(dropped), Moved(begun))
-        reply: dict[str, object] = {"gradient_bytes": found[0].size_bytes, "begun_bytes": found[1].size_bytes}
+        gradients, moments = self._over_ranks(Moved(dropped), Moved(begun))
+        reply: dict[str, object] = {"gradient_bytes": gradients.size_bytes, "begun_bytes": moments.size_bytes}
         if sleep_offload == "cpu":
             reply["note"] = "trainer.sleep_offload is cpu, and the trainer's state is in the host's memory already: nothing moves"
         return reply, {}
@@ -229,11 +229,11 @@ class TrainerWorker:
         actor, recipe = self._awake(), self.recipe
         assert actor.reference is not None
         with actor.tracer.span("reference"):
-            found = sequence_logprobs(
+            logprobs = sequence_logprobs(
                 actor.reference, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens,
                 on_progress=lambda done, total: progress({"done": done, "total": total}),
             )  # fmt: skip
-        return Inferred(step, samples, found)
+        return Inferred(step, samples, logprobs)
 
     def _committed(self) -> list[list[int | str]]:
         """(step, digest) of the checkpoint that was committed since this was asked, in a list of at most one."""
