@@ -18,7 +18,7 @@ from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
-from tandem.trainer.checkpoint.find import Found, newest_whole
+from tandem.trainer.checkpoint.find import Found, newest_whole, prune
 from tandem.trainer.checkpoint.manifest import read_manifest
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
@@ -47,6 +47,7 @@ class ReplicaCheckpoints:
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
     ) -> None:  # fmt: skip
         self.folder, self._start, self._replica, self._guard, self._ranks = folder, start, replica, guard, ranks
+        self._keep, self._in_use = keep, in_use
         self.last: int | None = None
         self.damaged: list[str] = []
         self.state = ReplicaState(replica)
@@ -56,8 +57,7 @@ class ReplicaCheckpoints:
         )  # fmt: skip
 
     def load(self, at_most: int | None = None, check: Callable[[Found], None] = lambda found: None) -> Found | None:
-        """Take over the newest whole checkpoint, of step ``at_most`` or before, after ``check`` of it. ``damaged`` says why others were passed
-        over."""
+        """Loads the newest whole checkpoint, of step ``at_most`` or before, after ``check`` of it. ``damaged`` says why others were passed over."""
         self.damaged = []
         found = newest_whole(self.folder, self._ranks, at_most, self.damaged.append)
         if found is None:
@@ -74,6 +74,9 @@ class ReplicaCheckpoints:
         if own is not None:
             restore_random_states(own["random"])
         self.last = found.step
+        if at_most is None and self._ranks.rank == 0:
+            # A death between the commit of this checkpoint and the removal of older ones left one too many.
+            prune(self.folder, self._keep, {found.step, *self._in_use()})
         return found
 
     def save(
