@@ -21,13 +21,14 @@ PEERED = ("grpo_step", "rollout", "time_to_accuracy", "training", "engine")
 DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "training", "time_to_accuracy")
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
 OTHERS = (
-    "attention", "batching", "channel", "checkpointing", "equality", "kv_cache", "lm_head", "moe", "quantization", "request_features", "sampling", "serving",
-    "speculation", "tensor_parallel", "tokenizing", "training_choices",
+    "attention", "batching", "channel", "checkpointing", "commits", "data_ranks", "equality", "kv_cache", "lm_head", "moe", "quantization",
+    "request_features", "sampling", "serving", "speculation", "tensor_parallel", "tokenizing", "training_choices",
 )
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
     "engine": ["--quick", "--models", "3.7M"],
     "grpo_step": ["--steps", "2"], "training": ["--rounds", "2", "--threads", "1"],
+    "commits": ["--rounds", "1"], "data_ranks": ["--rounds", "1", "--steps", "4"],
     "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
 }
 

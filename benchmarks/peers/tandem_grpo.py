@@ -23,6 +23,7 @@ from tandem.pod.rollout_worker import RolloutWorker
 from tandem.pod.trainer_worker import Progress, TrainerWorker
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
+from tandem.trainer.rank_process import rank_alone
 from tandem.types import WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_scores
 
@@ -36,15 +37,16 @@ class Side:
         self.recipe = build(Recipe, read_yaml(directory / "config.yaml"))
         torch.set_num_threads(self.recipe.machine.threads)
         (directory / "pod").mkdir(exist_ok=True)
-        self.trainer, self.rollout = TrainerWorker(self.recipe, directory), RolloutWorker(self.recipe, directory)
+        rank = rank_alone(directory, threads=self.recipe.machine.threads)
+        self.trainer, self.rollout = TrainerWorker(self.recipe, rank), RolloutWorker(self.recipe, directory)
         self.trainer.load({"start": str(model), "step": None}, {}, _quiet)
         self.rollout.start_engine({"folder": str(model)}, {}, _quiet)
         self.prompts, self.rewards = prompt_source(self.recipe, model), RewardPool(self.recipe.rewards)
         self.serve_weights()
 
     def serve_weights(self) -> None:
-        assert self.trainer.model is not None and self.rollout.llm is not None
-        self.rollout.llm.update_weights(to_huggingface(self.trainer.model), WeightVersion(1, self.trainer.steps))
+        assert self.trainer.actor is not None and self.rollout.llm is not None
+        self.rollout.llm.update_weights(to_huggingface(self.trainer.actor.replica.model), WeightVersion(1, self.trainer.steps))
 
     def step(self) -> tuple[float, float]:
         """(mean reward, mean tokens of a completion) of one step."""
