@@ -1,4 +1,4 @@
-"""Section ``algorithm``: which policy-gradient algorithm, and the choices that the field's systems differ in."""
+"""Section ``algorithm``: the policy-gradient algorithm and its options."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,42 +20,43 @@ class AlgorithmConfig:
     `dr_grpo`: reward - group mean (Liu et al., 2025). `rloo`: reward - mean of the group's other samples (Ahmadian et al., 2024).
     `pretrain` and `sft` train on data and have sections of their own."""
     group_size: int = 8
-    """Completions of each prompt, 2 at least."""
+    """Completions per prompt, at least 2."""
     advantage_epsilon: float = 1e-6
-    """Of `grpo`: added to the standard deviation."""
+    """For `grpo`: added to the standard deviation."""
     clip_ratio_low: float = 0.2
     """The ratio pi / pi_old is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]."""
     clip_ratio_high: float = 0.2
-    """The upper end of that interval."""
+    """See `clip_ratio_low`."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual). Empty: off."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """From losses of tokens to the loss of the batch: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, or
+    """Aggregation of token losses to the loss of the batch: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, or
     `seq-mean-token-sum-norm`, which divides by `length_constant`."""
     length_constant: int = 0
-    """The divisor of `seq-mean-token-sum-norm`. 0: `rollout.max_tokens`."""
+    """Divisor of `seq-mean-token-sum-norm`. 0: `rollout.max_tokens`."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence from the start model in the loss. 0: no reference model is held."""
+    """Weight of the KL divergence from the initial model in the loss. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
     """`k1`, `k2`, `k3` (Schulman, 2020), or `k3+`: the value of k3 with the gradient of k2."""
     tis_cap: float | None = None
-    """Weight each token by min(pi_old / mu, cap), mu being the distribution it was drawn from (2.0 is usual). Empty: off."""
+    """Truncated importance sampling: weights each token by min(pi_old / mu, cap), where mu is the distribution it was drawn from (2.0 is
+    usual). Empty: off."""
     tis_level: Level = "token"
-    """One such weight for each `token`, or one for the whole `sequence`."""
+    """Level of the importance weights of `tis_cap`: one for each `token`, or one for the whole `sequence`."""
     importance_level: Level = "token"
-    """The ratio pi / pi_old of each `token`, or GSPO's length-normalised one of the `sequence`."""
+    """Level of the ratio pi / pi_old: of each `token`, or the length-normalised one of the `sequence` (GSPO)."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Where pi_old comes from: as the `rollout` reported it, or `recompute`d by the trainer before the first update. With `top_k`, `top_p`
-    or `min_p` and a temperature other than 1 it must be `recompute`."""
+    """Source of pi_old: reported by the `rollout`, or `recompute`d by the trainer before the first update. With `top_k`, `top_p` or `min_p`
+    and a temperature other than 1 it must be `recompute`."""
     minibatches: int = 1
-    """Optimizer updates that one batch is split into."""
+    """Optimizer updates per pass over the batch."""
     epochs: int = 1
     """Passes over the batch."""
     mask_truncated: bool = False
-    """Leave completions that were cut at the token limit out of the loss; they still count in their group's statistics."""
+    """Exclude completions truncated at the token limit from the loss; they still count in their group's statistics."""
 
     def check(self) -> None:
-        """Raise ``UserError`` for a value that cannot train."""
+        """Raises ``UserError`` for an invalid value."""
         if self.group_size < 2:
             raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
         if not 0 <= self.advantage_epsilon < float("inf"):

@@ -7,18 +7,18 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """How often the state of a run is saved, where, and how many checkpoints are kept; `training.md` describes a checkpoint."""
+    """How often, where and how many checkpoints are saved; `training.md` describes a checkpoint."""
 
     every_steps: int = 10
     """Optimizer steps between two checkpoints."""
     every_minutes: float = 0.0
-    """A checkpoint is also written after so many minutes without one. 0: only by steps."""
+    """Maximum minutes between two checkpoints, in addition to `every_steps`. 0: off."""
     keep: int = 2
-    """Newest checkpoints that are kept, here and in `upload`."""
+    """Number of the newest checkpoints to keep, locally and in `upload`."""
     asynchronous: bool = True
     """Write checkpoints while training continues."""
     upload: str = ""
-    """A folder or URL that each checkpoint is copied to. Empty: none."""
+    """Folder or URL to copy each checkpoint to. Empty: none."""
 
     def check(self) -> None:
         for name in ("every_steps", "keep"):

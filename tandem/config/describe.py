@@ -7,7 +7,7 @@ from functools import cache
 
 @cache
 def field_descriptions(section: type) -> dict[str, str]:
-    """Returns the description of each field of the dataclass ``section``, on one line; empty where Python's sources are not installed."""
+    """Returns the description of each field of the dataclass ``section``, on one line; empty if Python's sources are not installed."""
     try:
         source = inspect.getsource(inspect.getmodule(section) or section)
     except OSError:
@@ -19,10 +19,10 @@ def field_descriptions(section: type) -> dict[str, str]:
 
 
 def _descriptions(node: ast.ClassDef) -> dict[str, str]:
-    found = {}
+    descriptions = {}
     for field, under in zip(node.body, node.body[1:], strict=False):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         if isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant) and isinstance(under.value.value, str):
-            found[field.target.id] = " ".join(under.value.value.split())
-    return found
+            descriptions[field.target.id] = " ".join(under.value.value.split())
+    return descriptions

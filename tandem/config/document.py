@@ -1,6 +1,6 @@
-"""The tables of ``docs/recipes.md``: every section, key, default and meaning, from the configuration classes.
+"""Generates the tables of ``docs/recipes.md``: every section, key, default and meaning, from the configuration classes.
 
-``python -m tandem.config.document docs/recipes.md`` writes everything below ``MARKER`` again and keeps what is above.
+``python -m tandem.config.document docs/recipes.md`` rewrites everything below ``MARKER`` and keeps what is above.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ ABOUT = "Generated from the classes in `tandem/config`; `CONTRIBUTING.md` says h
 
 
 class Section(typing.NamedTuple):
-    """A dataclass under its dotted name. ``refused``: its keys that the section around it decides, with the reasons."""
+    """A dataclass under its dotted name. ``refused``: its keys that the enclosing section sets itself, with the reasons."""
 
     name: str
     kind: type
@@ -27,10 +27,11 @@ class Section(typing.NamedTuple):
 
 
 def document(text: str) -> str:
-    """Returns ``text``, a document with the line ``MARKER``, with the tables of all sections below that line."""
+    """Returns the document ``text`` with the tables of all sections below the line ``MARKER``. Raises ``ValueError`` if the line is
+    missing."""
     guide, marker, _ = text.partition(f"{MARKER}\n")
     if not marker:
-        raise ValueError(f"the document has no line '{MARKER}', below which the tables are written")
+        raise ValueError(f"the document has no line '{MARKER}' to write the tables below")
     rollouts = sections(Recipe)
     shared = {section.kind for section in rollouts}
     data = sections(PretrainRecipe)
@@ -66,7 +67,7 @@ def _sections(kind: type, where: str, refused: Mapping[str, str]) -> Iterator[Se
 
 
 def _types_in(hint: object) -> Iterator[object]:
-    """``hint`` and every type that it is made of: of ``tuple[X, ...] | None``, X too."""
+    """Yields ``hint`` and every type nested in it: of ``tuple[X, ...] | None``, X too."""
     yield hint
     for argument in typing.get_args(hint):
         yield from _types_in(argument)

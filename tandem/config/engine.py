@@ -14,25 +14,27 @@ ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are guessed that the model then verifies in one forward pass. Tokens and log-probabilities keep their bits."""
+    """Speculative decoding: how draft tokens are proposed, which the model then verifies in one forward pass. Tokens and log-probabilities
+    keep their bits."""
 
     method: Literal["ngram", "draft"]
-    """`draft` guesses with a small model; `ngram` with what followed the last few tokens where they occurred before (Saxena, 2023)."""
+    """`draft` proposes tokens with a small model; `ngram` proposes what followed the last few tokens at an earlier occurrence (Saxena,
+    2023)."""
     model: str | None = None
-    """Of `draft`: the folder of the small model, which has the same vocabulary."""
+    """For `draft`: the folder of the small model, which has the same vocabulary."""
     num_speculative_tokens: int = 4
-    """Guesses in one step at most."""
+    """Maximum number of draft tokens per step."""
     prompt_lookup_max: int = 4
-    """Of `ngram`: the longest run of tokens that is looked up."""
+    """For `ngram`: the longest run of tokens to look up."""
     prompt_lookup_min: int = 2
-    """Of `ngram`: the shortest run of tokens that is looked up."""
+    """For `ngram`: the shortest run of tokens to look up."""
     adaptive: bool = True
-    """Adjust the number of guesses of a sequence to how many were accepted lately."""
+    """Adapt the number of draft tokens of a sequence to its recent acceptance rate."""
     disable_by_batch_size: int | None = None
-    """Sequences that decode at most in a step with guesses. Empty: 4 on a CPU, 64 on a GPU."""
+    """Maximum number of decoding sequences in a step with draft tokens. Empty: 4 on a CPU, 64 on a GPU."""
 
     def check(self) -> None:
-        """Raises ``UserError`` for a value that cannot work."""
+        """Raises ``UserError`` for an invalid value."""
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -47,15 +49,15 @@ class SpeculativeConfig:
             raise UserError(f"speculative_config model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
 
     def batch_limit(self, device: str) -> int:
-        """Returns how many sequences decode at most in a step in which any of them guesses, on a device of type ``device``."""
+        """Returns the largest number of decoding sequences in a step that uses draft tokens, on a device of type ``device``."""
         if self.disable_by_batch_size is not None:
             return self.disable_by_batch_size
         return 4 if device == "cpu" else 64
 
     @property
     def worth(self) -> float:
-        """The acceptance rate of a first guess below which guessing costs more than it saves. A draft model's guess costs a forward pass, a
-        looked-up one only its place in the target's batch."""
+        """The acceptance rate of a first draft token below which speculation costs more than it saves. A draft model's token costs a
+        forward pass, a looked-up one only its place in the target's batch."""
         return 0.4 if self.method == "draft" else 0.15
 
 
@@ -72,77 +74,79 @@ class EngineArgs:
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` reads shapes and tokenizer and initialises random weights."""
     download_dir: str | None = None
-    """The cache of models from object storage. Empty: `~/.cache/tandem/weights`."""
+    """Cache folder for models from object storage. Empty: `~/.cache/tandem/weights`."""
     weight_cache_gib: float = 0.0
-    """Size of that cache at most, in GiB. 0: no limit."""
+    """Maximum size of that cache in GiB. 0: no limit."""
     dtype: ModelDtype = "float32"
-    """Of weights and activations: `float32`, `float64`, `bfloat16` or `float16`; `auto` is `float32`."""
+    """Dtype of weights and activations: `float32`, `float64`, `bfloat16` or `float16`; `auto` is `float32`."""
     quantization: str | None = None
-    """Round plain weights as they arrive, those of later updates too: `int8`, `fp8`, `int4`, `bf16` or `fp16`; with `+head` the output head as well.
-    A quantised folder is recognised without it."""
+    """Quantize unquantized weights as they are loaded, including later updates: `int8`, `fp8`, `int4`, `bf16` or `fp16`; with `+head` the
+    output head as well. A quantized folder is recognised without this option."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     kernels: Literal["auto", "cpu", "reference", "triton"] = "auto"
-    """`auto` takes the C++ kernels for fp32 on a CPU where a compiler is found, Triton's on a GPU, else plain torch (`reference`)."""
+    """`auto` selects the C++ kernels for fp32 on a CPU with a compiler, Triton's on a GPU, else plain torch (`reference`)."""
     attention: AttentionBackend = "auto"
-    """Attention over whole prompts: `auto` is the engine's own kernels; `torch`, `flash3`, `flash4` and `xformers` are those packages', on a GPU in
-    16 bits. Decoding and continued prompts always use the engine's paged attention."""
+    """Attention over whole prompts: `auto` is the engine's own kernels; `torch`, `flash3`, `flash4` and `xformers` are those packages'
+    kernels, on a GPU in 16 bits. Decoding and continued prompts always use the engine's paged attention."""
     deterministic: bool = True
-    """Every bit of a token depends on its prefix, the weights and the request only, whatever runs beside it. Options that break this are refused."""
+    """Every bit of a token depends only on its prefix, the weights and the request, not on other requests in the batch. Options that break
+    this are refused."""
     seed: int = 0
-    """Of requests that bring none."""
+    """Seed of requests without a seed of their own."""
     max_model_len: int | None = None
-    """Tokens of prompt and completion together. Empty: the model's context."""
+    """Maximum tokens of prompt and completion together. Empty: the model's context."""
     max_num_seqs: int = 256
-    """Sequences that decode at once."""
+    """Maximum number of sequences that decode at once."""
     max_num_batched_tokens: int = 4096
-    """Tokens that one step computes at most."""
+    """Maximum number of tokens computed in one step."""
     batching: Literal["static", "dynamic", "continuous"] = "continuous"
-    """Which sequences may join a running batch. `static`: none, and a batch keeps its rows and blocks until its last sequence ends; `dynamic`: none, but
-    a sequence that ends frees them; `continuous`: any, as soon as there is room."""
+    """Which sequences may join a running batch. `static`: none, and a batch keeps its rows and blocks until its last sequence ends;
+    `dynamic`: none, but a sequence that ends frees them; `continuous`: any, as soon as there is room."""
     enable_chunked_prefill: bool = True
-    """With `continuous` batching: split prompts into pieces that fit the token budget of a step."""
+    """With `continuous` batching: split prompts into chunks that fit the token budget of a step."""
     enable_prefix_caching: bool = True
-    """Reuse the keys and values of prompts that begin alike."""
+    """Reuse the keys and values of common prompt prefixes."""
     cache_implementation: Literal["paged", "static"] = "paged"
-    """`paged`: a sequence takes KV blocks as it grows. `static`: it reserves `max_model_len` contiguous tokens when it is admitted, and reuses no
-    prefix."""
+    """`paged`: a sequence allocates KV blocks as it grows. `static`: it reserves `max_model_len` contiguous tokens when it is admitted, and
+    prefixes are not reused."""
     kv_cache_tokens: int = 0
-    """Size of the KV cache in tokens. 0: what `max_num_seqs` sequences can fill, at most 1 GiB; in a pod, what one step of rollouts can fill."""
+    """Size of the KV cache in tokens. 0: what `max_num_seqs` sequences can fill, at most 1 GiB; in a pod, what one step of rollouts can
+    fill."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Of keys and values: `auto` (the model's dtype), `bfloat16`, or 8 bits with a scale for each token and head, `int8` or `fp8_e4m3`. In a pod the
-    trainer rounds its keys and values alike, so rollout and trainer still agree bit for bit."""
+    """Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, or 8 bits with a scale for each token and head, `int8` or
+    `fp8_e4m3`. In a pod the trainer rounds its keys and values in the same way, so rollout and trainer still agree bit for bit."""
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
-    """What happens to a sequence whose blocks are taken: `swap` copies them to host memory as far as `swap_space` goes, `recompute` drops them, `auto`
-    takes the cheaper."""
+    """How a preempted sequence is resumed: `swap` copies its blocks to host memory as far as `swap_space` allows, `recompute` drops them,
+    `auto` selects the cheaper."""
     swap_space: float = 0.0
-    """Host memory for the keys and values of swapped-out sequences, in GiB, all tensor-parallel ranks together."""
+    """Host memory for the keys and values of swapped-out sequences, in GiB, for all tensor-parallel ranks together."""
     watermark: float = 0.01
     """Share of the KV blocks that an admission leaves free while other sequences run."""
     tensor_parallel_size: int = 1
-    """Processes that hold a part of the model each."""
+    """Number of processes that each hold a shard of the model."""
     rank_timeout_s: float = 120.0
-    """Seconds after which a tensor-parallel rank that does not answer ends the engine."""
+    """Seconds without an answer from a tensor-parallel rank after which the engine is terminated."""
     enable_lora: bool = False
-    """Requests may name a LoRA adapter."""
+    """Allow requests to name a LoRA adapter."""
     max_loras: int = 1
-    """Adapters held at once."""
+    """Maximum number of adapters loaded at once."""
     max_lora_rank: int = 16
-    """The highest rank of an adapter."""
+    """Maximum rank of an adapter."""
     speculative_config: SpeculativeConfig | None = None
-    """Speculative decoding; a section of its own, below. Empty: none."""
+    """Speculative decoding; a section of its own, below. Empty: off."""
     async_scheduling: bool | None = None
-    """Plan and launch a step while the device computes the one before. Empty: on a GPU."""
+    """Schedule and launch a step while the device computes the previous one. Empty: on a GPU."""
     enforce_eager: bool = False
-    """Do not replay decoding steps from CUDA graphs."""
+    """Disable CUDA graphs for decoding steps."""
 
     @property
     def admission(self) -> Literal["static", "dynamic", "continuous", "chunked"]:
-        """``batching``; ``chunked`` where prompts are split too."""
+        """The admission mode: ``batching``, or ``chunked`` if prompts are split too."""
         return "chunked" if self.batching == "continuous" and self.enable_chunked_prefill else self.batching
 
     def check(self) -> None:
-        """Raises ``UserError`` for a value that cannot work with any model."""
+        """Raises ``UserError`` for a value that is invalid for any model."""
         lowest = {
             "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_loras": 1, "max_lora_rank": 1, "kv_cache_tokens": 0, "tensor_parallel_size": 1,
         }  # fmt: skip
@@ -187,7 +191,7 @@ class EngineArgs:
             raise UserError("engine async_scheduling is on and tensor-parallel ranks follow each step; leave it out or set tensor_parallel_size to 1")
 
     def check_length(self, max_model_len: int) -> None:
-        """Raises ``UserError`` where sequences of ``max_model_len`` tokens cannot be served."""
+        """Raises ``UserError`` if sequences of ``max_model_len`` tokens cannot be served."""
         if max_model_len < 2:
             raise UserError(f"engine max_model_len is {max_model_len}; it must be at least 2")
         if self.admission != "chunked" and self.max_num_batched_tokens < max_model_len:

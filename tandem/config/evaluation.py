@@ -1,4 +1,4 @@
-"""Section ``evaluation``: how often the model is measured, on how much, and when it is good enough."""
+"""Section ``evaluation``: how often and on how many prompts the model is evaluated, and the target accuracy."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """How often the model is measured, on how much, and when it is good enough."""
+    """How often and on how many prompts the model is evaluated, and the target accuracy."""
 
     every_steps: int = 5
-    """Optimizer steps between two measurements of the sampled accuracy on held-out prompts."""
+    """Optimizer steps between two evaluations of the sampled accuracy on held-out prompts."""
     prompts: int = 256
-    """Held-out prompts."""
+    """Number of held-out prompts."""
     target_accuracy: float = 0.9
-    """Training ends when `consecutive` evaluations in a row reach this."""
+    """Training ends when `consecutive` evaluations in a row reach this accuracy."""
     consecutive: int = 2
-    """Evaluations in a row that must reach `target_accuracy`."""
+    """Number of evaluations in a row that must reach `target_accuracy`."""
     final_prompts: int = 1024
-    """Other prompts, on which the final accuracy is measured."""
+    """Number of separate prompts on which the final accuracy is measured."""
     examples: int = 8
-    """Completions that each evaluation keeps for the report."""
+    """Number of completions that each evaluation keeps for the report."""
 
     def check(self) -> None:
         for name in ("every_steps", "prompts", "consecutive", "final_prompts"):

@@ -1,6 +1,6 @@
-"""From a recipe file and ``--key.sub=value`` overrides to a frozen, typed, checked configuration.
+"""Loads a recipe file and ``--key.sub=value`` overrides into a frozen, typed, validated configuration.
 
-Every mistake is one ``UserError`` that names the key, the value and the fix; unknown keys come with the nearest right one.
+Every mistake is one ``UserError`` that names the key, the value and the fix; for unknown keys it suggests the nearest known one.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Section = TypeVar("Section")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error, not a silent overwrite."""
+    """A YAML loader for which a repeated key is an error, not a silent overwrite."""
 
 
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -28,7 +28,7 @@ def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[An
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if key in seen:
-            raise UserError(f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key '{key}' stands twice; keep one")
+            raise UserError(f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key '{key}' is given twice; keep one")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -37,7 +37,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in the YAML file ``path``. Raises ``UserError`` with file and line for anything else."""
+    """Returns the mapping in the YAML file ``path``. Raises ``UserError`` with file and line if it is not a valid mapping."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``data`` with each ``key.sub=value`` (leading dashes allowed, value in YAML) set. Returns a new mapping."""
+    """Returns a copy of ``data`` with each ``key.sub=value`` set (leading dashes allowed, value in YAML). Raises ``UserError``."""
     result: dict[str, Any] = _deep_copy(data)
     for override in overrides:
         name, equals, text = override.lstrip("-").partition("=")
@@ -82,9 +82,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def build(section: type[Section], data: Mapping[str, Any], where: str = "") -> Section:
-    """Returns ``data`` as the dataclass ``section``: types checked, unknown keys refused, nested sections built, ``check()`` called
-    where a section has one. ``where`` is the dotted path for messages. Keys that ``section`` lists in ``refused_keys``, dotted, with the
-    reason for each, are refused with that reason even where the value is the default."""
+    """Returns ``data`` as the dataclass ``section``: types are checked, unknown keys refused, nested sections built, and ``check()`` called
+    if a section has one.
+
+    ``where`` is the dotted path for messages. Keys listed in the section's ``refused_keys``, dotted, with the reason for each, are refused
+    with that reason even if the value is the default."""
     for key, reason in refused_keys(section).items():
         if _contains(data, key):
             raise UserError(f"'{_join(where, key)}' cannot be set: {reason}; remove it")
@@ -121,9 +123,9 @@ def to_mapping(section: Any) -> Any:
 
 
 def refused_keys(section: type) -> Mapping[str, str]:
-    """Returns the keys, dotted below ``section``, that a section inside it knows and ``section`` does not read, with the reason for each."""
-    found: Mapping[str, str] = getattr(section, "refused_keys", {})
-    return found
+    """Returns the keys, dotted below ``section``, that a nested section knows and ``section`` does not read, with the reason for each."""
+    keys: Mapping[str, str] = getattr(section, "refused_keys", {})
+    return keys
 
 
 def _contains(data: Any, dotted: str) -> bool:

@@ -1,4 +1,4 @@
-"""Section ``machine``: threads, memory, device, kernels and deadlines: what a run may use of the machine it is on."""
+"""Section ``machine``: threads, memory, device, kernels and deadlines that a run may use on this machine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,27 +7,28 @@ from tandem.config.engine import AttentionBackend
 from tandem.types.errors import UserError
 
 MOST_THREADS = 1024
-"""Past some thousands OpenMP cannot start them and takes the process down."""
+"""With several thousand threads OpenMP cannot start them and aborts the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """What a run may use of the machine it is on."""
+    """The resources that a run may use on this machine."""
 
     threads: int = 0
-    """Threads of each worker. 0: all cores that this process may use (the workers take turns). The ranks of a run in several processes
-    divide them."""
+    """Threads of each worker. 0: all cores available to this process (the workers take turns). The ranks of a run in several processes
+    share them."""
     memory_gib: float = 0.0
-    """Memory that the run may take on this machine, in GiB. 0: 80 % of what is free at the start."""
+    """Memory limit of the run on this machine, in GiB. 0: 80 % of the free memory at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`cuda` gives each rank a GPU, `auto` takes GPUs where there are any; a pod computes on the CPU. See `training.md`, On GPUs."""
+    """`cuda` gives each rank a GPU, `auto` uses GPUs if there are any; a pod computes on the CPU. See `training.md`, On GPUs."""
     kernels: Literal["auto", "cpu", "reference"] = "auto"
-    """`cpu` are the C++ kernels, `reference` plain torch; `auto` takes the C++ ones where a compiler is found, and Triton's on a GPU."""
+    """`cpu` selects the C++ kernels, `reference` plain torch; `auto` selects the C++ kernels if a compiler is installed, and Triton's on a
+    GPU."""
     attention: AttentionBackend = "auto"
     """Attention over packed sequences: `auto` is the kernels' own, or torch's in 16 bits on a GPU; `torch`, `flash3`, `flash4` and
-    `xformers` are those packages', on a GPU with a `trainer.precision` of 16 bits."""
+    `xformers` are those packages' kernels, on a GPU with a 16-bit `trainer.precision`."""
     call_deadline_s: float = 1800.0
-    """Seconds that one phase of a pod's step may take before the run names the worker that is stuck and ends."""
+    """Seconds that one phase of a pod's step may take; then the run names the blocked worker and ends."""
 
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:

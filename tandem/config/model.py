@@ -1,4 +1,4 @@
-"""Section ``model``: a Hugging Face folder, or the shape of a small model that the run makes itself."""
+"""Section ``model``: a Hugging Face folder, or the shape of a small model that the run creates."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewModelConfig:
-    """A model with random weights and a tokenizer of one token a character. Nothing is downloaded. It is untrained, so a recipe with
+    """A model with random weights and a tokenizer with one token per character. Nothing is downloaded. It is untrained, so a recipe with
     rollouts needs a section `sft`."""
 
     architecture: str = "qwen3"
@@ -17,33 +17,33 @@ class NewModelConfig:
     hidden_size: int = 128
     """Width of the residual stream."""
     num_hidden_layers: int = 5
-    """Layers, 1000 at most."""
+    """Number of layers, at most 1000."""
     num_attention_heads: int = 4
-    """Query heads; a multiple of `num_key_value_heads`."""
+    """Number of query heads; a multiple of `num_key_value_heads`."""
     num_key_value_heads: int = 2
-    """Heads of keys and values."""
+    """Number of key and value heads."""
     head_dim: int = 32
-    """Width of a head; even."""
+    """Width of a head; must be even."""
     intermediate_size: int = 512
-    """Width of the feed-forward part."""
+    """Width of the feed-forward layer."""
     max_position_embeddings: int = 256
-    """The context, in tokens (here: characters)."""
+    """Context length in tokens (here: characters)."""
     tie_word_embeddings: bool = True
-    """Whether the output layer is the embedding."""
+    """Share the embedding with the output layer."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     tokenizer: str = ""
-    """A folder whose tokenizer the model takes; empty makes one with a token a character."""
+    """Folder of the tokenizer to use. Empty: one with a token per character."""
     characters: str = "ascii"
-    """The vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
+    """Vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
     initializer_range: float = 0.02
     """Standard deviation of the random weights; narrow models learn faster from about 0.7 / sqrt(`hidden_size`)."""
     num_experts: int = 8
-    """Experts of a layer (`qwen3_moe` and `mixtral` only, as the next two)."""
+    """Number of experts of a layer (`qwen3_moe` and `mixtral` only, as the next two)."""
     num_experts_per_tok: int = 2
-    """Experts that each token goes to."""
+    """Number of experts per token."""
     moe_intermediate_size: int = 0
-    """Width of an expert; 0 takes `intermediate_size`."""
+    """Width of an expert. 0: `intermediate_size`."""
 
     def check(self) -> None:
         for name in (
@@ -72,14 +72,14 @@ class NewModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A local Hugging Face folder, or the shape of a small model that the run makes itself. Exactly one of `path` and `create`."""
+    """A local Hugging Face folder, or the shape of a small model that the run creates. Exactly one of `path` and `create`."""
 
     path: str | None = None
     """A local Hugging Face folder: Llama, Qwen2 or Qwen3, weights in safetensors, the tokenizer as `tokenizer.json`."""
     create: NewModelConfig | None = None
-    """A section of its own, below."""
+    """The model to create; a section of its own, below."""
     max_length: int = 0
-    """Prompt and completion together, in tokens. 0: the model's own context."""
+    """Maximum tokens of prompt and completion together. 0: the model's context."""
 
     def check(self) -> None:
         if (self.path is None) == (self.create is None):

@@ -1,4 +1,4 @@
-"""Section ``parallel``: how many processes train one model, and what each of them holds."""
+"""Section ``parallel``: how many processes train one model, and how they divide it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,39 +12,41 @@ AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many processes train one model, and what each of them holds; `training.md` says how to choose."""
+    """How many processes train one model, and how they divide it; `training.md` says how to choose."""
 
     data: int = 1
-    """Ranks between which every batch is divided."""
+    """Data-parallel ranks, which divide every batch."""
     tensor: int = 1
-    """Ranks between which every matrix is divided."""
+    """Tensor-parallel ranks, which divide every matrix."""
     pipeline: int = 1
-    """Ranks between which the layers are divided."""
+    """Pipeline-parallel ranks, which divide the layers."""
     context: int = 1
-    """Ranks between which the tokens of a micro-batch are divided."""
+    """Context-parallel ranks, which divide the tokens of a micro-batch."""
     expert: int = 1
-    """Ranks between which the experts of a layer are divided; it divides `data` x `context`."""
+    """Expert-parallel ranks, which divide the experts of a layer; must divide `data` x `context`."""
     schedule: ScheduleName = "1f1b"
-    """`1f1b`, `interleaved` or `gpipe`: the order in which a pipeline works."""
+    """The pipeline schedule: `1f1b`, `interleaved` or `gpipe`."""
     virtual_stages: int = 1
-    """Stages on each rank of an interleaved pipeline, 2 or more there."""
+    """Stages on each rank of an interleaved pipeline, at least 2 there."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each stage, the first virtual stage of every rank before the second. Empty: split by cost."""
     sequence_parallel: bool = True
-    """Tensor-parallel ranks divide the tokens of the residual stream too."""
+    """Also divide the tokens of the residual stream over tensor-parallel ranks."""
     deterministic: bool | None = None
-    """Tensor-parallel ranks divide every matrix by its outputs, so that the forward pass has the bits of one process, for one more gather
-    of each input. Empty: in reinforcement learning, whose rollout must have the same bits, and not in training on data."""
+    """Divide every matrix by its outputs over tensor-parallel ranks, so that the forward pass has the bits of one process, at the cost of
+    one more gather of each input. Empty: on in reinforcement learning, whose rollout must have the same bits, and off in training on
+    data."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What data-parallel ranks divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    """What data-parallel ranks shard: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights."""
     collective_timeout_s: float = 300.0
-    """Seconds after which a collective that does not end is a hang."""
+    """Seconds after which a collective counts as hung."""
     heartbeat_timeout_s: float = 30.0
-    """A rank without progress is a hang after 20 times the longest pause of this run, but not before this many seconds."""
+    """Minimum seconds without progress after which a rank counts as hung; the timeout is 20 times the longest pause of this run if that is
+    longer."""
     ranks_per_node: int = 0
-    """Ranks on one machine. 0: all."""
+    """Ranks on each machine. 0: all."""
     across_nodes: bool = False
-    """Let ranks along `tensor` and `context`, which communicate in every layer, be on several machines."""
+    """Allow `tensor` and `context` ranks, which communicate in every layer, to be on several machines."""
 
     @property
     def world(self) -> int:
@@ -52,16 +54,16 @@ class ParallelConfig:
 
     @property
     def ranks_of_a_node(self) -> int:
-        """The most ranks that one machine has."""
+        """The largest number of ranks on one machine."""
         return min(self.world, self.ranks_per_node or self.world)
 
     def nodes(self) -> list[int]:
-        """The node of each rank."""
+        """Returns the node of each rank."""
         each = self.ranks_per_node or self.world
         return [rank // each for rank in range(self.world)]
 
     def check(self) -> None:
-        """Raise ``UserError`` for a mesh that cannot be."""
+        """Raises ``UserError`` for an invalid mesh."""
         for name in AXES:
             if getattr(self, name) < 1:
                 raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be at least 1")
@@ -90,7 +92,7 @@ class ParallelConfig:
 
 
 def check_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
-    """Raise ``UserError`` for a mesh that ``trainer`` cannot run on."""
+    """Raises ``UserError`` for a mesh that does not work with ``trainer``."""
     if parallel.zero and parallel.data * parallel.context == 1:
         raise UserError(f"'parallel.zero' is {parallel.zero}, and there is one rank to shard over; raise parallel.data or set it to 0")
     if trainer.offload_parameters == "nvme" and parallel.world > 1 and parallel.zero != 3:

@@ -1,4 +1,4 @@
-"""A recipe for training on data, without a rollout: a model, tokenized data and how long."""
+"""A recipe for training on data without a rollout: pretraining and supervised fine-tuning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,30 +21,30 @@ class DatasetConfig:
     """One dataset of the mixture."""
 
     path: str
-    """What `tandem tokenize` wrote, a folder or URL."""
+    """Folder or URL of a dataset written by `tandem tokenize`."""
     weight: float = 1.0
-    """Its share of the mixture, beside the others'."""
+    """Weight in the mixture, relative to the other datasets."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """What is trained on. Documents are laid end to end and cut into sequences; attention does not cross a document's end. Examples of
-    supervised fine-tuning are never cut."""
+    """The training data. Documents are concatenated and split into sequences; attention does not cross document boundaries. Examples of
+    supervised fine-tuning are never split."""
 
     train: tuple[DatasetConfig, ...] = ()
     """The datasets of the mixture, a list of sections `data.train`."""
     held_out: str = ""
-    """A dataset that is only measured on. Empty: none."""
+    """Dataset for evaluation only. Empty: none."""
     sequence_length: int = 512
-    """Tokens of a sequence; in supervised fine-tuning the most that an example may have."""
+    """Tokens per sequence; in supervised fine-tuning the maximum length of an example."""
     global_batch_size: int = 8
-    """Sequences, or examples, of one optimizer step."""
+    """Sequences, or examples, per optimizer step."""
     too_long: Literal["refuse", "leave_out"] = "refuse"
-    """Of `sft`: `refuse` a dataset with longer examples, or `leave_out` those."""
+    """For `sft`: `refuse` a dataset with longer examples, or `leave_out` those examples."""
     cache: str = ""
-    """The folder that shards of a URL are downloaded to and verified in."""
+    """Folder for downloading and verifying the shards of a URL."""
     read_ahead: int = 4
-    """Batches that are prepared ahead."""
+    """Number of batches to prepare ahead."""
 
     def check(self) -> None:
         for dataset in self.train:
@@ -60,12 +60,12 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutConfig:
-    """How often the loss on the held-out data is measured, and on how much."""
+    """How often and on how much held-out data the loss is evaluated."""
 
     every_steps: int = 50
-    """Optimizer steps between two measurements; one more follows at the end."""
+    """Optimizer steps between two evaluations; one more follows at the end."""
     sequences: int = 32
-    """Sequences, or examples, of the held-out data that are measured on."""
+    """Number of held-out sequences, or examples, to evaluate."""
 
     def check(self) -> None:
         for name in ("every_steps", "sequences"):
@@ -78,13 +78,13 @@ class PretrainConfig:
     """Which tokens of the data are learned."""
 
     name: Literal["pretrain", "sft"]
-    """`pretrain`: every next token of documents. `sft`: the tokens that a dataset of examples marks (supervised fine-tuning)."""
+    """`pretrain`: every next token of documents. `sft`: the tokens marked in a dataset of examples (supervised fine-tuning)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
-    """What ``tandem train`` is told where ``algorithm.name`` is ``pretrain`` or ``sft``. ``task``: instead of ``data.train``, ``sft`` learns
-    the demonstrations of a task."""
+    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain`` or ``sft``. ``task``: with ``sft``, learns the demonstrations of
+    a task instead of ``data.train``."""
 
     algorithm: PretrainConfig
     model: ModelConfig
@@ -110,23 +110,24 @@ class PretrainRecipe:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens in one forward and backward of one data-parallel rank at most: a sequence is not cut for a micro-batch."""
+        """The largest number of tokens in one forward and backward pass of one data-parallel rank: sequences are not split over
+        micro-batches."""
         share = self.data.sequence_length * -(-self.data.global_batch_size // self.parallel.data)
         return min(max(self.trainer.micro_batch_tokens, self.data.sequence_length), share)
 
     def check(self) -> None:
-        """Refuse combinations of sections that cannot work."""
+        """Raises ``UserError`` for invalid combinations of sections."""
         if self.task is None and not self.data.train:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
         if self.task is not None and (self.data.train or not self.learns_from_examples):
             raise UserError(
-                f"section 'task' names the task '{self.task.name}', whose demonstrations are learned with algorithm.name sft and instead of "
-                "data.train; take one of the two out"
+                f"section 'task' names the task '{self.task.name}', whose demonstrations replace data.train and need algorithm.name sft; "
+                "remove 'task' or 'data.train'"
             )
         if self.data.too_long != "refuse" and not self.learns_from_examples:
             raise UserError(
-                f"'data.too_long' is '{self.data.too_long}', which is of algorithm.name sft; pretraining cuts documents and leaves none out: "
-                "take the key out"
+                f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft; pretraining splits documents and leaves "
+                "none out: remove the key"
             )
         longest = self.model.max_length or (self.model.create.max_position_embeddings if self.model.create else 0)
         if longest and self.data.sequence_length > longest:

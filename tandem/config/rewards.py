@@ -1,4 +1,4 @@
-"""Section ``rewards``: who judges a sample, and what happens when a judge breaks."""
+"""Section ``rewards``: which functions score a sample, and what happens when one fails."""
 
 import re
 from collections.abc import Mapping
@@ -15,16 +15,17 @@ class AnswerMatcherConfig:
     """How a completion is compared with the ground truth."""
 
     extract: Literal["whole", "last_number", "boxed"] = "whole"
-    """`whole`: the completion without white space at both ends; `last_number`: the last number in it; `boxed`: the content of the last
-    `\\boxed{...}`."""
+    """What to extract from the completion. `whole`: all of it without surrounding white space; `last_number`: the last number; `boxed`: the
+    content of the last `\\boxed{...}`."""
     compare: Literal["exact", "numeric", "math_verify"] = "exact"
-    """`exact` text, `numeric` value (1,000.0 equals 1e3 and 3/4 equals 0.75), or `math_verify` (needs `pip install 'tandem-rl[math]'`)."""
+    """How to compare: `exact` text, `numeric` value (1,000.0 equals 1e3 and 3/4 equals 0.75), or `math_verify` (needs `pip install
+    'tandem-rl[math]'`)."""
     after: str = ""
-    """Only the text after the last occurrence of this text counts (`####` for GSM8K). Empty: everything."""
+    """Use only the text after the last occurrence of this text (`####` for GSM8K). Empty: everything."""
     ignore_case: bool = False
-    """Whether upper and lower case are the same."""
+    """Treat upper and lower case as equal."""
     tolerance: float = 0.0
-    """Relative, of `numeric`. 0: exact rational arithmetic."""
+    """Relative tolerance of `numeric`. 0: exact rational arithmetic."""
 
     def check(self) -> None:
         if not 0 <= self.tolerance < 1:
@@ -37,14 +38,14 @@ class AnswerMatcherConfig:
 
 @dataclass(frozen=True, slots=True)
 class FormatCheckerConfig:
-    """The form that a completion must have. Exactly one of `pattern` and `tags`."""
+    """The format that a completion must have. Exactly one of `pattern` and `tags`."""
 
     pattern: str = ""
     """A regular expression; `.` matches line breaks."""
     tags: tuple[str, ...] = ()
     """Each `<tag>...</tag>` exactly once, in this order, none inside another."""
     match: Literal["full", "contains"] = "full"
-    """`full`: the whole completion has the form. `contains`: a part of it."""
+    """`full`: the whole completion has the format. `contains`: a part of it."""
 
     def check(self) -> None:
         if bool(self.pattern) == bool(self.tags):
@@ -53,27 +54,27 @@ class FormatCheckerConfig:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise UserError(f"'format.pattern' of a reward function is {self.pattern!r}, which is no regular expression: {error}") from None
+            raise UserError(f"'format.pattern' of a reward function is {self.pattern!r}, which is not a valid regular expression: {error}") from None
         for tag in self.tags:
             if not re.fullmatch(r"[\w-]+", tag):
-                raise UserError(f"'format.tags' of a reward function holds {tag!r}; write the name alone, for example think")
+                raise UserError(f"'format.tags' of a reward function contains {tag!r}; write the name alone, for example think")
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunctionConfig:
-    """One judge."""
+    """One reward function."""
 
     function: str
     """`task` (the task's own), `answer_matcher`, `format_checker`, or your own as `module:function` or `path/to/file.py:function`."""
     name: str = ""
-    """What its value is called in metrics. Empty: the function's name."""
+    """Name of its value in metrics. Empty: the function's name."""
     weight: float = 1.0
-    """Its factor in the reward."""
+    """Its weight in the reward."""
     signature: Literal["auto", "trl", "verl"] = "auto"
-    """Of your own function: `trl` is `f(prompts, completions, completion_ids, **columns)`, `verl` is `compute_score(data_source,
-    solution_str, ground_truth, extra_info)`; `auto` goes by the parameters' names."""
+    """Signature of your own function: `trl` is `f(prompts, completions, completion_ids, **columns)`, `verl` is `compute_score(data_source,
+    solution_str, ground_truth, extra_info)`; `auto` detects it from the parameters' names."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments for your own function."""
+    """Additional keyword arguments for your own function."""
     answer: AnswerMatcherConfig = AnswerMatcherConfig()
     """Settings of `answer_matcher` and `task`, below."""
     format: FormatCheckerConfig | None = None
@@ -89,7 +90,7 @@ class RewardFunctionConfig:
         where, colon, what = self.function.rpartition(":")
         if not built_in and not (colon and where and what.isidentifier()):
             raise UserError(
-                f"reward function '{self.function}' is none of {', '.join(BUILT_IN_REWARDS)} and not of the form module:function or "
+                f"reward function '{self.function}' is neither one of {', '.join(BUILT_IN_REWARDS)} nor of the form module:function or "
                 "path/to/file.py:function"
             )
         if not -1e6 < self.weight < 1e6:
@@ -105,45 +106,45 @@ class RewardFunctionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardsConfig:
-    """Who judges a sample, and what happens when a judge fails. The reward is the weighted sum of the functions; a sample whose judge
+    """The reward functions, and what happens when one fails. The reward is the weighted sum of the functions; a sample for which a function
     failed is masked."""
 
     functions: tuple[RewardFunctionConfig, ...] = ()
-    """A list; the keys of an entry are below. None: the task's own judge."""
+    """A list; the keys of an entry are below. Empty: the task's own function."""
     accuracy: str = ""
-    """The function that says whether a sample is correct. Empty: the first."""
+    """Name of the function that decides whether a sample is correct. Empty: the first."""
     accuracy_threshold: float = 1.0
-    """A sample is correct where that function's value is at least this."""
+    """A sample is correct if that function's value is at least this."""
     model_fault_value: float = 0.0
-    """What the answer matcher gives a completion in which there is nothing to compare."""
+    """Score of a completion in which the answer matcher finds nothing to compare."""
     workers: int = 1
-    """Processes that judge."""
+    """Number of worker processes."""
     deadline_s: float = 120.0
-    """Seconds that judging one batch may take."""
+    """Maximum seconds to score one batch."""
     sample_deadline_s: float = 10.0
-    """Seconds that one function may take for one sample before its process is ended."""
+    """Maximum seconds for one function and one sample; then the worker process is terminated."""
     start_deadline_s: float = 60.0
-    """Seconds in which a worker must have loaded the functions."""
+    """Maximum seconds for a worker to load the functions."""
     max_fault_share: float = 0.1
-    """The share of a step's samples that may remain without a verdict; above it the run ends."""
+    """Maximum share of a step's samples without a score; above it the run ends."""
 
     @property
     def composition(self) -> tuple[RewardFunctionConfig, ...]:
-        """The functions, the task's own judge where none is given."""
+        """The functions, or the task's own function if none is given."""
         return self.functions or (RewardFunctionConfig(function="task", name="correct"),)
 
     @property
     def accuracy_function(self) -> str:
-        """The name of the function that says whether a sample is correct."""
+        """The name of the function that decides whether a sample is correct."""
         return self.accuracy or self.composition[0].label
 
     def check(self) -> None:
         labels = [function.label for function in self.composition]
         for label in labels:
             if labels.count(label) > 1:
-                raise UserError(f"two reward functions are called '{label}'; give each a 'name' of its own")
+                raise UserError(f"two reward functions are named '{label}'; give each a 'name' of its own")
         if self.accuracy_function not in labels:
-            raise UserError(f"'rewards.accuracy' is '{self.accuracy}', which is none of the reward functions: {', '.join(labels)}")
+            raise UserError(f"'rewards.accuracy' is '{self.accuracy}', which is not one of the reward functions: {', '.join(labels)}")
         if self.workers < 1:
             raise UserError(f"'rewards.workers' is {self.workers}; it must be at least 1")
         for name in ("deadline_s", "sample_deadline_s", "start_deadline_s"):

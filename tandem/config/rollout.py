@@ -1,4 +1,4 @@
-"""Section ``rollout``: how samples are drawn, the engine that draws them, and what happens to it between two steps."""
+"""Section ``rollout``: sampling parameters, the engine's options, and what happens to the engine between two steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,27 +10,27 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """How samples are drawn, the engine that draws them, and what happens to it between two steps."""
+    """Sampling parameters, the engine's options, and what happens to the engine between two steps."""
 
     prompts_per_step: int = 32
-    """Prompts of a step; each is sampled `algorithm.group_size` times."""
+    """Prompts per step; each is sampled `algorithm.group_size` times."""
     max_tokens: int = 32
-    """New tokens of a completion at most."""
+    """Maximum number of new tokens per completion."""
     temperature: float = 1.0
-    """Above 0."""
+    """Sampling temperature; must be above 0."""
     top_k: int = 0
     """Sample from the k most likely tokens. 0: off."""
     top_p: float = 1.0
     """Nucleus sampling. 1: off. With `top_k`, `top_p` or `min_p`, set `algorithm.tis_cap`."""
     min_p: float = 0.0
-    """Drop tokens below this share of the most likely one's probability. 0: off."""
+    """Drop tokens whose probability is below this share of the most likely token's. 0: off."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion."""
+    """Strings that end a completion."""
     sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
-    """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and starts it again, `auto` keeps it where the memory plan
-    says that trainer and engine fit together."""
+    """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and restarts it, `auto` keeps it if the memory
+    plan fits trainer and engine together."""
     engine: EngineArgs = field(default_factory=EngineArgs)
-    """The options of the engine, as `tandem serve` and `LLM` have them; a section of its own, below."""
+    """The engine's options, as for `tandem serve` and `LLM`; a section of its own, below."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "engine.model": "the engine samples from the model that is trained, section 'model'",
@@ -39,16 +39,16 @@ class RolloutConfig:
         "engine.load_format": "the engine takes its weights from the trainer",
         "engine.download_dir": "the engine takes its weights from the trainer",
         "engine.weight_cache_gib": "the engine takes its weights from the trainer",
-        "engine.dtype": "trainer.dtype and trainer.precision are those of the rollout too",
+        "engine.dtype": "the rollout uses trainer.dtype and trainer.precision",
         "engine.seed": "run.seed is the seed of every request",
         "engine.max_model_len": "model.max_length is the context of trainer and rollout",
-        "engine.kernels": "machine.kernels are those of trainer and rollout, whose bits must agree",
-        "engine.attention": "machine.attention is that of trainer and rollout, whose bits must agree",
-        "engine.threads": "machine.threads are those of trainer and rollout, which take turns",
+        "engine.kernels": "trainer and rollout both use machine.kernels, because their bits must agree",
+        "engine.attention": "trainer and rollout both use machine.attention, because their bits must agree",
+        "engine.threads": "trainer and rollout take turns and both use machine.threads",
     }
 
     def check(self) -> None:
-        """Raises ``UserError`` for a value that cannot sample."""
+        """Raises ``UserError`` for an invalid value."""
         for name in ("prompts_per_step", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"'rollout.{name}' is {getattr(self, name)}; it must be at least 1")
@@ -64,7 +64,8 @@ class RolloutConfig:
             raise UserError("'rollout.stop' contains an empty text, which would end every completion at once; remove it")
 
     def differs_from_trainer(self) -> str:
-        """Returns the option, as ``key is value``, that makes the engine's log-probabilities differ from the trainer's; empty where none does."""
+        """Returns the option, as ``key is value``, that makes the engine's log-probabilities differ from the trainer's; empty if there is
+        none."""
         engine = self.engine
         if engine.quantization is not None:
             return f"'rollout.engine.quantization' is '{engine.quantization}'"

@@ -1,4 +1,4 @@
-"""Section ``run``: what this run is called, where it lives and how long it may go on."""
+"""Section ``run``: the run's name, folder and limits."""
 
 import re
 from dataclasses import dataclass
@@ -8,20 +8,21 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What the run is called, where it lives and how long it may go on."""
+    """The run's name, folder and limits."""
 
     name: str = ""
-    """The folder under `directory`. Empty: the recipe's name, then `NAME-2`, `NAME-3` and so on. A name that exists is refused."""
+    """Name of the run's folder under `directory`. Empty: the recipe's name, then `NAME-2`, `NAME-3` and so on. An existing name is
+    refused."""
     directory: str = "runs"
-    """The folder of all runs."""
+    """Folder of all runs."""
     seed: int = 0
-    """Every random number of the run follows from it."""
+    """Seed of every random number of the run."""
     max_steps: int = 200
-    """Optimizer steps at most, after those of section `sft`."""
+    """Maximum number of optimizer steps, not counting those of section `sft`."""
     max_restarts: int = 20
-    """How often the processes of a run are started again because one died or hung, before the run gives up (see `training.md`)."""
+    """Maximum number of times that the processes of a run are restarted after one died or hung (see `training.md`)."""
     trace_steps: tuple[int, ...] = ()
-    """Steps of which every rank of the trainer records what it does when, in `traces/`: see `training.md`."""
+    """Steps for which every trainer rank records a trace in `traces/`; see `training.md`."""
 
     def check(self) -> None:
         if self.name and not re.fullmatch(r"[\w][\w.+-]*", self.name):

@@ -8,15 +8,15 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationsConfig:
-    """What the demonstrations of a task show."""
+    """The content of a task's demonstrations."""
 
     corrupted_share: float = 0.0
     """Share of the demonstrations that have a wrong answer."""
     seed: int = 0
-    """Of the demonstrations and their order, besides the run's own."""
+    """Seed of the demonstrations and their order, in addition to the run's seed."""
 
     def check(self, where: str = "demonstrations") -> None:
-        """Raise ``UserError`` for a value that cannot be."""
+        """Raises ``UserError`` for an invalid value."""
         if not 0 <= self.corrupted_share < 1:
             raise UserError(f"'{where}.corrupted_share' is {self.corrupted_share}; it must be at least 0 and below 1")
         if not 0 <= self.seed < 2**63:
@@ -31,22 +31,23 @@ class SFTConfig:
     steps: int = 225
     """Optimizer steps."""
     batch_size: int = 48
-    """Demonstrations of a step."""
+    """Demonstrations per step."""
     learning_rate: float = 2e-3
-    """After the warm-up."""
+    """Learning rate after the warm-up."""
     warmup_steps: int = 10
-    """Steps in which the learning rate rises in a straight line."""
+    """Steps in which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What it does after the warm-up; one that falls ends at `steps`."""
+    """Learning rate schedule after the warm-up; `linear` and `cosine` end at `steps`."""
     corrupted_share: float = 0.5
-    """Share of the demonstrations that have a wrong answer, so that something is left to learn."""
+    """Share of the demonstrations that have a wrong answer, so that reinforcement learning has something to improve."""
     seed: int = 0
-    """Of the demonstrations and their order, besides the run's own."""
+    """Seed of the demonstrations and their order, in addition to the run's seed."""
     max_accuracy: float = 0.55
-    """Held-out sampled accuracy above which the start of reinforcement learning is refused: a run that begins near its target shows nothing."""
+    """Held-out sampled accuracy above which reinforcement learning is not started: a run that begins near its target shows no
+    improvement."""
 
     def check(self) -> None:
-        """Raise ``UserError`` for a value that cannot train."""
+        """Raises ``UserError`` for an invalid value."""
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"'sft.{name}' is {getattr(self, name)}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""Section ``task``: what the model is taught."""
+"""Section ``task``: the task that the model learns."""
 
 import difflib
 from collections.abc import Mapping
@@ -13,36 +13,36 @@ REASONING_GYM = "reasoning_gym:"
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """What the model is taught."""
+    """The task that the model learns."""
 
     name: str
     """`sort`, `addition`, `jsonl`, or `reasoning_gym:DATASET` (needs `pip install 'tandem-rl[reasoning-gym]'`)."""
     min_digits: int | None = None
-    """Of `sort`: digits of a list at least (3 unless told). Of `addition`: digits of an operand (1)."""
+    """For `sort`: minimum digits of a list (default 3). For `addition`: minimum digits of an operand (default 1)."""
     max_digits: int | None = None
-    """The same, at most (6; 2)."""
+    """The maximum (default 6; 2)."""
     path: str | None = None
-    """Of `jsonl`: the file, one JSON object a line. All of it is checked before work begins."""
+    """For `jsonl`: the file, one JSON object per line. All of it is checked before work begins."""
     eval_path: str | None = None
-    """Of `jsonl`: a second file for evaluations and the final figure."""
+    """For `jsonl`: a second file for evaluations and the final accuracy."""
     prompt_key: str = "prompt"
-    """Of `jsonl`: the key that holds the prompt."""
+    """For `jsonl`: the key of the prompt."""
     answer_key: str = "answer"
-    """Of `jsonl`: the key that holds the ground truth; empty: there is none. Every other key reaches reward functions as a column."""
+    """For `jsonl`: the key of the ground truth; empty: none. Every other key is passed to reward functions as a column."""
     held_out_share: float | None = None
-    """Without `eval_path`, this share of all instances is held out for evaluations and as many again for the final figure, by a hash of the
-    instance. 0.1 unless told, 1/3 of a `reasoning_gym` dataset."""
+    """Without `eval_path`, the share of all instances held out for evaluations, and as many again for the final accuracy, by a hash of the
+    instance. Default 0.1, or 1/3 for a `reasoning_gym` dataset."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of `reasoning_gym`: the dataset's own settings, as it names them."""
+    """For `reasoning_gym`: the dataset's own settings."""
     prompt_template: str = "{prompt}"
-    """What the model reads, with `{prompt}` in the place of the task's text."""
+    """The text that the model reads, with `{prompt}` in place of the task's text."""
     chat: bool = False
-    """Put the prompt through the tokenizer's chat template (needs `pip install 'tandem-rl[chat]'`)."""
+    """Apply the tokenizer's chat template to the prompt (needs `pip install 'tandem-rl[chat]'`)."""
     system_prompt: str = ""
-    """With `chat`: the system message in front."""
+    """With `chat`: the system message."""
 
     def check(self) -> None:
-        """Raise ``UserError`` for an unknown task, a value out of range or a key that belongs to another task."""
+        """Raises ``UserError`` for an unknown task, a value out of range or a key that belongs to another task."""
         if self.name not in BUILT_IN_TASKS and not self.name.removeprefix(REASONING_GYM).strip():
             raise UserError(f"'task.name' is '{self.name}'; name the dataset behind it, for example reasoning_gym:chain_sum")
         if self.name not in BUILT_IN_TASKS and not self.name.startswith(REASONING_GYM):
@@ -58,24 +58,24 @@ class TaskConfig:
         if not 0 < self.share_held_out < 0.5:
             raise UserError(
                 f"'task.held_out_share' is {self.held_out_share}; it must be above 0 and below 0.5 (it is held out twice: "
-                "for the evaluations of a run and for its final figure)"
+                "for the evaluations of a run and for its final accuracy)"
             )
         if "{prompt}" not in self.prompt_template:
-            raise UserError(f"'task.prompt_template' is {self.prompt_template!r}; it must hold {{prompt}} where the task's text goes")
+            raise UserError(f"'task.prompt_template' is {self.prompt_template!r}; it must contain {{prompt}} where the task's text goes")
         if self.system_prompt and not self.chat:
             raise UserError(
                 "'task.system_prompt' is given but 'task.chat' is false; set task.chat to true or put it in task.prompt_template"
             )
 
     def digits(self) -> tuple[int, int]:
-        """The fewest and the most digits, the task's own where none are given."""
+        """Returns the minimum and maximum digits, with the task's defaults."""
         low, high = (3, 6) if self.name == "sort" else (1, 2)
         low = self.min_digits if self.min_digits is not None else min(low, self.max_digits or low)
         return low, self.max_digits if self.max_digits is not None else max(high, low)
 
     @property
     def share_held_out(self) -> float:
-        """``held_out_share``, or the task's own where none is given."""
+        """Returns ``held_out_share``, or the task's default."""
         if self.held_out_share is not None:
             return self.held_out_share
         return 1 / 3 if self.name.startswith(REASONING_GYM) else 0.1

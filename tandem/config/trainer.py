@@ -1,4 +1,4 @@
-"""Section ``trainer``: the optimizer and how much of a batch is in memory at once."""
+"""Section ``trainer``: the optimizer, precision, memory and learning rate schedule."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ OptimizerName = Literal["adamw", "muon", "adamw8bit"]
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """The optimizer and the step around it; `training.md` says how to choose."""
+    """The optimizer and the training step; `training.md` says how to choose."""
 
     optimizer: OptimizerName = "adamw"
-    """`adamw`, `muon` for the layers' matrices with AdamW for the rest, or `adamw8bit`: AdamW with its moments in 8 bits."""
+    """`adamw`, `muon` for the layers' matrices with AdamW for the rest, or `adamw8bit`: AdamW with 8-bit moments."""
     learning_rate: float = 1e-6
     """The learning rate after the warm-up."""
     warmup_steps: int = 0
@@ -24,9 +24,9 @@ class TrainerConfig:
     """The learning rate after the warm-up: `constant`, falling linearly (`linear`) or along half a `cosine` until `run.max_steps`, or
     constant and falling linearly in the last `decay_steps` before it (`wsd`: Hu et al., 2024)."""
     decay_steps: int = 0
-    """Steps in which `wsd` falls."""
+    """Steps in which `wsd` decays."""
     min_lr_ratio: float = 0.0
-    """The share of `learning_rate` that is left at `run.max_steps`."""
+    """Share of `learning_rate` that remains at `run.max_steps`."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float = 0.999
@@ -38,52 +38,52 @@ class TrainerConfig:
     muon_momentum: float = 0.95
     """Muon's momentum."""
     muon_iterations: int = 5
-    """Newton-Schulz iterations of an update."""
+    """Newton-Schulz iterations per update."""
     max_grad_norm: float = 1.0
     """Global norm to which gradients are clipped. 0: off."""
     micro_batch_tokens: int = 16384
-    """Tokens in one forward and backward at most. Loss and gradients do not depend on it."""
+    """Maximum number of tokens in one forward and backward pass. Loss and gradients do not depend on it."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """What the backward pass computes again instead of keeping: nothing, what costs little (`selective`: norms, rotation, the gate), or
-    whole layers (`full`). The bits of gradients do not change."""
+    """What the backward pass recomputes instead of storing: `none`, cheap operations (`selective`: norms, rotary embedding, gate), or whole
+    layers (`full`). The bits of gradients do not change."""
     router_balance_loss: float = 0.0
     """The coefficient of the load-balancing loss of a mixture of experts. 0: none."""
     router_bias_rate: float = 0.0
     """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001). 0: no bias; a Hugging Face folder cannot store
     it."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Of weights, gradients and moments; `float32` in a pod."""
+    """Dtype of weights, gradients and moments; `float32` in a pod."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """What linear layers multiply in: `fp32`, `bf16`, `fp16` with dynamic loss scaling, or `fp8`; weights, moments and their gradients stay
-    in fp32."""
+    """Precision of linear layers: `fp32`, `bf16`, `fp16` with dynamic loss scaling, or `fp8`; weights, moments and their gradients stay in
+    fp32."""
     loss_scale: float = 65536.0
-    """With `fp16`: what the loss is multiplied by at first, a power of two."""
+    """With `fp16`: the initial loss scale, a power of two."""
     loss_scale_growth_steps: int = 2000
-    """With `fp16`: steps without an overflow after which it doubles."""
+    """With `fp16`: steps without an overflow after which the loss scale doubles."""
     max_skipped_steps: int = 3
-    """Steps in a row that are skipped because their loss or gradient is not finite, before the run stops."""
+    """Maximum number of consecutive steps skipped because their loss or gradient is not finite, before the run stops."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where AdamW's moments live: `none` beside the weights, `cpu` in the host's memory (nothing changes where the weights are there too),
-    `nvme` in a file from which each step pages them."""
+    """Where AdamW's moments are stored: `none` with the weights, `cpu` in host memory (no effect for weights on a CPU), `nvme` in a file
+    that each step pages them from."""
     offload_parameters: Literal["none", "nvme"] = "none"
-    """Where the layers' weights and gradients live: `none` in memory, `nvme` in that file too, from which a layer is read ahead of its
-    forward and of its backward. Needs `offload: nvme`, and on ranks `parallel.zero: 3`."""
+    """Where the layers' weights and gradients are stored: `none` in memory, `nvme` in that file too, from which a layer is prefetched for
+    its forward and its backward pass. Needs `offload: nvme` and, with several ranks, `parallel.zero: 3`."""
     offload_activations: Literal["none", "nvme"] = "none"
-    """Where what a forward saves for its backward waits: `none` in memory, `nvme` in a file, written behind the forward and read ahead of
-    the backward. Not with `recompute: selective`; in a pipeline with `schedule: 1f1b` only."""
+    """Where activations saved for the backward pass are stored: `none` in memory, `nvme` in a file, written behind the forward and
+    prefetched by the backward pass. Not with `recompute: selective`; in a pipeline only with `schedule: 1f1b`."""
     sleep_offload: Literal["none", "cpu", "nvme"] = "none"
-    """In a pod, where weights, moments and the reference wait during a rollout: `none` in memory, `cpu` in the host's memory (nothing moves where they
-    are there already), `nvme` in a file. Gradients are dropped under each. Bits do not change."""
+    """In a pod, where weights, moments and the reference are stored during a rollout: `none` in memory, `cpu` in host memory (no effect if
+    they are there already), `nvme` in a file. Gradients are always dropped. Bits do not change."""
     offload_folder: str = ""
-    """The folder of those files. Empty: the run's own."""
+    """Folder of the offload files. Empty: the run's folder."""
 
     @property
     def offloads(self) -> bool:
-        """Whether something lies in a file."""
+        """Whether any state is offloaded to a file."""
         return "nvme" in (self.offload, self.offload_parameters, self.offload_activations)
 
     def check(self) -> None:
-        """Raise ``UserError`` for a value that cannot train."""
+        """Raises ``UserError`` for an invalid value."""
         for name in ("learning_rate", "epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be above 0 and finite")
@@ -109,15 +109,18 @@ class TrainerConfig:
         if self.loss_scale_growth_steps < 1:
             raise UserError(f"'trainer.loss_scale_growth_steps' is {self.loss_scale_growth_steps}; it must be at least 1")
         if self.offload != "none" and self.optimizer != "adamw":
-            raise UserError(f"'trainer.offload' is '{self.offload}', which pages AdamW's moments; trainer.optimizer is '{self.optimizer}'")
+            raise UserError(
+                f"'trainer.offload' is '{self.offload}', which offloads AdamW's moments, and trainer.optimizer is '{self.optimizer}'; set "
+                "trainer.offload to none or trainer.optimizer to adamw"
+            )
         if self.offload_parameters == "nvme" and self.offload != "nvme":
             raise UserError(
-                f"'trainer.offload_parameters' is 'nvme' and trainer.offload is '{self.offload}': moments, twice the weights, go first; set "
-                "trainer.offload to nvme too"
+                f"'trainer.offload_parameters' is 'nvme' and trainer.offload is '{self.offload}': moments, twice the size of the weights, "
+                "must be offloaded first; set trainer.offload to nvme too"
             )
         if self.offload_activations == "nvme" and self.recompute == "selective":
             raise UserError(
-                "'trainer.offload_activations' is 'nvme' with trainer.recompute selective, which looks through the same tensors; set "
+                "'trainer.offload_activations' is 'nvme' with trainer.recompute selective, which handles the same tensors; set "
                 "trainer.recompute to none or full"
             )
         if self.offload_folder and "nvme" not in (self.offload, self.offload_activations, self.sleep_offload):
@@ -135,6 +138,6 @@ class TrainerConfig:
             )
         if self.schedule == "wsd" and not 0 < self.decay_steps <= total_steps - self.warmup_steps:
             raise UserError(
-                f"'trainer.decay_steps' is {self.decay_steps}; schedule 'wsd' needs 1 to {total_steps - self.warmup_steps} of them, "
-                "which is run.max_steps without trainer.warmup_steps"
+                f"'trainer.decay_steps' is {self.decay_steps}; schedule 'wsd' needs 1 to {total_steps - self.warmup_steps} decay steps, "
+                "at most run.max_steps minus trainer.warmup_steps"
             )

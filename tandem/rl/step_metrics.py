@@ -1,4 +1,4 @@
-"""The row of ``metrics.jsonl`` that a step's samples and scores give, under the field's names."""
+"""Computes the row of ``metrics.jsonl`` from a step's samples and scores, under the field's names."""
 
 import math
 from collections import defaultdict
@@ -8,7 +8,7 @@ from tandem.types import FinishReason, Sample, Score
 
 
 def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
-    """Rewards over the samples that have one, lengths over all. All sums are exact (``math.fsum``), so a row does not
+    """Returns the metrics: rewards over the samples that have one, lengths over all. All sums are exact (``math.fsum``), so a row does not
     depend on the order in which scores arrived."""
     values = [score.value for score in scores if score.value is not None]
     row = {
@@ -22,7 +22,7 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
         if score.value is not None:
             for name, value in score.components.items():
                 components[name].append(value)
-    row.update({f"reward/{name}": _mean(found) for name, found in sorted(components.items())})
+    row.update({f"reward/{name}": _mean(values) for name, values in sorted(components.items())})
     judged = [float(score.correct) for score in scores if score.correct is not None and score.value is not None]
     if judged:
         row["accuracy"] = _mean(judged)
@@ -34,7 +34,7 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
 
 
 def staleness(samples: Sequence[Sample], step: int) -> float:
-    """Mean age in optimizer steps of the weights that drew the tokens."""
+    """Returns the mean age, in optimizer steps, of the weights that drew the tokens."""
     ages = [float(step - version.step) for sample in samples for version in sample.weight_versions]
     return _mean(ages)
 
@@ -55,4 +55,4 @@ def _share_without_spread(samples: Sequence[Sample], scores: Sequence[Score]) ->
     for sample, score in zip(samples, scores, strict=True):
         if score.value is not None:
             groups[sample.prompt_id].add(score.value)
-    return _mean([float(len(found) == 1) for found in groups.values()])
+    return _mean([float(len(rewards) == 1) for rewards in groups.values()])

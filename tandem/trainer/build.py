@@ -1,4 +1,4 @@
-"""One rank's part of a model and its optimizer, from a Hugging Face folder: the same for every job."""
+"""Builds one rank's part of a model and its optimizer from a Hugging Face folder, for every kind of job."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,10 @@ from tandem.types.kv_cache import KVCacheDtype
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """``start``: the Hugging Face folder. ``directory``: the run's, for what is offloaded. ``most_tokens``: of one micro-batch.
-    ``kv_cache_dtype``: what attention rounds keys and values to, as the rollout's cache does."""
+    """Settings of ``build_replica``.
+
+    ``start``: the Hugging Face folder. ``directory``: the run's folder, for offloaded state. ``most_tokens``: the largest micro-batch, in
+    tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does."""
 
     start: Path
     directory: Path
@@ -37,9 +39,9 @@ class ReplicaSettings:
 
 
 def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> Replica:
-    """This rank's part of the actor, with its optimizer."""
+    """Returns this rank's part of the actor with its optimizer. Raises ``UserError`` if the folder does not hold the model."""
     trainer, parallel = settings.trainer, settings.parallel
-    # Read straight into the file, or into this rank's part: the model need not fit in memory once.
+    # Weights are read straight into the file or into this rank's part, because the whole model may not fit in memory.
     is_filled = trainer.offload_parameters != "nvme" and (parallel.zero < 3 or ranks.world.size == 1)
     model, pipeline = _load(settings, ranks, kernels, is_filled)
     model.router_balance = make_balance(model, trainer, ranks)
@@ -58,7 +60,7 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
 
 
 def load_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> tuple[Decoder, Pipeline | None]:
-    """This rank's part of a model that is never updated, and the pipeline that its stages pass through."""
+    """Returns this rank's part of a model that is never updated, and its pipeline (``None``: one stage)."""
     model, pipeline = _load(settings, ranks, kernels, is_filled=True)
     return model.requires_grad_(False), pipeline
 

@@ -1,4 +1,4 @@
-"""Whether a step's gradient may be used: dynamic loss scaling, and steps that are skipped because something is not finite."""
+"""Dynamic loss scaling and the non-finite guard: decides whether a step's gradient is used."""
 
 import math
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ _MOST_SCALE = 2.0**24
 
 
 class GradScaler:
-    """Judges every step of a run by its loss and its gradient norm, which are those of the global batch, so all ranks judge alike.
+    """Judges every step by its loss and gradient norm. Both are those of the global batch, so all ranks decide alike.
 
-    With fp16 the loss is multiplied by ``scale`` before the backward (Micikevicius et al., 2018): halved where the gradient
-    overflows, and that step is left out (``backed_off``); doubled after ``loss_scale_growth_steps`` steps in a row without. A step
-    that is not finite without a scale to halve is ``skipped``; more than ``max_skipped_steps`` of those in a row, and the run is to
+    With fp16 the loss is multiplied by ``scale`` before the backward pass (Micikevicius et al., 2018). If the gradient overflows, ``scale``
+    is halved and the step is left out (``backed_off``); it doubles after ``loss_scale_growth_steps`` consecutive steps without an overflow.
+    A non-finite step without a scale to halve is ``skipped``; after more than ``max_skipped_steps`` consecutive skipped steps the run must
     stop (``is_exhausted``)."""
 
     def __init__(self, config: TrainerConfig) -> None:
@@ -26,7 +26,7 @@ class GradScaler:
         self.good_steps = self.backed_off = self.skipped = self.skipped_in_a_row = 0
 
     def judge(self, grad_norm: float, loss: float) -> Verdict:
-        """What to do with a step whose gradient, divided by ``scale`` again, has ``grad_norm``; changes ``scale`` for the next."""
+        """Returns the verdict on a step with the unscaled ``grad_norm``; updates ``scale`` for the next step."""
         if math.isfinite(grad_norm) and math.isfinite(loss):
             self.good_steps, self.skipped_in_a_row = self.good_steps + 1, 0
             if self.is_scaling and self.good_steps == self.growth_steps:
@@ -45,12 +45,12 @@ class GradScaler:
         return self.skipped_in_a_row > self.limit
 
     def metrics(self) -> dict[str, float]:
-        """For the row of a step; nothing where there is nothing to tell."""
-        found: dict[str, float] = {"train/skipped_steps": self.skipped} if self.skipped else {}
-        return found | ({"train/loss_scale": self.scale, "train/backed_off_steps": self.backed_off} if self.is_scaling else {})
+        """Returns the metrics of a step's row; empty if no step was skipped and no scale is used."""
+        metrics: dict[str, float] = {"train/skipped_steps": self.skipped} if self.skipped else {}
+        return metrics | ({"train/loss_scale": self.scale, "train/backed_off_steps": self.backed_off} if self.is_scaling else {})
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
+        """Returns the state for a checkpoint."""
         names = ("scale", "good_steps", "backed_off", "skipped", "skipped_in_a_row")
         return {name: getattr(self, name) for name in names}
 

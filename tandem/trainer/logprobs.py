@@ -26,15 +26,16 @@ class Inferring(Protocol):
     def model(self) -> Decoder: ...
 
     def passes(self, own: int, most: int) -> int:
-        """How many micro-batches this rank passes, which has ``own``, where a data-parallel rank has ``most`` (``Replica.passes``)."""
+        """Returns the number of micro-batches of this rank, which has ``own``, if one data-parallel rank has ``most``
+        (``Replica.passes``)."""
         ...
 
     def infer(self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None) -> list[Tensor]:
-        """``infer`` of this rank's micro-batches. Every rank of a data-parallel share returns all of them."""
+        """Runs ``infer`` on this rank's micro-batches. Every rank of a data-parallel share returns all results."""
         ...
 
-    def rest(self) -> None:
-        """Releases what the forward passes left gathered."""
+    def reshard(self) -> None:
+        """Frees the weights that forward passes left gathered."""
         ...
 
 
@@ -45,13 +46,13 @@ def infer(
     """Returns the log-probabilities (nats) of each micro-batch's counted tokens: float64 [2, R], raw and at ``temperature``.
 
     The same packed forward pass as in training, hence the same bits; float64 holds those of any dtype."""
-    found = []
+    values = []
     for done, micro_batch in enumerate(micro_batches, start=1):
         logprobs = predict(model, micro_batch, temperature)
-        found.append(torch.stack((logprobs.raw, logprobs.scaled)).double())
+        values.append(torch.stack((logprobs.raw, logprobs.scaled)).double())
         if on_progress is not None:
             on_progress(done, len(micro_batches))
-    return found
+    return values
 
 
 def infer_sequences(
@@ -66,14 +67,14 @@ def infer_sequences(
     indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
     counted = [sequences[i] for i in indices]
     shares = pack_shares(counted, ranks.size, micro_batch_tokens)
-    found = [torch.empty(2, 0, dtype=torch.float64) for _ in sequences]
+    logprobs = [torch.empty(2, 0, dtype=torch.float64) for _ in sequences]
     if not counted:
-        return found
+        return logprobs
     own = shares[ranks.rank]
     passes = forward.passes(len(own), max(map(len, shares)))
     micro_batches = make_micro_batches(counted, own, passes, forward.model.dtype, forward.model.device)
     values = torch.cat(forward.infer(micro_batches, temperature, on_progress), dim=1).cpu()
-    forward.rest()
+    forward.reshard()
     orders = [list(itertools.chain.from_iterable(bins)) for bins in shares]
     rows = [[len(counted_indices(counted[i])) for i in order] for order in orders]
     if ranks.size > 1:
@@ -84,8 +85,8 @@ def infer_sequences(
         every = [values]
     for order, counts, part in zip(orders, rows, every, strict=True):
         for place, value in zip(order, part.split(counts, dim=1), strict=True):
-            found[indices[place]] = value
-    return found
+            logprobs[indices[place]] = value
+    return logprobs
 
 
 def sequence_logprobs(
@@ -95,8 +96,8 @@ def sequence_logprobs(
     """Returns by sequence id the log-probability (nats, at ``temperature``) of each counted token: an entry per token, 0.0 elsewhere.
 
     Every rank of the mesh is given all of ``sequences`` and returns those of all (``infer_sequences``)."""
-    found = infer_sequences(forward, sequences, micro_batch_tokens, temperature, on_progress)
-    return {sequence.id: per_token(sequence, values[1]) for sequence, values in zip(sequences, found, strict=True)}
+    logprobs = infer_sequences(forward, sequences, micro_batch_tokens, temperature, on_progress)
+    return {sequence.id: per_token(sequence, values[1]) for sequence, values in zip(sequences, logprobs, strict=True)}
 
 
 def per_token(sequence: TrainSequence, counted: Tensor) -> tuple[float, ...]:

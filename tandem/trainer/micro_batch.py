@@ -1,7 +1,7 @@
-"""From sequences to the flat tensors of one forward and backward. Nothing is padded.
+"""Builds the flat, unpadded tensors of one forward and backward pass from sequences.
 
-What cannot change the loss is not computed: a sequence without a counted token is left out, tokens after the last one
-that predicts a counted token are cut, and only rows that count go through the head."""
+Tokens that cannot change the loss are not computed: sequences without a counted token are left out, tokens after the last one that predicts
+a counted token are dropped, and only counted rows go through the head."""
 
 import itertools
 from array import array
@@ -51,7 +51,7 @@ class MicroBatch:
 
 
 def forward_tokens(sequence: TrainSequence) -> int:
-    """Tokens of ``sequence`` that must go through the network: all before its last counted one; 0 where none counts."""
+    """Returns how many tokens of ``sequence`` must go through the network: all before its last counted token; 0 if none is counted."""
     mask = sequence.loss_mask
     if mask and mask[-1] != 0:
         return len(mask) - 1
@@ -61,7 +61,7 @@ def forward_tokens(sequence: TrainSequence) -> int:
 def counted_indices(sequence: TrainSequence) -> Sequence[int]:
     """Returns the indices of the counted tokens of ``sequence``, ascending."""
     length = forward_tokens(sequence)
-    # Where all count, as in pretraining, a range is taken, of which slices are cheap: a GPU would wait for a loop over tokens.
+    # If all tokens count, as in pretraining, a range makes slicing cheap; a GPU would wait for a loop over tokens.
     every = range(1, length + 1)
     return every if 0 not in sequence.loss_mask[1 : length + 1] else [i for i in every if sequence.loss_mask[i] != 0]
 
@@ -72,10 +72,10 @@ def collate(
     device: torch.device | str = "cpu",
     old_logprobs: Mapping[str, Sequence[float]] | None = None,
 ) -> MicroBatch:
-    """One micro-batch of ``sequences``, each of which has a counted token.
+    """Returns one micro-batch of ``sequences``, each of which has a counted token.
 
-    ``old_logprobs``: by sequence id, an entry per token, where the trainer has computed them itself. Raises
-    ``ValueError`` for a sequence that contradicts itself."""
+    ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. Raises ``ValueError`` for a sequence whose
+    fields are inconsistent."""
     tokens: list[int] = []
     positions: list[int] = []
     bounds, rows, row_tokens, sequence_of_row = [0], list[int](), list[int](), list[int]()
@@ -128,18 +128,18 @@ def collate(
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:
-    """``torch.tensor(values, dtype=dtype)`` of a list, three times as fast: that looks at each number by itself."""
+    """Does ``torch.tensor(values, dtype=dtype)``, three times as fast because the elements are not inspected one by one."""
     given = {"q": torch.int64, "d": torch.float64}[values.typecode]
     return torch.frombuffer(values, dtype=given).to(dtype, copy=True) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def on_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """``x``, which is in the host's memory, on ``device``; a GPU fetches it from pinned memory, and nobody waits."""
+    """Copies the host tensor ``x`` to ``device``; to a GPU through pinned memory, without blocking."""
     return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x
 
 
 def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> MicroBatch:
-    """Returns a micro-batch of one token that predicts nothing: for a rank without data in a pass that all ranks must take part in."""
+    """Returns a micro-batch of one token that predicts nothing, for a rank without data in a pass that all ranks must take part in."""
     none, real = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=dtype, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
@@ -157,7 +157,7 @@ def make_micro_batches(
 
 
 def _take(column: list[Number], values: Sequence[Number], indices: Sequence[int]) -> None:
-    """``values`` at ``indices`` behind ``column``; 0 where there are no values."""
+    """Appends ``values`` at ``indices`` to ``column``, or zeros if there are no values."""
     if not values:
         column.extend([0] * len(indices))
     elif isinstance(indices, range):
@@ -173,6 +173,6 @@ def _check(sequence: TrainSequence, counted: int) -> None:
         if values is not None and len(values) != length and (len(values) > 0 or name == "loss_mask"):
             raise ValueError(f"sequence '{sequence.id}': {name} has {len(values)} entries for {length} tokens")
     if sequence.loss_mask[0] != 0:
-        raise ValueError(f"sequence '{sequence.id}': loss_mask counts token 0, which nothing predicts")
+        raise ValueError(f"sequence '{sequence.id}': loss_mask counts token 0, which is never predicted")
     if counted == 0:
         raise ValueError(f"sequence '{sequence.id}' has no counted token; leave it out of the micro-batch")

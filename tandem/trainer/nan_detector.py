@@ -1,5 +1,5 @@
-"""Where a step stops being finite: the first layer, sequence and token in the forward pass, the first layer in the backward, and
-the gradients of which parameters.
+"""Locates where a step becomes non-finite: the first layer, sequence and token in the forward pass, the first layer in the backward pass,
+and the parameters with non-finite gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase,
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A number that is not finite: the first of ``what`` in micro-batch ``micro_batch`` (from 0), at token ``position`` of ``sequence``.
-    ``layer``: -1 for what stands before the layers, as many as there are layers for what stands behind them."""
+    """The first non-finite element of ``what`` in micro-batch ``micro_batch`` (from 0), at token ``position`` of ``sequence``. ``layer``:
+    -1 for the embedding, the number of layers for what follows the last one."""
 
     what: str
     layer: int
@@ -31,8 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class BadGradient:
-    """The gradient of a parameter: ``count`` of its ``total`` numbers are not finite after the backward of ``micro_batch``, and all were
-    before."""
+    """The gradient of a parameter became non-finite in the backward pass of ``micro_batch``: ``count`` of its ``total`` elements."""
 
     micro_batch: int
     count: int
@@ -41,8 +40,8 @@ class BadGradient:
 
 @dataclass
 class Findings:
-    """``losses``: each micro-batch's share. ``forward``, ``backward``: what is not finite, in the order in which it came to be; of each output
-    the first place of the first micro-batch. ``gradients``: by parameter."""
+    """What the detector observed. ``losses``: each micro-batch's share. ``forward``, ``backward``: non-finite outputs in order of
+    appearance, each with its first place in the first micro-batch concerned. ``gradients``: by parameter."""
 
     losses: list[float] = field(default_factory=list)
     forward: list[Place] = field(default_factory=list)
@@ -51,8 +50,8 @@ class Findings:
 
 
 class NanDetector:
-    """Passes micro-batches through ``model``, which is whole, one after the other, and looks at what every layer returns and at every gradient. It
-    changes no bit."""
+    """Passes micro-batches one by one through a whole ``model`` and inspects the output of every layer and every gradient. Does not change
+    any result."""
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.found = model, Findings()
@@ -65,7 +64,7 @@ class NanDetector:
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
         on_phase: OnPhase = lambda phase: None,
     ) -> ForwardBackwardOutput:  # fmt: skip
-        """``trainer.step.no_pipelining``, watched."""
+        """Does ``trainer.step.no_pipelining`` while inspecting every output."""
         self._micro_batches, self._number, self._in_backward = micro_batches, 0, False
 
         def watched(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossShare:
@@ -89,31 +88,32 @@ class NanDetector:
             self.model.around_layer = before
 
     def _around(self, index: int, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        # A layer that the backward pass computes again was seen in the forward.
+        # A layer recomputed in the backward pass was already inspected in the forward pass.
         if self._in_backward:
             return layer(x, residual)
         if x is None:
             self._look(self.found.forward, "the embedding", -1, residual)
         x, residual = layer(x, residual)
-        # The residual stream has the attention's output in it, and not yet the MLP's.
+        # The residual stream contains the attention's output, but not yet the MLP's.
         for what, output in ((f"layer {index}, attention", residual), (f"layer {index}, MLP", x)):
             self._look(self.found.forward, what, index, output)
             if output.requires_grad:
                 output.register_hook(lambda gradient, what=what: self._look(self.found.backward, what, index, gradient))  # type: ignore[misc]
         return x, residual
 
-    def _look(self, found: list[Place], what: str, layer: int, x: Tensor, rows: Tensor | None = None) -> None:
-        """Note the first row of ``x`` [T, ...] that is not finite, unless an earlier micro-batch had one there. ``rows``: which tokens they are."""
+    def _look(self, places: list[Place], what: str, layer: int, x: Tensor, rows: Tensor | None = None) -> None:
+        """Records the first non-finite row of ``x`` [T, ...], unless an earlier micro-batch had one in ``what``. ``rows``: the token
+        indices of the rows."""
         with torch.no_grad():
             bad = ~torch.isfinite(x)
-            if not bad.any() or any(place.what == what for place in found):
+            if not bad.any() or any(place.what == what for place in places):
                 return
             row = int(bad.reshape(len(x), -1).any(dim=1).nonzero()[0])
             value = x[row][bad[row]].reshape(-1)[0].item()
         micro_batch = self._micro_batches[self._number]
         token = row if rows is None else int(rows[row])
         sequence = int(torch.searchsorted(micro_batch.cu_seqlens, token, right=True)) - 1
-        found.append(Place(what, layer, self._number, micro_batch.ids[sequence], int(micro_batch.positions[token]), value))
+        places.append(Place(what, layer, self._number, micro_batch.ids[sequence], int(micro_batch.positions[token]), value))
 
     def _look_at_gradients(self) -> None:
         for name, parameter in self.model.named_parameters():

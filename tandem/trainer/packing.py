@@ -1,9 +1,9 @@
-"""Which sequences a rank trains on, and how they are packed into micro-batches without padding.
+"""Assigns sequences to ranks and packs them into micro-batches without padding.
 
-A global batch is split into minibatches in order. The sequences of each are sorted by length and spread over the data-parallel ranks;
-each rank packs its share with Best-Fit, and all ranks make as many passes as the one with the most micro-batches where they exchange
-something inside a pass (DeepSeek-R1; Guo et al., 2025, supplement on the training framework). Everything is a function of the lengths
-alone: a step that is repeated packs the same, and every rank knows the shares of the others without asking them.
+A global batch is split into minibatches in order. The sequences of each are sorted by length and spread over the data-parallel ranks; each
+rank packs its share with Best-Fit, and all ranks make as many passes as the one with the most micro-batches if they communicate within a
+pass (DeepSeek-R1; Guo et al., 2025, supplement on the training framework). The result depends on the lengths alone: a repeated step packs
+in the same way, and every rank knows the shares of the others without communication.
 
 Best-Fit-Decreasing needs at most 11/9 of the optimal number of bins, plus a constant (Johnson et al., 1974)."""
 
@@ -20,10 +20,10 @@ Item = TypeVar("Item")
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[Bin]:
-    """Returns the indices of ``lengths`` (tokens) in bins of at most ``capacity`` tokens each; a longer one has a bin of its own.
+    """Returns the indices of ``lengths`` (tokens) in bins of at most ``capacity`` tokens each; a longer sequence has a bin of its own.
 
-    Longest first, each into the fullest bin that still holds it, ties to the bin that was opened first. Indices ascend
-    inside a bin; bins are in the order in which they were opened, so the largest need for memory comes early.
+    Longest first, each into the fullest bin with room for it; ties go to the bin opened first. Indices ascend within a bin; bins are in the
+    order in which they were opened, so the largest memory need comes early.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -66,7 +66,7 @@ def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_toke
 
 
 def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
-    """Returns ``items`` in at most ``parts`` runs of nearly equal count, in their order; at least one run, empty or not."""
+    """Returns ``items`` in at most ``parts`` runs of nearly equal count, in their order; at least one run, which may be empty."""
     parts = max(1, min(parts, len(items)))
     bounds = [len(items) * part // parts for part in range(parts + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(bounds)]

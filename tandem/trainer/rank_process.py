@@ -1,7 +1,7 @@
 """The process of one rank: ``python -m tandem.trainer.rank_process SETTINGS --channel FD``.
 
-It meets the other ranks and answers the calls of the module that the settings name as ``target`` until its channel is closed. Such a module
-has ``CALLS``, their names, and ``make(settings)``, which returns them with the process's fault point.
+It joins the other ranks and serves the calls of the module named by ``target`` in the settings until its channel is closed. Such a module
+has ``CALLS``, the names of its calls, and ``make(settings)``, which returns them with the process's fault point.
 """
 
 import logging
@@ -31,13 +31,13 @@ from tandem.types import UserError
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 CHECKPOINT_DEADLINE_S = 3600.0
-"""Seconds for a vote of the checkpoint's writers: a slow disk is no hang, and a rank that dies is noticed at once."""
+"""Timeout in seconds of the checkpoint writers' votes: a slow disk is not a hang, and a dead rank is noticed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process as its target gets it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
-    ``heartbeat``: where it shows what it does (``None``: alone in its process, under no supervisor). ``threads``: of this process."""
+    """A rank's process as its target receives it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
+    ``heartbeat``: reports its progress (``None``: no supervisor). ``threads``: of this process."""
 
     ranks: Ranks
     directory: Path
@@ -47,24 +47,24 @@ class Rank:
     threads: int = 1
 
     def enter(self, phase: str, step: int) -> None:
-        """Show that this rank begins ``phase`` of ``step``."""
+        """Reports that this rank starts ``phase`` of ``step``."""
         if self.heartbeat is not None:
             self.heartbeat.phase_is(phase, step)
 
     def beat(self) -> None:
-        """Show that this rank makes progress."""
+        """Reports progress."""
         if self.heartbeat is not None:
             self.heartbeat.beat()
 
 
 def rank_alone(directory: Path, device: torch.device | str = "cpu", threads: int = 1, fault_point: FaultPoint = no_fault) -> Rank:
-    """This process as the only rank, under no supervisor."""
+    """Returns this process as the only rank, without a supervisor."""
     ranks = alone(device)
     return Rank(ranks, directory, ranks.world, fault_point=fault_point, threads=threads)
 
 
 def rank_device(kind: str, rank: int) -> torch.device:
-    """The device of ``rank``: all ranks of a run are on one machine, and rank r takes GPU r."""
+    """Returns the device of ``rank``: all ranks of a run are on one machine, and rank r uses GPU r."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank)
@@ -73,24 +73,24 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 
 def start(settings: RankSettings, deterministic: bool = False, sequence: bool = False) -> Rank:
-    """Meet the other ranks of the mesh. ``deterministic``, ``sequence``: how tensor-parallel ranks cut a model."""
+    """Joins the other ranks of the mesh. ``deterministic``, ``sequence``: how tensor parallelism shards a model."""
     directory, mesh = Path(settings.directory), Mesh(MeshShape(**settings.shape), settings.rank)
     torch.set_num_threads(settings.threads)
     device = rank_device(settings.device, mesh.rank)
     heartbeat = HeartbeatTable(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
     fault_point = FaultPlan.parse(settings.faults).point(settings.roles, directory) if settings.faults else no_fault
     if mesh.shape.world == 1:
-        lonely = alone(device)
-        return Rank(lonely, directory, lonely.world, heartbeat, fault_point, settings.threads)
+        single = alone(device)
+        return Rank(single, directory, single.world, heartbeat, fault_point, settings.threads)
     store = dist.FileStore(settings.rendezvous, mesh.shape.world)
     groups = join(mesh, store, device, settings.hang_timeout_s, heartbeat, LOOPBACK)
-    apart = dist.PrefixStore("checkpoints/", store)
-    saving = connect("checkpoints", mesh.rank, mesh.shape.world, apart, torch.device("cpu"), CHECKPOINT_DEADLINE_S)
+    checkpoint_store = dist.PrefixStore("checkpoints/", store)
+    saving = connect("checkpoints", mesh.rank, mesh.shape.world, checkpoint_store, torch.device("cpu"), CHECKPOINT_DEADLINE_S)
     return Rank(Ranks(mesh, groups, deterministic, sequence, device), directory, saving, heartbeat, fault_point, settings.threads)
 
 
 def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
-    """The calls of this rank, as the module ``settings.target`` makes them; where that fails, calls that all say why."""
+    """Returns the calls made by the module ``settings.target``; if that fails, calls that all raise its error."""
     target: Any = import_module(settings.target)
     try:
         made: tuple[Mapping[str, Method], FaultPoint] = target.make(settings)
@@ -117,5 +117,5 @@ def main(settings: RankSettings, channel: int) -> None:
 if __name__ == "__main__":
     main(RankSettings.from_json(sys.argv[1]), int(sys.argv[sys.argv.index("--channel") + 1]))
     logging.shutdown()
-    # Threads of the process groups may still wait for ranks that have gone.
+    # Threads of the process groups may still wait for ranks that have ended.
     os._exit(0)

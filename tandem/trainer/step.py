@@ -1,4 +1,4 @@
-"""The step executor: one optimizer step on micro-batches, given a loss. It knows no algorithm."""
+"""The step executor: one optimizer step on micro-batches, given a loss. Independent of the algorithm."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ from tandem.types import RunError
 
 
 class LossShare(NamedTuple):
-    """What one micro-batch adds: ``loss`` is its share of the loss of the global batch, ``sums`` its shares of metrics
-    (added over micro-batches in their order, in float64), ``maxima`` values of which the largest is kept."""
+    """One micro-batch's contribution: ``loss`` is its share of the loss of the global batch, ``sums`` its shares of metrics (added over
+    micro-batches in order, in float64), ``maxima`` values of which the largest is kept."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -37,8 +37,9 @@ OnPhase = Callable[[Phase], None]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
-    """What the forward and backward passes of a step's micro-batches add up to: ``sums`` and ``maxima`` of their metrics, and ``loss``.
-    ``max_in_flight_micro_batches``: the most micro-batches that activations were held of at a time, counted once for each pipeline stage here."""
+    """The totals of the forward and backward passes of a step's micro-batches: ``sums`` and ``maxima`` of their metrics, and ``loss``.
+    ``max_in_flight_micro_batches``: the largest number of micro-batches with activations in memory at once, counted for each pipeline stage
+    of this rank."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -47,8 +48,8 @@ class ForwardBackwardOutput:
 
 
 class ForwardBackward(Protocol):
-    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters, and calls ``after_backward`` behind each
-    backward. ``on_phase`` hears what begins now."""
+    """Adds ``scale`` times the gradients of ``micro_batches`` to the parameters and calls ``after_backward`` after each backward pass.
+    ``on_phase`` is called with each phase as it starts."""
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
@@ -59,8 +60,7 @@ class ForwardBackward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``metrics`` by name, ``tokens`` that went through the network, ``updated``: whether the weights changed; ``verdict``: what a guard
-    said."""
+    """``metrics`` by name; ``tokens`` that went through the network; ``updated``: whether the weights changed; ``verdict``: the guard's."""
 
     metrics: dict[str, float]
     tokens: int
@@ -69,18 +69,18 @@ class StepResult:
 
 
 def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
-    """The model's log-probabilities of a micro-batch's targets [R]."""
+    """Returns the model's log-probabilities of a micro-batch's targets [R]."""
     context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
     hidden = model(micro_batch.tokens, micro_batch.positions, context)
     return model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
 
 
 def sum_shares(shares: Iterable[LossShare]) -> ForwardBackwardOutput:
-    """The shares of micro-batches together, in their order."""
+    """Adds the shares of micro-batches, in order."""
     total, sums, maxima = 0.0, dict[str, float](), dict[str, float]()
     held = [share._replace(loss=share.loss.detach()) for share in shares]
     every = [value.double() for share in held for value in (share.loss, *share.sums.values(), *share.maxima.values())]
-    # A device is waited for once, when it has all passes to work on.
+    # Synchronizes with the device once, after all passes have been queued.
     values = iter(torch.stack(every).tolist() if every else ())
     for share in held:
         total += next(values)
@@ -92,7 +92,7 @@ def sum_shares(shares: Iterable[LossShare]) -> ForwardBackwardOutput:
 
 
 def no_pipelining(model: Decoder) -> ForwardBackward:
-    """One micro-batch after the other through the whole ``model``."""
+    """Returns a function that runs one micro-batch after the other through the whole ``model``."""
 
     def forward_backward(
         micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float = 1.0, on_progress: Progress | None = None,
@@ -132,13 +132,13 @@ def train_step(
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
 ) -> StepResult:
-    """One optimizer step. Without a micro-batch nothing counts, and weights and moments stay as they are.
+    """Executes one optimizer step. Without micro-batches, weights and moments are unchanged.
 
-    ``sums``: of the ranks that train together, over which ``optimizer`` stands. Each is given its own micro-batches, at least one
-    (``micro_batch.blank``); loss, metrics and gradient are those of all of them. ``on_phase`` hears what begins now.
+    ``sums``: reduces the gradients of the ranks that train together, for ``optimizer``. Each rank is given its own micro-batches, at least
+    one (``micro_batch.blank``); loss, metrics and gradient are global. ``on_phase`` is called with each phase as it starts.
 
-    Where the loss or the gradient is not finite, weights and moments stay as they are too, and ``guard`` says so in the result; without
-    one, ``RunError`` is raised. ``forward_backward``: how micro-batches go through the model (``None``: ``no_pipelining``).
+    If the loss or the gradient is not finite, weights and moments are unchanged, and ``guard`` returns the verdict; without a guard,
+    ``RunError`` is raised. ``forward_backward``: runs the micro-batches (``None``: ``no_pipelining``).
     """
     scale = 1.0 if guard is None else guard.scale
     optimizer.zero_grad()
@@ -148,8 +148,8 @@ def train_step(
     if sums is not None:
         sums.expect(len(micro_batches))
     after_backward = None if sums is None else sums.end_backward
-    passed = (forward_backward or no_pipelining(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
-    total, metrics, maxima = passed.loss, passed.sums, passed.maxima
+    output = (forward_backward or no_pipelining(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
+    total, metrics, maxima = output.loss, output.sums, output.maxima
     on_phase("reduce")
     if sums is not None:
         with tracer.span("reduce"):
@@ -177,10 +177,10 @@ def train_step(
 def over_ranks(
     ranks: Ranks, loss: float, sums: dict[str, float], maxima: dict[str, float]
 ) -> tuple[float, dict[str, float], dict[str, float]]:
-    """The loss and the metrics of the global batch, from each rank's shares; the names are those of every rank."""
+    """Returns the loss and the metrics of the global batch from each rank's shares. All ranks have the same metric names."""
     loss, *added = ranks.sums([loss, *sums.values()], "the loss")
-    found = dict(zip(sums, added, strict=True))
+    totals = dict(zip(sums, added, strict=True))
     if not maxima:
-        return loss, found, {}
+        return loss, totals, {}
     largest = [max(column) for column in zip(*ranks.all_values(list(maxima.values()), "largest values"), strict=True)]
-    return loss, found, dict(zip(maxima, largest, strict=True))
+    return loss, totals, dict(zip(maxima, largest, strict=True))

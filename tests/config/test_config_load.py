@@ -88,7 +88,7 @@ def test_a_malformed_override_is_refused(override: str) -> None:
 def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Any) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("a: 1\nb: 2\na: 3\n")
-    with pytest.raises(UserError, match=r"r\.yaml:3: key 'a' stands twice"):
+    with pytest.raises(UserError, match=r"r\.yaml:3: key 'a' is given twice"):
         read_yaml(recipe)
 
 

@@ -124,7 +124,7 @@ def test_a_task_with_too_few_instances_to_hold_some_out_is_refused() -> None:
         ({"name": "sort", "settings": {"a": 1}}, "belongs to task reasoning_gym"),
         ({"name": "jsonl"}, "'task.path' is missing"),
         ({"name": "sort", "held_out_share": 0.5}, "'task.held_out_share' is 0.5"),
-        ({"name": "sort", "prompt_template": "Sort!"}, "must hold {prompt}"),
+        ({"name": "sort", "prompt_template": "Sort!"}, "must contain {prompt}"),
         ({"name": "sort", "system_prompt": "Be brief."}, "'task.chat' is false"),
     ],
 )

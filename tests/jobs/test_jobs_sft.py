@@ -270,7 +270,7 @@ def test_killed_run_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_
         ({"data": {"sequence_length": 20}}, "examples of more than data.sequence_length (20) tokens (2 of 4), the longest 34 (document 3 of shard-000000)"),
         ({"data": {"sequence_length": 2, "too_long": "leave_out"}}, "has no example of at most 2 tokens"),
         ({"data": {"too_long": "cut"}}, "'data.too_long' is 'cut'; it must be one of refuse, leave_out"),
-        ({"algorithm": {"name": "pretrain"}, "data": {"too_long": "leave_out"}}, "'data.too_long' is 'leave_out', which is of algorithm.name sft"),
+        ({"algorithm": {"name": "pretrain"}, "data": {"too_long": "leave_out"}}, "'data.too_long' is 'leave_out', which belongs to algorithm.name sft"),
     ],
 )
 def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:

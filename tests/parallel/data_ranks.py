@@ -33,7 +33,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
     micro_batches = [collate([every[i] for i in own[nth::passes]], dtype) if own[nth::passes] else blank(dtype) for nth in range(passes)]
     loss = make_cross_entropy_loss(counts_of(every))
     logits, logprobs = by_sequence(model, collate([every[i] for i in own], dtype), own, case)
-    replica.rest()
+    replica.reshard()
     result = Trained(logits, logprobs, [], [], {}, {})
     for step in range(case.steps):
         seen: dict[str, Any] = {}

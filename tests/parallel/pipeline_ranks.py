@@ -34,7 +34,7 @@ def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Commun
     if is_tied_copy(model, name):
         return False
     where = placement(model, name)
-    return groups[where.replicas].rank == 0 and (where.tensor == "cut" or groups["tensor"].rank == 0)
+    return groups[where.replicas].rank == 0 and (where.tensor == "shard" or groups["tensor"].rank == 0)
 
 
 def micro_batches_of(case: Case, bins: Any, data: tuple[int, int] = (0, 1)) -> list[MicroBatch]:

@@ -212,7 +212,7 @@ def test_tensor_that_is_not_there_or_of_another_shape_is_one_line_and_nothing_is
     good = Shard(Key("weights", "model.norm.weight"), (32,), whole_offsets((32,)), torch.zeros(32, dtype=torch.bfloat16))
     for name, shape, dtype, said in (
         ("model.nothing", (3,), torch.bfloat16, "has no 'weights/model.nothing'"),
-        ("lm_head.weight", (60, 32), torch.bfloat16, r"\[61, 32\]; torch.bfloat16 \[60, 32\] is asked for"),
+        ("lm_head.weight", (60, 32), torch.bfloat16, r"\[61, 32\]; expected torch.bfloat16 \[60, 32\]"),
         ("lm_head.weight", (61, 32), torch.float32, "torch.float32"),
     ):
         with pytest.raises(UserError, match=said):

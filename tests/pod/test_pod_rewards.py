@@ -12,7 +12,7 @@ from tandem.types import Sample
 BREAKS = {
     "raises": ("raise ValueError('no such answer')", "it raised ValueError: no such answer"),
     "hangs": ("time.sleep(600)", "no answer within 1 s, and its process was ended"),
-    "returns_nan": ("return [float('nan') if text == BAD else float(len(text)) for text in completions]", "it gave nan"),
+    "returns_nan": ("return [float('nan') if text == BAD else float(len(text)) for text in completions]", "it returned nan"),
     "returns_the_wrong_length": ("return [1.0] * (len(completions) + 1)", "2 values"),
 }
 FUNCTION = """

@@ -77,9 +77,9 @@ class Scalar:
     ("value", "problem"),
     [
         (None, "None instead of a number"),
-        (float("nan"), "it gave nan"),
-        (float("inf"), "it gave inf"),
-        (10**400, "which is no number"),
+        (float("nan"), "it returned nan"),
+        (float("inf"), "it returned inf"),
+        (10**400, "which is not a number"),
         ("1.0", "str '1.0' instead of a number"),
         ([1.0], "list [1.0] instead of a number"),
         (1 + 2j, "complex"),
@@ -99,7 +99,7 @@ def test_integers_booleans_and_scalars_of_other_libraries_are_numbers() -> None:
 
 @pytest.mark.parametrize("result", [[1.0], [1.0] * 3, 1.0, "ab", {"a": 1, "b": 2}, None])
 def test_a_trl_result_of_another_length_or_type_raises(result: Any) -> None:
-    with pytest.raises(ValueError, match="it gave"):
+    with pytest.raises(ValueError, match="it returned"):
         call_trl(lambda completions: result, items("a", "b"), {})
 
 
@@ -158,5 +158,5 @@ def test_an_argument_that_the_function_does_not_take_is_refused(tmp_path: Path) 
     (tmp_path / "mine.py").write_text("def f(completions, width=1):\n    return [width for _ in completions]\n")
     judge = user_judge(RewardFunctionConfig(f"{tmp_path}/mine.py:f", arguments={"width": 2}))
     assert values(judge.judge(items("a"))) == [2.0]
-    with pytest.raises(UserError, match="'widht', which it does not take; it takes completions, width"):
+    with pytest.raises(UserError, match="'widht', which is not a parameter of it; its parameters are completions, width"):
         user_judge(RewardFunctionConfig(f"{tmp_path}/mine.py:f", arguments={"widht": 2}))

@@ -152,8 +152,8 @@ def test_judging_goes_on_beside_other_work(start: Callable[..., Any]) -> None:
         ("hang", "no answer within 0.5 s"),
         ("die", "it ended its process twice (exit status 7)"),
         ("kill", "it ended its process twice (killed by SIGKILL)"),
-        ("nan", "it gave nan"),
-        ("none", "it gave None"),
+        ("nan", "it returned nan"),
+        ("none", "it returned None"),
     ],
 )
 def test_a_bad_sample_is_masked_and_named_and_its_neighbours_keep_their_rewards(
@@ -176,7 +176,7 @@ def test_the_wrong_length_is_a_fault_of_the_samples_that_still_have_it_alone(sta
     with start("wrong_length") as pool:
         scores = judge(pool, "a", "b")
         assert [score.value for score in scores] == [None, None]
-        assert "it gave 0 values for 1 samples" in scores[0].reason
+        assert "it returned 0 values for 1 samples" in scores[0].reason
 
 
 def test_what_the_batchs_deadline_leaves_unjudged_is_masked_with_the_one_who_took_the_time(start: Callable[..., Any]) -> None:

@@ -209,7 +209,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         counted = len(waits)
         assert result.updated
     replica.infer(micro_batches)
-    replica.rest()
+    replica.reshard()
     moments = sorted({x.device.type for x in replica.optimizer.state().moments.values()})
     weights = sorted({p.device.type for p in model.parameters()})
     return {"waits": counted, "weights": weights, "moments": moments}

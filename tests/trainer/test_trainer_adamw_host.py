@@ -1,4 +1,4 @@
-"""AdamW with its moments in the host's memory: the bits of AdamW, in whatever order copies and updates come that its marks allow."""
+"""AdamW with its moments in the host's memory: the bits of AdamW, in whatever order copies and updates come that its events allow."""
 
 import random
 from collections import deque
@@ -13,7 +13,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.trainer.offload.streams import Lane, Streams
+from tandem.trainer.offload.streams import StreamName, Streams
 from tandem.trainer.optimizers.adamw import AdamW, OptimizerState
 from tandem.trainer.optimizers.adamw_host import HostAdamW
 from tandem.trainer.optimizers.make import make_optimizer
@@ -23,34 +23,34 @@ SHAPES = {"embedding": (70, 24), "matrix": (48, 64), "norm": (24,), "bias": (3,)
 
 
 class AnyOrder:
-    """Streams that run late: of the first of each lane's works any that may begin is next. ``without_waits``: no lane heeds another."""
+    """Streams that run late: at each turn one of the works at the heads of the streams that may start is run. ``without_waits``: streams ignore each other."""
 
     def __init__(self, seed: int, without_waits: bool = False) -> None:
         self._draw, self._heeds = random.Random(seed), not without_waits
-        self._queues: dict[str, deque[tuple[str, Any]]] = {"fetch": deque(), "compute": deque(), "bring back": deque()}
+        self._queues: dict[str, deque[tuple[str, Any]]] = {"host_to_device": deque(), "compute": deque(), "device_to_host": deque()}
         self._reached: set[int] = set()
-        self._marks = 0
+        self._events = 0
 
-    def run(self, lane: Lane, work: Callable[[], object]) -> None:
-        self._queues[lane].append(("run", work))
+    def run(self, stream: StreamName, work: Callable[[], object]) -> None:
+        self._queues[stream].append(("run", work))
 
-    def mark(self, lane: Lane) -> int:
-        self._marks += 1
-        self._queues[lane].append(("mark", self._marks))
-        return self._marks
+    def record_event(self, stream: StreamName) -> int:
+        self._events += 1
+        self._queues[stream].append(("event", self._events))
+        return self._events
 
-    def wait(self, lane: Lane, mark: Any) -> None:
-        if mark is not None and self._heeds:
-            self._queues[lane].append(("wait", mark))
+    def wait(self, stream: StreamName, event: Any) -> None:
+        if event is not None and self._heeds:
+            self._queues[stream].append(("wait", event))
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         while any(self._queues.values()):
             ready = [q for q in self._queues.values() if q and not (q[0][0] == "wait" and q[0][1] not in self._reached)]
-            assert ready, "the lanes wait for each other"
+            assert ready, "the streams wait for each other"
             kind, what = self._draw.choice(ready).popleft()
             if kind == "run":
                 what()
-            elif kind == "mark":
+            elif kind == "event":
                 self._reached.add(what)
 
 
@@ -77,8 +77,8 @@ def same(a: tuple[Any, dict[str, nn.Parameter]], b: tuple[Any, dict[str, nn.Para
     return moments and first.updates == second.updates and all(torch.equal(a[1][name], b[1][name]) for name in SHAPES)
 
 
-def host(lanes: Streams | None = None, piece: int = 1024) -> Callable[[dict[str, nn.Parameter]], HostAdamW]:
-    return lambda held: HostAdamW(held.items(), CONFIG, lanes=lanes, piece=piece)
+def host(streams: Streams | None = None, piece: int = 1024) -> Callable[[dict[str, nn.Parameter]], HostAdamW]:
+    return lambda held: HostAdamW(held.items(), CONFIG, streams=streams, piece=piece)
 
 
 @pytest.mark.parametrize("piece", [256, 1024, 1 << 22])
@@ -86,18 +86,18 @@ def test_moments_in_the_host_change_no_bit_of_adamw(piece: int) -> None:
     assert same(trained(host(piece=piece)), trained(lambda held: AdamW(held.items(), CONFIG)))
 
 
-def test_no_order_that_the_marks_allow_changes_a_bit() -> None:
+def test_no_order_that_the_events_allow_changes_a_bit() -> None:
     expected = trained(lambda held: AdamW(held.items(), CONFIG))
     for seed in range(20):
-        lanes = AnyOrder(seed)
+        streams = AnyOrder(seed)
         # The GPU's own work is behind at most a step: gradients of the next come from it.
-        assert same(trained(host(lanes, 256), finish=lanes.finish), expected)
+        assert same(trained(host(streams, 256), finish=streams.synchronize), expected)
 
 
-def test_without_the_marks_bits_do_change() -> None:
+def test_without_the_events_bits_do_change() -> None:
     expected = trained(lambda held: AdamW(held.items(), CONFIG))
     wrong = [AnyOrder(seed, without_waits=True) for seed in range(5)]
-    assert not all(same(trained(host(lanes, 256), finish=lanes.finish), expected) for lanes in wrong)
+    assert not all(same(trained(host(streams, 256), finish=streams.synchronize), expected) for streams in wrong)
 
 
 def test_a_state_goes_from_one_kind_to_the_other() -> None:

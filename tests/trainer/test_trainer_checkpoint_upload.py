@@ -136,7 +136,7 @@ def test_storage_that_is_down_costs_a_line_and_the_next_checkpoint_is_copied(tmp
     (tmp_path / "config.yaml").write_text("x: 1\n")
     failing.is_down = True
     write(tmp_path / "checkpoints", 1, uploader=uploader)
-    with pytest.raises(RunError, match=r"step 1 is whole in '.*step-1' and not uploaded: 's3://x' does not answer"):
+    with pytest.raises(RunError, match=r"step 1 is complete in '.*step-1' but not uploaded: 's3://x' does not answer"):
         uploader.finish()
     assert len(said) == 1 and "\n" not in said[0]
     failing.is_down = False

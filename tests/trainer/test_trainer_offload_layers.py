@@ -135,7 +135,7 @@ def test_activations_survive_a_file_that_is_read_back_twice_and_refuse_a_late_ba
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     early = paged(torch.arange(9), torch.arange(9), PackedContext(torch.tensor([0, 9], dtype=torch.int32), 9))
     paged(torch.arange(9), torch.arange(9), PackedContext(torch.tensor([0, 9], dtype=torch.int32), 9))
-    with pytest.raises(RuntimeError, match="after the next forward"):
+    with pytest.raises(RuntimeError, match="a later forward pass has replaced them"):
         early.sum().backward()
 
 

@@ -137,7 +137,7 @@ class DataRun(Run):
             sequences = [s for s in train_sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
             counts, _, micro_batches = self.micro_batches(sequences)
             found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
-            self.replica.rest()
+            self.replica.reshard()
             own = math.fsum(itertools.chain.from_iterable(raw.tolist() for raw, _ in found))
             loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
             tokens = int(counts.tokens)

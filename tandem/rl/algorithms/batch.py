@@ -1,4 +1,4 @@
-"""From judged samples to the batch of one step: who is compared with whom, and who counts."""
+"""Builds the batch of one step from scored samples: groups, advantages and loss masks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from tandem.types import Batch, FinishReason, Sample, Score, TrainSequence
 
 
 def group_advantages(config: AlgorithmConfig, rewards: Tensor, valid: Tensor) -> Tensor:
-    """The advantages [P, G] that ``config.name`` names."""
+    """Returns the advantages [P, G] of ``config.name``."""
     if config.name == "grpo":
         return grpo_advantages(rewards, valid, config.advantage_epsilon)
     return dr_grpo_advantages(rewards, valid) if config.name == "dr_grpo" else rloo_advantages(rewards, valid)
@@ -28,13 +28,12 @@ def make_batch(
     max_tokens: int,
     reference_logprobs: Mapping[str, Sequence[float]] | None = None,
 ) -> Batch:
-    """The batch of optimizer step ``step``; ``scores`` are matched to ``samples`` by id.
+    """Returns the batch of optimizer step ``step``; ``scores`` are matched to ``samples`` by id.
 
-    A group is all samples of one prompt. A sample without a reward (infrastructure fault, or aborted) stands in no
-    group's statistics and has a loss mask of zeros; so has every sample of a group with fewer than two rewards and,
-    where ``config.mask_truncated`` says so, one that was cut at the token limit (which still counts in the
-    statistics). ``reference_logprobs``: by sample id, an entry per token of prompt and completion. ``max_tokens``: the
-    most that a completion may have, Dr. GRPO's constant unless ``config.length_constant`` is set."""
+    A group is all samples of one prompt. A sample without a reward (infrastructure fault, or aborted) is left out of its group's statistics
+    and has a loss mask of zeros; so has every sample of a group with fewer than two rewards and, with ``config.mask_truncated``, one
+    truncated at the token limit (which still counts in the statistics). ``reference_logprobs``: by sample id, one entry per token of prompt
+    and completion. ``max_tokens``: the maximum length of a completion, Dr. GRPO's constant unless ``config.length_constant`` is set."""
     score_of = {score.sample_id: score for score in scores}
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -69,7 +68,8 @@ def make_batch(
 def train_sequence(
     sample: Sample, advantage: float = 0.0, counts: bool = True, reference_logprobs: Sequence[float] | None = None
 ) -> TrainSequence:
-    """``sample`` with its prompt: every token of the completion has ``advantage``, and counts or does not."""
+    """Returns ``sample`` as a training sequence: every token of the completion has ``advantage``; ``counts``: the completion is in the loss
+    mask."""
     prompt, length = len(sample.prompt_token_ids), len(sample.token_ids)
     before = (0.0,) * prompt
     return TrainSequence(

@@ -10,6 +10,6 @@ from tandem.rl.algorithms.groups import group_mean, usable
 
 
 def dr_grpo_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
-    """``r - mean(r)`` within each group. Shapes and masking as in ``grpo_advantages``."""
+    """Returns ``r - mean(r)`` within each group. Shapes and masking as in ``grpo_advantages``."""
     valid = usable(valid)
     return torch.where(valid, rewards - group_mean(rewards, valid), 0.0)

@@ -36,7 +36,7 @@ def grpo_advantages(rewards: Tensor, valid: Tensor, epsilon: float) -> Tensor:
     """
     valid = usable(valid)
     advantages = (rewards - group_mean(rewards, valid)) / (group_std(rewards, valid) + epsilon)
-    # The mean of equal rewards may be rounded; what is left above the line would be noise divided by noise.
+    # The rounded mean of equal rewards may differ from them; without this, noise would be divided by noise.
     return torch.where(valid & ~zero_std(rewards, valid)[:, None], advantages, 0.0)
 
 
@@ -75,7 +75,7 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
         if mismatch_tokens:
             sums["mismatch_kl"] = weighted_sum(mismatch_k3(logprobs.raw, rows.rollout_logprobs), rows.mask.double() / mismatch_tokens)
             distance = (logprobs.raw.detach().double() - rows.rollout_logprobs.double()).abs()
-            # A rank with nothing to do passes a micro-batch without rows.
+            # A rank without data passes a micro-batch without rows.
             maxima["mismatch_max_abs"] = distance.max() if len(distance) else distance.sum()
         return LossShare(total, sums, maxima)
 
@@ -83,8 +83,8 @@ def make_grpo_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: f
 
 
 def old_logprobs(rows: MicroBatch, temperature: float) -> Tensor:
-    """Returns log pi_old of each row [R]: what the trainer computed before the first update, else what the rollout recorded (raw at
-    temperature 1, else of the distribution that it drew from)."""
+    """Returns log pi_old of each row [R]: the trainer's values from before the first update if computed, else those of the rollout (raw at
+    temperature 1, else of the distribution sampled from)."""
     if rows.old_logprobs is not None:
         return rows.old_logprobs
     return rows.rollout_logprobs if temperature == 1.0 else rows.sampling_logprobs

@@ -1,4 +1,4 @@
-"""The policy update: from a batch of judged samples to new weights, on any mesh."""
+"""The policy update: from a batch of scored samples to new weights, on any mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,16 +35,16 @@ def update_policy(
     tracer: Tracer = NO_TRACE,
 ) -> StepResult:
     """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
-    ``total_steps``: where a schedule that falls ends; a constant one does not read it.
+    ``total_steps``: where a decaying schedule ends; a constant one ignores it.
 
     Every rank of the mesh is given the whole batch and takes its share of each minibatch (``pack_shares``). Each update is normalised by
-    the counts of its own minibatch over all ranks. Metrics are means over the updates, those of ``guard`` as they are after the last;
-    ``tokens`` are those of all ranks that went through the network in updates. ``verdict`` is the worst of any update.
+    the counts of its own minibatch over all ranks. Metrics are means over the updates, those of ``guard`` as after the last update;
+    ``tokens`` counts the tokens of all ranks that went through the network in updates. ``verdict`` is the worst of any update.
 
     ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
-    every sampled token, masked samples included. Tokens that the first update does not see cost a forward pass.
+    every sampled token, masked samples included. Tokens that are not part of the first update cost an extra forward pass.
 
-    ``on_progress`` is called with (micro-batches done, micro-batches in all) of this rank's updates. Raises ``RunError`` where a loss or a
+    ``on_progress`` is called with (micro-batches done, total micro-batches) of this rank's updates. Raises ``RunError`` if a loss or a
     gradient is not finite and there is no ``guard``."""
     with tracer.span("shard the batch"):
         counted = [s for s in batch.sequences if forward_tokens(s) > 0]
@@ -60,7 +60,7 @@ def update_policy(
     is_recomputed = algorithm.old_logprobs == "recompute"
     inferred = infer(counted, temperature) if is_recomputed else []
     old = {s.id: per_token(s, values[1]) for s, values in zip(counted, inferred, strict=True)} if is_recomputed else None
-    # The first update compares what it sees with the rollout by itself, unless all was inferred before it.
+    # The first update measures the mismatch of its own tokens, unless all tokens were inferred before it.
     unseen = _not_counted_in(counted if is_recomputed else minibatches[0].sequences if minibatches else (), batch.sequences)
     inferred += infer(unseen, 1.0)
     mismatch = recorded_mismatch([*(counted if is_recomputed else ()), *unseen], [values[0] for values in inferred], replica.model.dtype)
@@ -92,7 +92,8 @@ def update_policy(
 
 @dataclass(frozen=True, slots=True)
 class _Minibatch:
-    """The sequences of one update, over all ranks; ``bins``: this rank's micro-batches; ``passes``: how many it makes, blank ones included."""
+    """The sequences of one update, over all ranks. ``bins``: this rank's micro-batches; ``passes``: the number of passes it makes, blank
+    ones included."""
 
     sequences: Sequence[TrainSequence]
     bins: Sequence[Bin]
@@ -110,7 +111,7 @@ def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tok
 
 
 def _sampled_tokens(sequence: TrainSequence) -> int:
-    """Tokens whose log-probabilities the rollout recorded."""
+    """Returns the number of tokens whose log-probabilities the rollout recorded."""
     return len(sequence.token_ids) - _first_sampled(sequence) if sequence.rollout_logprobs else 0
 
 
@@ -119,19 +120,19 @@ def _first_sampled(sequence: TrainSequence) -> int:
 
 
 def _not_counted_in(seen: Sequence[TrainSequence], sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """``sequences`` in which every sampled token counts that does not count in ``seen``; those that have none are left out."""
+    """Returns ``sequences`` with a mask of every sampled token that is not counted in ``seen``; sequences without one are left out."""
     ids = {s.id for s in seen}
-    found = []
+    remaining = []
     for sequence in sequences:
         first = _first_sampled(sequence)
         mask = sequence.loss_mask[first:] if sequence.id in ids else (0.0,) * (len(sequence.token_ids) - first)
         if sequence.rollout_logprobs and 0 in mask:
-            found.append(replace(sequence, loss_mask=(0.0,) * first + tuple(float(value == 0) for value in mask)))
-    return found
+            remaining.append(replace(sequence, loss_mask=(0.0,) * first + tuple(float(value == 0) for value in mask)))
+    return remaining
 
 
 def _means(results: Sequence[StepResult]) -> dict[str, float]:
-    """The mean of each metric over the updates that have it."""
+    """Returns the mean of each metric over the updates that have it."""
     metrics = {}
     for name in results[0].metrics:
         values = [r.metrics[name] for r in results if name in r.metrics]

@@ -1,4 +1,4 @@
-"""Compare a completion with the ground truth."""
+"""Compares a completion with the ground truth."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ _PLAIN = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?")
 
 
 def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig, fault_value: float) -> Judgement:
-    """1.0 where ``completion`` is the answer, else 0.0; ``fault_value`` and a model fault where there is nothing in it
-    to compare. ``ground_truth``: a text, a number or a list of which any one counts; anything else is a fault of the
-    data, and so is a truth that has no numeric value where one is asked for."""
+    """Returns 1.0 if ``completion`` matches the answer, else 0.0; ``fault_value`` and a model fault if it contains nothing to compare.
+
+    ``ground_truth``: a text, a number or a list of accepted ones; anything else is an infrastructure fault, and so is a ground truth
+    without the numeric value that ``config.compare`` needs."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not truths or any(isinstance(truth, bool) or not isinstance(truth, str | int | float) for truth in truths):
         return infrastructure_fault(f"the ground truth {shortened(ground_truth)} is neither a text nor a number")
@@ -34,10 +35,10 @@ def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig
 
 
 def extract_answer(completion: str, config: AnswerMatcherConfig) -> str | None:
-    """The part of ``completion`` that is compared, ``None`` where there is none."""
+    """Returns the part of ``completion`` to compare, or ``None`` if there is none."""
     if config.after:
-        _, found, completion = completion.rpartition(config.after)
-        if not found:
+        _, separator, completion = completion.rpartition(config.after)
+        if not separator:
             return None
     if config.extract == "boxed":
         found_text = last_boxed(completion)
@@ -49,7 +50,7 @@ def extract_answer(completion: str, config: AnswerMatcherConfig) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The inside of the last complete ``\\boxed{...}``, braces matched; ``None`` without one."""
+    """Returns the content of the last complete ``\\boxed{...}`` with balanced braces, or ``None``."""
     at = len(text)
     while (at := text.rfind("\\boxed{", 0, at)) >= 0:
         depth, start = 0, at + len("\\boxed{")
@@ -64,17 +65,17 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in ``text`` (1,000, -3.5, 2e-3, 3/4), as it stands there; ``None`` without one."""
-    found = None
+    """Returns the last number in ``text`` (1,000, -3.5, 2e-3, 3/4) as written, or ``None``."""
+    last = None
     for match in _LAST_NUMBER.finditer(text):
         if match[0]:
-            found = match[0]
-    return found
+            last = match[0]
+    return last
 
 
 def numeric_value(text: str) -> Fraction | None:
-    """The exact value of a number or fraction; ``None`` where ``text`` is not one. A currency sign in front, thousands
-    separators and a full stop at the end are overlooked; a percent sign divides by 100."""
+    """Returns the exact value of a number or fraction, or ``None`` if ``text`` is not one. A leading currency sign, thousands separators
+    and a final full stop are ignored; a percent sign divides by 100."""
     text = text.strip().removeprefix("$").removesuffix(".").replace("\u2212", "-").strip()
     scale = 1
     if text.endswith(("%", "\\%")):
@@ -92,22 +93,22 @@ def numeric_value(text: str) -> Fraction | None:
 
 
 def answer_matcher(config: AnswerMatcherConfig, fault_value: float) -> Callable[[Sequence[Item]], list[Judgement]]:
-    """The judge. Raises ``UserError`` where ``math_verify`` is asked for and not installed."""
+    """Returns the judge function. Raises ``UserError`` if ``math_verify`` is selected but not installed."""
     if config.compare == "math_verify":
         try:
             import math_verify  # noqa: F401
         except ImportError:
-            raise UserError("'answer.compare: math_verify' needs the package; install it with: pip install 'tandem-rl[math]'") from None
+            raise UserError("'answer.compare: math_verify' needs a package; install it with: pip install 'tandem-rl[math]'") from None
     return lambda items: [match_answer(item.completion, item.ground_truth, config, fault_value) for item in items]
 
 
 def _numeric(answer: str, truths: list[Any], config: AnswerMatcherConfig, fault_value: float) -> Judgement:
     wanted = [numeric_value(str(truth)) for truth in truths]
     if None in wanted:
-        return infrastructure_fault(f"the ground truth {shortened(truths[wanted.index(None)])} is no number")
+        return infrastructure_fault(f"the ground truth {shortened(truths[wanted.index(None)])} is not a number")
     value = numeric_value(answer)
     if value is None:
-        return model_fault(fault_value, f"{shortened(answer)} is no number")
+        return model_fault(fault_value, f"{shortened(answer)} is not a number")
     right = any(abs(value - want) <= Fraction(config.tolerance) * abs(want) for want in wanted if want is not None)
     return number(float(right), correct=right)
 

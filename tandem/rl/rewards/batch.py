@@ -1,5 +1,4 @@
-"""Judge one batch on one worker, whatever becomes of the functions: who is asked again, and whose fault a failure
-is."""
+"""Scores one batch on one worker: retries failed calls sample by sample and assigns faults."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,28 +11,29 @@ from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised
 from tandem.types import ScoreState, UserError
 
 Call = Callable[[int, Sequence[Item], float], list[Judgement]]
-"""Judge number, items, deadline in seconds: ``WorkerProcess.judge`` of whichever worker lives, replaced where it does not."""
+"""Takes the index of a judge, items and a deadline in seconds: ``WorkerProcess.judge`` of a live worker, which is replaced if it died."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Items, by their place in the batch, that one call is made for; ``deaths``: workers that ended during it."""
+    """Items, by index in the batch, for one call; ``deaths``: workers that ended during it."""
 
     places: tuple[int, ...]
     deaths: int = 0
 
     def split(self) -> list["_Unit"]:
-        """One by one. A death in company says nothing of any one sample, so each may see one of its own."""
+        """Returns one unit per item. A death during a shared call blames no single sample, so each unit starts with no deaths of its
+        own."""
         return [_Unit((place,)) for place in self.places]
 
 
 def judge_batch(items: Sequence[Item], batched: Sequence[bool], call: Call, config: RewardsConfig) -> list[dict[str, Judgement]]:
-    """What every function of ``config.composition`` says of every item, by its label.
+    """Returns the judgement of every function of ``config.composition`` on every item, by label.
 
-    A call for many items that fails (it raises, hangs or ends its process twice) is made again one by one, so that a
-    bad sample does not take its neighbours with it. A sample whose own call raises or hangs, or ends the process twice,
-    is an infrastructure fault and no further function sees it; so is what the batch's deadline leaves unjudged. A call
-    for many may take half of the time that is left, which leaves the other half for one by one.
+    A call for many items that fails (it raises, hangs or ends its process twice) is repeated one by one, so that a bad sample does not
+    affect its neighbours. A sample whose own call raises or hangs, or ends the process twice, is an infrastructure fault and is not passed
+    to further functions; so is a sample not judged within the batch's deadline. A call for many items may take half of the remaining time,
+    which leaves the other half for single calls.
     """
     ends = monotonic() + config.deadline_s
     said: list[dict[str, Judgement]] = [{} for _ in items]

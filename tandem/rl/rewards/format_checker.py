@@ -1,4 +1,4 @@
-"""Whether a completion has the form that was asked for."""
+"""Checks whether a completion has the required format."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from tandem.rl.rewards.judgement import Item, Judgement, number
 
 
 def format_checker(config: FormatCheckerConfig) -> Callable[[Sequence[Item]], list[Judgement]]:
-    """The judge: 1.0 where the completion has the form, else 0.0."""
+    """Returns the judge function: 1.0 if the completion has the format, else 0.0."""
     pattern = re.compile(config.pattern, re.DOTALL)
 
     def judge(items: Sequence[Item]) -> list[Judgement]:
@@ -26,8 +26,8 @@ def format_checker(config: FormatCheckerConfig) -> Callable[[Sequence[Item]], li
 
 
 def has_tags(text: str, tags: Sequence[str], *, whole: bool) -> bool:
-    """Whether each ``<tag>...</tag>`` stands in ``text`` exactly once, in the order of ``tags``, none inside another,
-    and, where ``whole``, with nothing but white space around and between them."""
+    """Returns whether each ``<tag>...</tag>`` occurs in ``text`` exactly once, in the order of ``tags``, none inside another and, with
+    ``whole``, with only white space around and between them."""
     at = 0
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"

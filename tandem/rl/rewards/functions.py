@@ -1,8 +1,8 @@
-"""Reward functions of the user, by import path, in the signatures of TRL and of verl.
+"""User-defined reward functions by import path, with the signatures of TRL and verl.
 
-TRL (``GRPOTrainer``, ``reward_funcs``): ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
-plain or async. verl (``custom_reward_function``): ``compute_score(data_source, solution_str, ground_truth,
-extra_info=None) -> float | dict`` with key ``score``.
+TRL (``GRPOTrainer``, ``reward_funcs``): ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. verl
+(``custom_reward_function``): ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict`` with key
+``score``.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Signature = Literal["trl", "verl"]
 
 
 def user_judge(config: RewardFunctionConfig) -> Judge:
-    """The judge behind an import path. Raises ``UserError`` where it cannot be loaded or called."""
+    """Returns the judge for an import path. Raises ``UserError`` if it cannot be loaded or called."""
     function = load_function(config.function)
     signature = config.signature if config.signature != "auto" else detect_signature(function, config.function)
     _check_arguments(function, config)
@@ -41,7 +41,7 @@ def user_judge(config: RewardFunctionConfig) -> Judge:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at ``module:function`` or ``path/to/file.py:function``. Raises ``UserError``."""
+    """Returns the function at ``module:function`` or ``path/to/file.py:function``. Raises ``UserError``."""
     where, _, name = path.rpartition(":")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") or "/" in where else importlib.import_module(where)
@@ -60,7 +60,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def detect_signature(function: Callable[..., Any], path: str) -> Signature:
-    """Whose signature the parameters' names are. Raises ``UserError`` where they are nobody's."""
+    """Returns the signature that the parameters' names match. Raises ``UserError`` if they match none."""
     names = _parameters(function)
     if {"solution_str", "data_source"} & set(names):
         return "verl"
@@ -68,13 +68,13 @@ def detect_signature(function: Callable[..., Any], path: str) -> Signature:
         return "trl"
     raise UserError(
         f"reward function '{path}' has the parameters ({', '.join(names)}); name them as TRL does (prompts, completions, **columns) or "
-        "as verl does (data_source, solution_str, ground_truth, extra_info), or say 'signature: trl' or 'signature: verl'"
+        "as verl does (data_source, solution_str, ground_truth, extra_info), or set 'signature: trl' or 'signature: verl'"
     )
 
 
 def call_trl(function: Callable[..., Any], items: Sequence[Item], arguments: Mapping[str, Any]) -> list[Judgement]:
-    """One call for all ``items``. Raises what the function raises, and ``ValueError`` for a result of another length or
-    type; a single bad value is that sample's fault alone."""
+    """Makes one call for all ``items``. Raises what the function raises, and ``ValueError`` for a result of another length or type; a
+    single invalid value is a fault of its sample only."""
     columns = dict.fromkeys(name for item in items for name in item.columns)
     known: dict[str, Any] = {name: [item.columns.get(name) for item in items] for name in columns}
     known.setdefault("ground_truth", [item.ground_truth for item in items])
@@ -86,15 +86,15 @@ def call_trl(function: Callable[..., Any], items: Sequence[Item], arguments: Map
     if inspect.isawaitable(result):
         result = asyncio.run(_wait_for(result))
     if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
-        raise ValueError(f"it gave {type(result).__name__} {shortened(result)} instead of a list of numbers")
+        raise ValueError(f"it returned {type(result).__name__} {shortened(result)} instead of a list of numbers")
     if len(result) != len(items):
-        raise ValueError(f"it gave {len(result)} values for {len(items)} samples")
+        raise ValueError(f"it returned {len(result)} values for {len(items)} samples")
     return [_judged(value) for value in result]
 
 
 def call_verl(function: Callable[..., Any], item: Item, arguments: Mapping[str, Any]) -> Judgement:
-    """One call for one item. Raises what the function raises. Of a dict, ``score`` is the value, ``acc`` says whether
-    the sample is correct and other numbers are details."""
+    """Makes one call for one item. Raises what the function raises. In a dict, ``score`` is the value, ``acc`` says whether the sample is
+    correct and other numbers are details."""
     extra_info = item.columns.get("extra_info")
     known: dict[str, Any] = {
         **arguments,
@@ -109,7 +109,7 @@ def call_verl(function: Callable[..., Any], item: Item, arguments: Mapping[str, 
     if not isinstance(result, Mapping):
         return _judged(result)
     if "score" not in result:
-        return infrastructure_fault(f"it gave a dict with the keys {', '.join(map(repr, result))}, and without 'score'")
+        return infrastructure_fault(f"it returned a dict with the keys {', '.join(map(repr, result))} and without 'score'")
     judgement = _judged(result["score"])
     if judgement.value is None:
         return judgement
@@ -139,14 +139,14 @@ async def _wait_for(result: Any) -> Any:
 
 def _load_file(file: Path) -> Any:
     if not file.is_file():
-        raise UserError(f"reward functions' file '{file}' does not exist; paths are relative to where the command is run")
+        raise UserError(f"reward function file '{file}' does not exist; paths are relative to where the command is run")
     name = f"tandem_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"reward functions' file '{file}' is no Python file; name one that ends in .py")
+        raise UserError(f"reward function file '{file}' is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # so that it can import what stands beside it
+    sys.path.insert(0, str(file.resolve().parent))  # so that it can import modules in its own folder
     spec.loader.exec_module(module)
     return module
 
@@ -159,7 +159,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``known`` the function has a parameter for."""
+    """Returns the entries of ``known`` that the function has a parameter for."""
     parameters = _parameters(function)
     if not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(known)
@@ -173,5 +173,5 @@ def _check_arguments(function: Callable[..., Any], config: RewardFunctionConfig)
     for name in config.arguments:
         if name not in parameters:
             raise UserError(
-                f"'arguments' of reward function '{config.label}' holds '{name}', which it does not take; it takes {', '.join(parameters)}"
+                f"'arguments' of reward function '{config.label}' contains '{name}', which is not a parameter of it; its parameters are {', '.join(parameters)}"
             )

@@ -1,4 +1,4 @@
-"""What a judge is shown and what it says."""
+"""The input and the output of a reward function."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from tandem.types import ScoreState
 
 
 class Item(NamedTuple):
-    """One sample as a judge sees it. ``completion`` is its text, ``prompt`` the text the model read."""
+    """One sample as a judge receives it. ``completion``: its text; ``prompt``: the text that the model read."""
 
     sample_id: str
     prompt: str
@@ -22,8 +22,8 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One judge on one sample, with the states of a ``Score``. ``correct``: where the judge says so itself.
-    ``details``: further numbers it gave, by name."""
+    """One judge's result for one sample, with the states of a ``Score``. ``correct``: set if the judge reports it. ``details``: further
+    numbers, by name."""
 
     state: ScoreState
     value: float | None
@@ -34,8 +34,8 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """``judge`` takes items to judgements in the same order, or raises. ``batched``: it takes many at once; one that
-    does not is given one at a time. ``reads_ids``: it looks at ``completion_ids``, which are empty otherwise."""
+    """A reward function. ``judge`` maps items to judgements in the same order, or raises. ``batched``: it takes many items at once,
+    otherwise one at a time. ``reads_ids``: it reads ``completion_ids``, which are empty otherwise."""
 
     label: str
     batched: bool
@@ -56,22 +56,22 @@ def infrastructure_fault(reason: str) -> Judgement:
 
 
 def checked_number(value: Any) -> float:
-    """``value`` as a finite float. Raises ``ValueError`` that says what it is instead."""
+    """Returns ``value`` as a finite float. Raises ``ValueError`` that describes what it is instead."""
     if value is None:
-        raise ValueError("it gave None instead of a number")
+        raise ValueError("it returned None instead of a number")
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
-        raise ValueError(f"it gave {type(value).__name__} {shortened(value)} instead of a number")
+        raise ValueError(f"it returned {type(value).__name__} {shortened(value)} instead of a number")
     try:
         number = float(value)
     except Exception as error:
-        raise ValueError(f"it gave {type(value).__name__} {shortened(value)}, which is no number: {error}") from None
+        raise ValueError(f"it returned {type(value).__name__} {shortened(value)},which is not a number: {error}") from None
     if not math.isfinite(number):
-        raise ValueError(f"it gave {number}")
+        raise ValueError(f"it returned {number}")
     return number
 
 
 def shortened(value: Any) -> str:
-    """``repr(value)``, cut where it is long."""
+    """Returns ``repr(value)``, truncated if it is long."""
     try:
         text = repr(value)
     except Exception as error:
@@ -80,15 +80,15 @@ def shortened(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` on one line of at most 400 characters."""
+    """Returns ``text`` on one line of at most 400 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 400 else line[:397] + "..."
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: its type and what it says."""
+    """Returns an exception's type and message in one line."""
     try:
         text = str(error)
     except Exception:
-        text = "<its text cannot be had>"
+        text = "<message not available>"
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

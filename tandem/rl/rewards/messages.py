@@ -1,4 +1,4 @@
-"""What the reward pool and its workers tell each other, as the meta of frames."""
+"""Messages between the reward pool and its workers, as the meta of frames."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tandem.types import ScoreState
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The answer to ``load``: of each reward function whether it takes many samples at once and whether it reads token ids."""
+    """The answer to ``load``: for each reward function, whether it is batched and whether it reads token ids."""
 
     batched: list[bool]
     reads_ids: list[bool]
@@ -18,7 +18,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class JudgeRequest:
-    """The call ``judge``: ``items`` for the reward function number ``judge``, as ``items_to_json`` makes them."""
+    """The call ``judge``: ``items`` for the reward function with index ``judge``, as made by ``items_to_json``."""
 
     judge: int
     items: list[Any]
@@ -26,14 +26,15 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True)
 class JudgeAnswer:
-    """The answer to ``judge``: ``judgements`` as ``judgements_to_json`` makes them, or ``error``, the exception of the function in one line."""
+    """The answer to ``judge``: ``judgements`` as made by ``judgements_to_json``, or ``error``, the function's exception in one line."""
 
     judgements: list[Any]
     error: str = ""
 
 
 def items_to_json(items: Sequence[Item], completion_ids: bool) -> list[Any]:
-    """``completion_ids``: whether the judge reads them; most do not, and they are the bulk of a long sample."""
+    """Returns items as JSON data. ``completion_ids``: includes them; most judges do not read them, and they are the bulk of a long
+    sample."""
     return [
         [*item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns)] for item in items
     ]

@@ -1,5 +1,4 @@
-"""The reward pool: judges in processes of their own, so that a function that raises, hangs or dies costs its sample
-alone."""
+"""The reward pool: runs reward functions in separate processes, so that one that raises, hangs or dies costs only its sample."""
 
 import logging
 import os
@@ -21,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """``config.workers`` processes that judge samples. They wait without using the CPU, die with this process however
-    it dies, and are replaced when they die themselves. Their output goes to ``log_dir/reward-worker-N.log``.
+    """``config.workers`` processes that score samples. They wait without using the CPU, die with this process however it dies, and are
+    replaced when they die. Their output goes to ``log_dir/reward-worker-N.log``.
 
-    Starting it loads every function: raises ``UserError`` where one cannot be loaded.
+    The constructor loads every function and raises ``UserError`` if one cannot be loaded.
     """
 
     def __init__(self, config: RewardsConfig, *, log_dir: Path | None = None) -> None:
@@ -47,8 +46,7 @@ class RewardPool:
             slot.thread.start()
 
     def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> "Future[list[Score]]":
-        """Begin to judge; the future gives the scores in the order of ``samples``. ``prompts`` holds each sample's
-        prompt."""
+        """Starts scoring; the future returns the scores in the order of ``samples``. ``prompts`` contains each sample's prompt."""
         by_id = {prompt.id: prompt for prompt in prompts}
         items = [_item(sample, by_id[sample.prompt_id]) for sample in samples]
         result: Future[list[Score]] = Future()
@@ -65,19 +63,19 @@ class RewardPool:
         return result
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Score]:
-        """Judge and wait: the scores in the order of ``samples``."""
+        """Scores ``samples`` and waits; returns the scores in their order."""
         return self.submit(samples, prompts).result()
 
     def close(self) -> None:
-        """End every worker and whatever it started; scores still awaited raise ``RunError``."""
+        """Terminates every worker and its child processes; pending scores raise ``RunError``."""
         self._closed.set()
         for slot in self._slots:
             slot.work.put(None)
-            slot.worker.kill()  # which ends the wait of the slot's thread
+            slot.worker.kill()  # unblocks the slot's thread
         for slot in self._slots:
             if slot.thread.ident is not None:
                 slot.thread.join()
-            slot.worker.kill()  # the one that the thread may have started meanwhile
+            slot.worker.kill()  # a worker that the thread may have started in the meantime
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -87,17 +85,17 @@ class RewardPool:
 
 
 def check_fault_share(scores: Sequence[Score], config: RewardsConfig) -> None:
-    """Raise ``RunError`` where more than ``max_fault_share`` of ``scores`` are infrastructure faults."""
+    """Raises ``RunError`` if more than ``max_fault_share`` of ``scores`` are infrastructure faults."""
     faults = [score for score in scores if score.value is None]
     if len(faults) > config.max_fault_share * len(scores):
         raise RunError(
-            f"{len(faults)} of {len(scores)} samples could not be judged, a share of {len(faults) / len(scores):.3f} and more than "
+            f"{len(faults)} of {len(scores)} samples could not be judged, a share of {len(faults) / len(scores):.3f}, above "
             f"rewards.max_fault_share ({config.max_fault_share:g}); the first: {faults[0].reason}"
         )
 
 
 def divide(prompt_ids: Sequence[str], parts: int) -> list[slice]:
-    """At most ``parts`` runs of about equal length, none empty, that never cut between samples of one prompt."""
+    """Returns at most ``parts`` slices of about equal length, none empty, that keep the samples of a prompt together."""
     starts = [i for i, prompt_id in enumerate(prompt_ids) if i == 0 or prompt_id != prompt_ids[i - 1]]
     cuts = [0]
     for part in range(1, parts):
@@ -114,7 +112,7 @@ def _item(sample: Sample, prompt: Prompt) -> Item:
 
 
 class _Gathered:
-    """Collects the parts of a batch and gives the whole to its future."""
+    """Collects the parts of a batch and resolves its future."""
 
     def __init__(self, parts: int, result: "Future[list[Score]]", config: RewardsConfig) -> None:
         self._parts: list[list[Score] | None] = [None] * parts
@@ -124,9 +122,9 @@ class _Gathered:
         scores = [compose(item.sample_id, judged, self._config) for item, judged in zip(items, said, strict=True)]
         with self._lock:
             self._parts[part] = scores
-            done = [found for found in self._parts if found is not None]
+            done = [part_scores for part_scores in self._parts if part_scores is not None]
             if len(done) == len(self._parts) and not self._result.done():
-                self._result.set_result([score for found in done for score in found])
+                self._result.set_result([score for part_scores in done for score in part_scores])
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -140,7 +138,7 @@ class _Work:
 
 
 class _Slot:
-    """One worker, whichever process it is at the time, and the thread that speaks with it."""
+    """A worker slot: its current process and the thread that calls it."""
 
     def __init__(self, config: RewardsConfig, log: Path, closed: threading.Event) -> None:
         self.config, self.log, self.closed = config, log, closed

@@ -1,4 +1,4 @@
-"""The composition: which judges there are, and one score from what they say."""
+"""The built-in judges, and the composition of their judgements into one score."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from tandem.types import Score, ScoreState
 
 
 def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
-    """The judge that ``function`` names. Raises ``UserError`` where it cannot be had."""
+    """Returns the judge for ``function``. Raises ``UserError`` if it cannot be made."""
     if function.function == "answer_matcher":
         return Judge(function.label, True, answer_matcher(function.answer, config.model_fault_value))
     if function.function == "format_checker":
@@ -26,16 +26,16 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
 
 
 def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -> Judgement:
-    """The task's own judge: ``score_answer`` of a ``reasoning_gym`` dataset, the answer matcher for every other
+    """Returns the judgement of the task's own judge: ``score_answer`` of a ``reasoning_gym`` dataset, the answer matcher for every other
     task."""
     if not item.task.startswith(REASONING_GYM):
         return match_answer(item.completion, item.ground_truth, config, fault_value)
-    # Made again rather than sent: JSON would turn the tuples in an entry, which some judges compare with, into lists.
+    # The entry is generated again instead of sent: JSON would turn its tuples, which some judges compare with, into lists.
     from tandem.data.tasks.reasoning_gym_host import instance_of
 
     dataset, entry = instance_of(item.columns)
     if entry["answer"] != item.ground_truth:
-        return infrastructure_fault(f"{item.task} now makes another instance; is another version of reasoning_gym installed?")
+        return infrastructure_fault(f"{item.task} now generates another instance; check that the installed version of reasoning_gym is the same")
     answer = extract_answer(item.completion, config)
     if answer is None:
         return model_fault(fault_value, "no answer found")
@@ -43,8 +43,8 @@ def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -
 
 
 def compose(sample_id: str, judgements: Mapping[str, Judgement], config: RewardsConfig) -> Score:
-    """The weighted sum of what the judges say of one sample. An infrastructure fault of any of them is the sample's,
-    since a sum without it would be another reward; a model fault of any shows in the state."""
+    """Returns the weighted sum of the judgements of one sample. An infrastructure fault of any judge is the sample's, since a partial sum
+    would be a different reward; a model fault of any judge sets the state."""
     components: dict[str, float] = {}
     for label, judgement in judgements.items():
         if judgement.value is not None:

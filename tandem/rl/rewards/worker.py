@@ -1,5 +1,5 @@
-"""A reward worker: ``python -m tandem.rl.rewards.worker --config JSON --channel FD`` loads the judges once and answers one call after
-another. Imports no torch. Whatever the judges print goes to the worker's log; standard input is empty for them.
+"""A reward worker: ``python -m tandem.rl.rewards.worker --config JSON --channel FD`` loads the judges once and serves calls one by one.
+Imports no torch. The judges' output goes to the worker's log; their standard input is empty.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tandem.types import UserError
 
 
 class RewardWorker:
-    """Loads the reward functions when it is made; ``load`` reports how that went, so that the workers of a pool load side by side."""
+    """Loads the reward functions in the constructor; ``load`` reports the result, so that the workers of a pool load in parallel."""
 
     def __init__(self, config: str) -> None:
         self.judges: list[Judge] = []
@@ -32,18 +32,18 @@ class RewardWorker:
             self.failure = error
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Answers ``Loaded``. Raises ``UserError`` where a function could not be loaded."""
+        """Returns ``Loaded``. Raises ``UserError`` if a function could not be loaded."""
         if self.failure is not None:
             raise self.failure
         return message_meta(Loaded([judge.batched for judge in self.judges], [judge.reads_ids for judge in self.judges])), {}
 
     def judge(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Answers ``JudgeAnswer``."""
+        """Returns ``JudgeAnswer``."""
         request = message_from(JudgeRequest, meta)
         items = items_from_json(request.items)
         try:
             answer = JudgeAnswer(judgements_to_json(self.judges[request.judge].judge(items)))
-        except BaseException as error:  # SystemExit too: it is the function that gave up, not the worker.
+        except BaseException as error:  # SystemExit too: the function exits, not the worker.
             traceback.print_exc()
             sys.stderr.flush()
             answer = JudgeAnswer([], describe(error))
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--channel", type=int, required=True)
     options = parser.parse_args()
-    # Standard input is empty already; standard output joins standard error, which is the worker's log.
+    # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
     os.dup2(2, 1)
     dump_stack_on_abort()
     worker = RewardWorker(options.config)

@@ -1,4 +1,4 @@
-"""A reward worker from the pool's side: start it, call it with a deadline, end it with everything it started."""
+"""The pool's side of a reward worker: starts it, calls it with a deadline, and terminates it with its child processes."""
 
 import json
 import os
@@ -20,19 +20,19 @@ from tandem.types import UserError
 
 
 class JudgeHung(Exception):
-    """No answer within the deadline."""
+    """Raised when there is no answer within the deadline."""
 
 
 class JudgeRaised(Exception):
-    """The function raised, or returned something that is not a list of values; the worker lives on."""
+    """Raised when the function raised, or returned an invalid result; the worker is still alive."""
 
 
 class JudgeDied(Exception):
-    """The worker's process ended; the text says how."""
+    """Raised when the worker's process ended; the message says how."""
 
 
 class PoolClosed(Exception):
-    """The pool was closed while a call was in progress."""
+    """Raised when the pool was closed while a call was in progress."""
 
 
 class WorkerProcess:
@@ -48,7 +48,7 @@ class WorkerProcess:
             threads=Threads(),
             new_session=True,
             output=log,
-            # The hash seed is fixed so that a function which goes through a set gives the same reward after a restart.
+            # The hash seed is fixed, so that a function that iterates over a set gives the same reward after a restart.
             environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         self.batched: Sequence[bool] = ()
@@ -59,12 +59,12 @@ class WorkerProcess:
         return self._worker.process
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Raises ``UserError`` where a function cannot be loaded, does not load in time or ends the process."""
+        """Waits until the functions are loaded. Raises ``UserError`` if one cannot be loaded, does not load in time or ends the process."""
         try:
             loaded = message_from(Loaded, self._call("load", {}, deadline_s))
         except JudgeHung:
             raise UserError(
-                f"the reward functions were not loaded within {deadline_s:g} s; do less when they are imported or raise "
+                f"the reward functions were not loaded within {deadline_s:g} s; do less work at import time or raise "
                 "rewards.start_deadline_s"
             ) from None
         except JudgeDied as death:
@@ -75,8 +75,8 @@ class WorkerProcess:
         self.batched, self._reads_ids = loaded.batched, loaded.reads_ids
 
     def judge(self, judge: int, items: Sequence[Item], deadline_s: float) -> list[Judgement]:
-        """Returns judgements of ``items`` by function number ``judge``. Raises ``JudgeHung`` and ``JudgeDied`` (the process has ended
-        then), ``JudgeRaised`` and ``PoolClosed``."""
+        """Returns the judgements of ``items`` by the function with index ``judge``. Raises ``JudgeHung`` and ``JudgeDied`` (the process has
+        ended then), ``JudgeRaised`` and ``PoolClosed``."""
         request = JudgeRequest(judge, items_to_json(items, self._reads_ids[judge]))
         answer = message_from(JudgeAnswer, self._call("judge", message_meta(request), deadline_s))
         if answer.error:
@@ -88,7 +88,7 @@ class WorkerProcess:
         return not self._worker.alive
 
     def kill(self) -> None:
-        """Ends the process and its whole group. Also from another thread than the one whose call is in progress."""
+        """Terminates the process and its whole group. May be called from another thread during a call."""
         self._worker.stop(grace_s=0.0)
 
     def _call(self, name: str, meta: Meta, deadline_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which requests a step's rollout makes of the engine, and under which keys their random numbers stand."""
+"""The requests of a step's rollout, and the keys of their random numbers."""
 
 import hashlib
 from typing import Any
@@ -7,19 +7,19 @@ from tandem.config.rollout import RolloutConfig
 
 
 def request_key(step: int, prompt_id: str, purpose: str = "rollout") -> int:
-    """A 63-bit key, the same in every process: random numbers of a request follow from it, the run's seed, the place in the
-    group and the position alone, so a rollout that is repeated after a fault draws the same tokens."""
+    """Returns a 63-bit key, the same in every process. A request's random numbers depend only on it, the run's seed, the index in the group
+    and the position, so that a rollout repeated after a fault draws the same tokens."""
     text = f"{purpose}\0{step}\0{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def sample_id(step: int, prompt_id: str, index: int) -> str:
-    """The name of one sample: unique in a run and the same after a restart."""
+    """Returns the name of one sample, unique in a run and the same after a restart."""
     return f"{step}/{prompt_id}/{index}"
 
 
 def sampling_settings(rollout: RolloutConfig, group_size: int, seed: int) -> dict[str, Any]:
-    """What the engine is asked for in training: the recipe's ``rollout`` section as plain values."""
+    """Returns the sampling settings for training: the recipe's ``rollout`` section as plain values."""
     return {
         "n": group_size,
         "temperature": rollout.temperature,
@@ -34,7 +34,7 @@ def sampling_settings(rollout: RolloutConfig, group_size: int, seed: int) -> dic
 
 
 def evaluation_settings(rollout: RolloutConfig, seed: int, *, greedy: bool, purpose: str) -> dict[str, Any]:
-    """As ``sampling_settings`` for one completion a prompt: greedy, or sampled at temperature 1 with nothing filtered."""
+    """Returns ``sampling_settings`` for one completion per prompt: greedy, or sampled at temperature 1 without filters."""
     return {
         "n": 1,
         "temperature": 0.0 if greedy else 1.0,

@@ -1,4 +1,4 @@
-"""Between the rollout's settings and the engine: parameters in, samples in groups out."""
+"""Converts rollout settings to engine parameters, and engine outputs to groups of samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from tandem.types import FinishReason, Prompt, Sample
 
 
 def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
-    """The engine's parameters for settings of ``tandem.rl.rollout.dispatch``."""
+    """Returns the engine's parameters for settings of ``tandem.rl.rollout.dispatch``."""
     names = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "seed")
     return SamplingParams(**{name: settings[name] for name in names})
 
 
 def samples_of(step: int, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> list[Sample]:
-    """One ``Sample`` for every completion, group after group in the order of ``prompts``; ``outputs[i]`` answers
+    """Returns one ``Sample`` for every completion, group by group in the order of ``prompts``; ``outputs[i]`` is the output for
     ``prompts[i]``."""
     samples = []
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -1,7 +1,7 @@
-"""Checkpoints beside training: a step waits for the copy of its state into staged memory, and a thread does the rest.
+"""Asynchronous checkpoints: a step waits only for the copy of its state into staging memory; a background thread writes it.
 
-The thread digests, writes and reads back in calls that do not hold Python's lock, and uses no core for long: the disk is what it
-waits for. It votes over a communicator of its own, so that its collectives never meet those of training.
+The thread computes digests, writes and verifies in calls that release the GIL, and is bound by the disk. It votes over its own
+communicator, so that its collectives never interleave with those of training.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,16 +26,18 @@ BEAT_S = 1.0
 
 
 def wait_for(future: Future[Any], beat: Callable[[], None] | None) -> None:
-    """Until ``future`` is done; ``beat`` is called every second."""
+    """Waits until ``future`` is done and calls ``beat`` every second."""
     while not wait([future], timeout=BEAT_S).done:
         if beat is not None:
             beat()
 
 
 class Checkpointer:
-    """Writes ``checkpoints/step-N`` and keeps the newest ``keep``. ``ranks``: those that hold the state together, over a
-    communicator that nothing else uses. ``asynchronous``: ``save`` returns when the state is staged. On rank 0 ``on_committed`` hears of
-    each step, in the thread that writes, and steps ``in_use`` are not removed. ``staging_folder``: staged to a file there."""
+    """Writes ``checkpoints/step-N`` and keeps the newest ``keep``.
+
+    ``ranks``: the ranks that hold the state together, over a communicator that nothing else uses. ``asynchronous``: ``save`` returns once
+    the state is staged. On rank 0, ``on_committed`` is called with each committed step in the writing thread, and the steps ``in_use`` are
+    not removed. ``staging_folder``: stages to a file in this folder instead of memory."""
 
     def __init__(
         self, checkpoints: Path, keep: int, ranks: Communicator, mesh: Mapping[str, int], *, asynchronous: bool = True,
@@ -51,7 +53,7 @@ class Checkpointer:
         self._staging: Staging | None = None
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Agree who writes what of ``shards`` and have the memory ready, before the first save asks for it. Every rank calls it."""
+        """Agrees which rank writes which of ``shards`` and allocates the staging memory before the first save. Every rank calls it."""
         self._plan(shards)
         if self._staging is not None:
             self._thread.submit(self._staging.touch)
@@ -60,14 +62,16 @@ class Checkpointer:
         self, step: int, shards: Sequence[Shard], state: Mapping[str, Any], own: Mapping[str, Any] | None = None,
         companions: Sequence[Path] = (), span: AbstractContextManager[None] | None = None,
     ) -> float:
-        """Begin the checkpoint of ``step``; the seconds that training stood still for. A save before is waited for. Every rank calls
-        it in the same step. ``span`` stands around the writing, in its thread. Raises ``RunError`` where this checkpoint or the one before fails."""
+        """Starts the checkpoint of ``step`` and returns the seconds for which training was blocked.
+
+        Waits for the previous save first. Every rank calls it in the same step. ``span`` is entered around the write, in the writing
+        thread. Raises ``RunError`` if this checkpoint or the previous one fails."""
         began = perf_counter()
         self.wait()
         self._plan(shards)
         staging = self._staging
         assert staging is not None
-        # The thread may still be touching the pages.
+        # The thread may still be touching the pages of the staging memory.
         self._thread.submit(int).result()
         staging.fill([shard for shard in shards if (shard.key, shard.box) in self._chosen])
         self._fault_point(f"after:checkpoint_stage:{step}")
@@ -78,27 +82,27 @@ class Checkpointer:
         return perf_counter() - began
 
     def take_committed(self) -> Committed | None:
-        """The checkpoint that was committed since the last call, if one was. Raises ``RunError`` where it failed."""
+        """Returns the checkpoint committed since the last call, or ``None``. Raises ``RunError`` if the write failed."""
         if self._under_way is None or not self._under_way.done():
             return None
         done, self._under_way = self._under_way, None
         return done.result()
 
     def wait(self, beat: Callable[[], None] | None = None) -> None:
-        """Until nothing is under way; ``beat`` is called every second. Raises ``RunError`` where it failed; a success is left for
-        ``take_committed``."""
+        """Waits until no write is in progress and calls ``beat`` every second. Raises ``RunError`` if the write failed; the result is left
+        for ``take_committed``."""
         if self._under_way is not None:
             wait_for(self._under_way, beat)
             self._under_way.result()
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """Stops the thread after its current work."""
         self._thread.shutdown()
 
     def _write(self, work: Work, span: AbstractContextManager[None]) -> Committed:
         with span:
             done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
-        work.staged.rest()
+        work.staged.release_pages()
         if self.ranks.rank == 0:
             if self._on_committed is not None:
                 self._on_committed(work.step)
@@ -107,10 +111,10 @@ class Checkpointer:
         return done
 
     def _plan(self, shards: Sequence[Shard]) -> None:
-        """Who writes what. Settled anew only where the form of some rank's state has changed, as with the first moments."""
+        """Assigns parts to ranks. Recomputed only if some rank's parts changed, as when the first moments appear."""
         held = tuple(map(piece_of, shards))
         is_new = held != self._held or self._staging is None
-        if not any(gather_values(self.ranks, is_new, "whether the checkpoint has a new form")):
+        if not any(gather_values(self.ranks, is_new, "whether the checkpoint's parts changed")):
             return
         told = [[*piece.key, piece.whole, *piece.box, DTYPE_NAMES[piece.dtype]] for piece in held]
         everyone = [
@@ -118,7 +122,7 @@ class Checkpointer:
                 Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), DTYPES[dtype])
                 for state, name, whole, start, stop, dtype in pieces
             ]
-            for pieces in gather_values(self.ranks, told, "what every rank holds of the checkpoint")
+            for pieces in gather_values(self.ranks, told, "checkpoint parts of every rank")
         ]
         self._chosen = divide(everyone)[self.ranks.rank]
         self._held = held

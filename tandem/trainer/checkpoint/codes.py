@@ -1,8 +1,8 @@
-"""Moments in 8 bits in a checkpoint: codes and scales stay those of the blocks that a rank has them in.
+"""Stores 8-bit moments in a checkpoint: codes and scales keep the blocks in which the rank holds them.
 
-Where the rank holds a parameter whole, or a run of it at block borders, they lie under the parameter's own name, and any such rank reads
-them bit for bit. Where matrices are cut between ranks, blocks are of a rank's own part; the name says of which. Another cut decodes the
-parts that it needs and codes them again, so its moments are within the rounding of a block.
+If a rank holds a parameter whole, or a run of it that begins and ends at block borders, the codes are stored under the parameter's name and
+any such rank reads them bit for bit. If tensor or expert parallelism shards matrices, blocks belong to a rank's shard and the name says
+which one. A different sharding decodes the shards it overlaps and encodes them again, so its moments agree within the rounding of a block.
 """
 
 import re
@@ -25,7 +25,7 @@ from tandem.types import UserError
 
 
 class Part(NamedTuple):
-    """The run of ``box.numel`` numbers from ``first`` on in the memory of the decoder's ``parameter`` is the part ``box`` of the
+    """Places a shard in memory: the ``box.numel`` elements from ``first`` on of the decoder's ``parameter`` are the shard ``box`` of the
     tensor ``name``."""
 
     parameter: str
@@ -36,14 +36,15 @@ class Part(NamedTuple):
 
 
 def coded_shard(decoder: Decoder, kind: str, parameter: str, first: int, values: Tensor) -> Shard:
-    """``values[n]``: the codes or scales that this rank has of ``parameter``, from ``first`` on."""
+    """Returns the shard of ``values[n]``, this rank's codes or scales of ``parameter`` from ``first`` on."""
     count = decoder.get_parameter(parameter).numel()
     whole = count if kind.endswith(CODES) else -(-count // BLOCK)
     return Shard(Key(kind, parameter + _mark(_cut_of(decoder, parameter))), (whole,), ShardOffsets((first,), (first + len(values),)), values)
 
 
 class StoredCodes:
-    """The moments in 8 bits of ``contents``, as ``decoder`` holds them; ``parts``: what its parameters are made of."""
+    """Reads the 8-bit moments of ``contents`` as ``decoder`` holds them. ``parts``: where the decoder's parameters hold the tensors of the
+    whole model."""
 
     def __init__(self, contents: Contents, decoder: Decoder, parts: Sequence[Part]) -> None:
         self._contents, self._decoder = contents, decoder
@@ -58,11 +59,12 @@ class StoredCodes:
 
     @property
     def moments(self) -> list[tuple[str, str]]:
-        """(Which moment, of which parameter), where the decoder has the parameter."""
+        """Returns the stored (moment, parameter) pairs of parameters that the decoder has."""
         return sorted((moment, parameter) for moment, parameter in self._cuts if parameter in self._parts)
 
     def read(self, moment: str, parameter: str, first: int = 0, count: int | None = None) -> Coded:
-        """``count`` (``None``: all) numbers from ``first`` on, a multiple of ``BLOCK``. Raises ``UserError`` where they are not there."""
+        """Returns ``count`` (``None``: all) elements from ``first`` on, a multiple of ``BLOCK``. Raises ``UserError`` if they are not
+        stored."""
         own = self._decoder.get_parameter(parameter)
         count = own.numel() if count is None else count
         device = own.device
@@ -75,12 +77,12 @@ class StoredCodes:
         return codebook(moment, device).encode(self._decoded(moment, parameter).to(device)[first : first + count])
 
     def _decoded(self, moment: str, parameter: str) -> Tensor:
-        """The numbers [n] fp32 that this rank holds of a parameter, of whatever cuts are stored."""
+        """Returns the elements [n] fp32 of a parameter that this rank holds, assembled from whichever shards are stored."""
         if (moment, parameter) not in self._cuts:
             raise UserError(f"it has no '{moment}{CODES}/{parameter}'")
-        found = torch.empty(self._decoder.get_parameter(parameter).numel())
+        decoded = torch.empty(self._decoder.get_parameter(parameter).numel())
         covered: dict[str, list[ShardOffsets]] = defaultdict(list)
-        book = codebook(moment, found.device)
+        book = codebook(moment, decoded.device)
         for cut, key in self._cuts[moment, parameter]:
             theirs = self._under(parameter, cut)
             common = [(a, b, both) for a in self._parts[parameter] for b in theirs if a.name == b.name and (both := intersection(a.box, b.box))]
@@ -88,15 +90,15 @@ class StoredCodes:
                 continue
             flat = book.decode(Coded(self._contents.tensor(key), self._contents.tensor(Key(moment + SCALES, key.name))))
             for own, their, both in common:
-                source, target = (x[p.first : p.first + p.box.numel].view(p.box.shape) for x, p in ((flat, their), (found, own)))
+                source, target = (x[p.first : p.first + p.box.numel].view(p.box.shape) for x, p in ((flat, their), (decoded, own)))
                 target[both.within(own.box).slices] = source[both.within(their.box).slices]
                 covered[own.name].append(both)
         if not all(is_covered(part.box, covered[part.name]) for part in self._parts[parameter]):
-            raise UserError(f"its '{moment}{CODES}/{parameter}' is not there whole")
-        return found
+            raise UserError(f"its '{moment}{CODES}/{parameter}' is incomplete")
+        return decoded
 
     def _under(self, parameter: str, cut: ShardSpec) -> list[Part]:
-        """What the rank of ``cut`` has of a parameter."""
+        """Returns the parts of a parameter that the rank with shard spec ``cut`` holds."""
         shapes, names = self._decoder.shapes, [part.name for part in self._parts[parameter]]
         if _is_of_experts(parameter):
             assert shapes.experts is not None
@@ -104,17 +106,17 @@ class StoredCodes:
             of_one = [name for name in names if own in name]
             numbers = range(cut.expert_rank * count, (cut.expert_rank + 1) * count)
             names = [name.replace(own, f".experts.{number}.") for number in numbers for name in of_one]
-        wholes, found, at = dict(parameters(shapes)), [], 0
+        wholes, parts, at = dict(parameters(shapes)), [], 0
         for name in names:
             slices = cut_slices(shapes, name, wholes[name], cut)
             box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
-            found.append(Part(parameter, at, name, wholes[name], box))
+            parts.append(Part(parameter, at, name, wholes[name], box))
             at += box.numel
-        return found
+        return parts
 
 
 def _cut_of(decoder: Decoder, parameter: str) -> ShardSpec:
-    """How ranks cut a matrix of a layer between them."""
+    """Returns how ranks shard a layer's matrix."""
     return decoder.cut if _is_of_experts(parameter) else replace(decoder.cut, expert_rank=0, expert_size=1)
 
 
@@ -124,16 +126,16 @@ def _mark(cut: ShardSpec) -> str:
 
 
 def _unmarked(name: str) -> tuple[str, ShardSpec]:
-    """The parameter and the cut of a name that ``_mark`` ends. Raises ``UserError`` for another end."""
+    """Returns the parameter and the shard spec encoded in a name by ``_mark``. Raises ``UserError`` for an unknown suffix."""
     parameter, *marks = name.split("@")
     cut = WHOLE
     for mark in marks:
-        found = re.fullmatch(r"(tensor|expert)-(\d+)-of-(\d+)(-by-outputs)?", mark)
-        if found is None:
-            raise UserError(f"its '{name}' is of a cut that this version does not know")
-        rank, size = int(found[2]), int(found[3])
-        if found[1] == "tensor":
-            cut = replace(cut, rank=rank, size=size, deterministic=found[4] is not None)
+        match = re.fullmatch(r"(tensor|expert)-(\d+)-of-(\d+)(-by-outputs)?", mark)
+        if match is None:
+            raise UserError(f"its '{name}' has a sharding that this version does not know")
+        rank, size = int(match[2]), int(match[3])
+        if match[1] == "tensor":
+            cut = replace(cut, rank=rank, size=size, deterministic=match[4] is not None)
         else:
             cut = replace(cut, expert_rank=rank, expert_size=size)
     return parameter, cut
@@ -144,6 +146,6 @@ def _is_of_experts(parameter: str) -> bool:
 
 
 def _expert(name: str) -> int:
-    found = re.search(r"\.experts\.(\d+)\.", name)
-    assert found is not None, name
-    return int(found[1])
+    match = re.search(r"\.experts\.(\d+)\.", name)
+    assert match is not None, name
+    return int(match[1])

@@ -1,7 +1,7 @@
-"""Two-phase writes of a folder: a fresh name, a digest of every file, flushed, then committed with one atomic rename.
+"""Two-phase writes of a folder: a fresh name, a digest of every file, fsync, then one atomic rename.
 
-A folder counts when its marker ``COMMIT`` stands in it and every file has the size and digest that the marker names. A
-process that dies at any moment leaves at most a folder that readers never look at.
+A folder is committed if it contains its marker ``COMMIT`` and every file has the size and digest that the marker names. A process that dies
+at any moment leaves at most a folder that readers ignore.
 """
 
 import errno
@@ -21,10 +21,10 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def commit_folder(final: Path, write: Callable[[Path], None]) -> str:
-    """``write(folder)`` fills a fresh folder, which then becomes ``final``; returns the digest over all of it.
+    """Calls ``write(folder)`` on a fresh folder and renames it to ``final``; returns the digest of its content.
 
-    A folder that stood there before is replaced; if it held the same bytes, it stays. Raises ``RunError`` where the
-    disk is full or the folder cannot be written; ``final`` is then as it was."""
+    An existing folder is replaced, or kept if it has the same bytes. Raises ``RunError`` if the disk is full or the folder cannot be
+    written; ``final`` is then unchanged."""
     fresh = _beside(final)
     try:
         fresh.mkdir(parents=True)
@@ -55,8 +55,8 @@ def commit_folder(final: Path, write: Callable[[Path], None]) -> str:
 
 
 def damage(folder: Path, digests: bool = True) -> str | None:
-    """What is wrong with ``folder``, on one line, or ``None``: it is committed and every file is as it was written.
-    Without ``digests`` only sizes are compared."""
+    """Returns what is wrong with ``folder`` in one line, or ``None`` if it is committed and every file is as written. Without ``digests``
+    only sizes are compared."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         files = {str(name): (int(entry["size"]), str(entry["blake2b"])) for name, entry in marker["files"].items()}
@@ -80,29 +80,29 @@ def damage(folder: Path, digests: bool = True) -> str | None:
 
 
 def read_digest(folder: Path) -> str:
-    """The digest that the marker of a committed folder names."""
+    """Returns the digest in the marker of a committed folder."""
     return str(json.loads((folder / MARKER).read_text(encoding="utf-8"))["digest"])
 
 
 def discard(folder: Path) -> None:
-    """Remove ``folder`` in such a way that readers see all of it or nothing."""
+    """Removes ``folder`` so that readers see all of it or nothing."""
     shutil.rmtree(folder.rename(_beside(folder)), ignore_errors=True)
 
 
 def sweep(parent: Path) -> None:
-    """Remove what writers that died have left under ``parent``."""
+    """Removes what dead writers left under ``parent``."""
     for left in sorted(parent.glob(".*.tmp")):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE2b-128 of a file, in hexadecimal."""
+    """Returns the BLAKE2b-128 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's bytes to the disk."""
+    """Flushes a file's bytes to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

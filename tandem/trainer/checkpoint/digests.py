@@ -10,7 +10,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def best_algorithm() -> Algorithm:
-    """xxh3 where the package is there: ten times the speed of BLAKE2b, against which damage is as unlikely to pass."""
+    """Returns xxh3 if its package is installed, else BLAKE2b. xxh3 is ten times as fast and detects damage as reliably."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -19,21 +19,21 @@ def best_algorithm() -> Algorithm:
 
 
 def chunk_digest(algorithm: str) -> Callable[[Any], str]:
-    """The function from bytes to hexadecimal digits. Raises ``ValueError`` for an algorithm that is not known here."""
+    """Returns the function from bytes to hexadecimal digits. Raises ``ValueError`` for an unknown algorithm."""
     if algorithm == "xxh3_128":
         import xxhash
 
         return lambda data: str(xxhash.xxh3_128_hexdigest(data))
     if algorithm == "blake2b_128":
         return lambda data: hashlib.blake2b(data, digest_size=16).hexdigest()
-    raise ValueError(f"the digest '{algorithm}' is not known")
+    raise ValueError(f"unknown digest algorithm '{algorithm}'")
 
 
 def bytes_digest(data: bytes) -> str:
-    """BLAKE2b-128 of a small file, in hexadecimal."""
+    """Returns the BLAKE2b-128 digest of a small file's bytes, in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def chunks_over(start: int, stop: int, chunk_bytes: int) -> range:
-    """The numbers of the chunks that the bytes ``start .. stop - 1`` lie in."""
+    """Returns the indices of the chunks that contain the bytes ``start .. stop - 1``."""
     return range(start // chunk_bytes, -(-stop // chunk_bytes)) if start < stop else range(0)

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from, and which ones to let go."""
+"""Selects the checkpoint to resume from and the checkpoints to remove."""
 
 import logging
 import re
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def committed_steps(checkpoints: Path) -> list[int]:
-    """The steps that have a folder under ``checkpoints``, ascending; whether they are whole is not checked."""
+    """Returns the steps that have a folder under ``checkpoints``, ascending; their integrity is not checked."""
     if not checkpoints.is_dir():
         return []
     return sorted(int(match[1]) for path in checkpoints.iterdir() if (match := re.fullmatch(r"step-(\d+)", path.name)))
 
 
 class Found(NamedTuple):
-    """A whole checkpoint."""
+    """A verified checkpoint."""
 
     step: int
     folder: Path
@@ -33,21 +33,23 @@ class Found(NamedTuple):
 def newest_whole(
     checkpoints: Path, ranks: Communicator, at_most: int | None = None, passed_over: Callable[[str], None] | None = None
 ) -> Found | None:
-    """The newest checkpoint of which every byte is as it was written, of step ``at_most`` or before; the ranks share the reading
-    and find the same. Damaged ones are named in the log and skipped; ``passed_over`` hears of them on every rank."""
-    [steps, *_] = gather_values(ranks, committed_steps(checkpoints), "the checkpoints that there are")
+    """Returns the newest checkpoint, at or before step ``at_most``, in which every byte is as written; ``None`` if there is none.
+
+    The ranks share the reading and return the same checkpoint. Damaged checkpoints are logged and skipped; ``passed_over`` is called with
+    the reason on every rank."""
+    [steps, *_] = gather_values(ranks, committed_steps(checkpoints), "committed checkpoints")
     for step in reversed(steps):
         if at_most is not None and step > at_most:
             continue
         folder = checkpoints / f"step-{step}"
-        found, trouble = None, None
+        verified, trouble = None, None
         try:
-            found = verify(folder, ranks.rank, ranks.size)
+            verified = verify(folder, ranks.rank, ranks.size)
         except Damaged as error:
             trouble = str(error)
         troubles = gather_values(ranks, trouble, f"the checkpoint of step {step}")
-        if found is not None and not any(troubles):
-            return Found(step, folder, found[1], found[0])
+        if verified is not None and not any(troubles):
+            return Found(step, folder, verified[1], verified[0])
         why = f"checkpoint '{folder}' is skipped: {next(text for text in troubles if text)}"
         if ranks.rank == 0:
             logger.warning("%s", why)
@@ -57,8 +59,9 @@ def newest_whole(
 
 
 def prune(checkpoints: Path, keep: int, in_use: Collection[int] = ()) -> list[int]:
-    """Remove all but the newest ``keep`` committed checkpoints, those ``in_use`` and what dead writers left; the steps removed. One without a marker that
-    belongs to its manifest counts for nothing, and stays for inspection while it is newer than those kept."""
+    """Removes all but the newest ``keep`` committed checkpoints, those ``in_use`` and what dead writers left; returns the removed steps.
+
+    A checkpoint whose marker does not match its manifest is not counted, and is kept for inspection while it is newer than those kept."""
     sweep(checkpoints)
     kept = 0
     removed = []

@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: digests of digests, from the marker down to every chunk of every rank's file.
+"""The manifest of a checkpoint: digests of digests, from the marker down to every chunk of every rank's file.
 
-``COMMIT`` names the digest of ``MANIFEST.json``, which names those of every rank's index and of the files beside them; an index
-names those of the chunks. So one small number stands for every byte.
+``COMMIT`` names the digest of ``MANIFEST.json``, which names the digests of every rank's index and of the companion files; an index names
+the digests of its file's chunks. One digest therefore covers every byte.
 """
 
 import json
@@ -20,7 +20,7 @@ FORMAT = "tandem-shards-1"
 
 
 class Entry(NamedTuple):
-    """A file of ``size`` bytes with the BLAKE2b-128 ``digest``."""
+    """A file of ``size`` bytes with its BLAKE2b-128 ``digest``."""
 
     name: str
     size: int
@@ -29,8 +29,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``state``: what all ranks know alike (counters, the place in the data). ``mesh``: the ranks that wrote it, by axis.
-    ``indexes`` by rank; ``companions``: files that were copied beside them."""
+    """The content of ``MANIFEST.json``.
+
+    ``state``: what all ranks share (counters, the position in the data). ``mesh``: the sizes of the writing ranks' mesh, by axis.
+    ``indexes`` by rank; ``companions``: other files copied into the folder."""
 
     step: int
     mesh: Mapping[str, int]
@@ -55,33 +57,33 @@ def data_name(rank: int) -> str:
 
 
 def marker_of(manifest: bytes) -> bytes:
-    """The content of the marker that commits a folder with this manifest."""
+    """Returns the content of the marker that commits a folder with this manifest."""
     return (json.dumps({"format": FORMAT, "manifest": bytes_digest(manifest)}) + "\n").encode()
 
 
 OLD_STATE = "trainer.json"
-"""What the checkpoints of version 0.1 had in place of a manifest."""
+"""The file that checkpoints of version 0.1 have instead of a manifest."""
 
 
 class Damaged(RunError):
-    """A checkpoint that is not as it was written; the message says what is wrong, without the folder's name."""
+    """Raised for a checkpoint that is not as it was written; the message says what is wrong, without the folder's name."""
 
 
 def read_manifest(folder: Path, committed: bool = True) -> tuple[Manifest, str]:
-    """The manifest of ``folder`` and its digest, which the marker must name where the folder is ``committed``. Raises ``Damaged``."""
+    """Returns the manifest of ``folder`` and its digest, which the marker must name if the folder is ``committed``. Raises ``Damaged``."""
     data = _bytes(folder / MANIFEST) if (folder / MARKER).is_file() or not committed else None
     if (folder / OLD_STATE).is_file() and not (folder / MANIFEST).exists():
-        raise Damaged("it was written by an older version of Tandem, which alone can read it; continue the run with that version")
+        raise Damaged("it was written by an older version of Tandem and only that version can read it; continue the run with that version")
     if data is None:
         raise Damaged(f"it has no {MARKER} marker: it was never completed" if folder.is_dir() else "it does not exist")
     digest = bytes_digest(data)
     if committed and _bytes(folder / MARKER) != marker_of(data):
-        raise Damaged(f"its {MARKER} marker and its {MANIFEST} do not belong together")
+        raise Damaged(f"its {MARKER} marker and its {MANIFEST} do not match")
     try:
         content = json.loads(data)
         if content["format"] != FORMAT:
             raise ValueError(f"format '{content['format']}'")
-        entries = lambda found: tuple(Entry(str(name), int(size), str(digest)) for name, size, digest in found)
+        entries = lambda rows: tuple(Entry(str(name), int(size), str(digest)) for name, size, digest in rows)
         manifest = Manifest(int(content["step"]), content["mesh"], content["state"], entries(content["indexes"]), entries(content["companions"]))
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"its {MANIFEST} cannot be read: {error}") from None
@@ -89,12 +91,12 @@ def read_manifest(folder: Path, committed: bool = True) -> tuple[Manifest, str]:
 
 
 def read_indexes(folder: Path, manifest: Manifest) -> list[RankIndex]:
-    """Every rank's index, verified. Raises ``Damaged``."""
+    """Returns every rank's index, verified. Raises ``Damaged``."""
     return [read_entry(folder, entry) for entry in manifest.indexes]
 
 
 def read_entry(folder: Path, entry: Entry) -> RankIndex:
-    """The index that ``entry`` names, verified. Raises ``Damaged``."""
+    """Returns the index that ``entry`` names, verified. Raises ``Damaged``."""
     data = _bytes(folder / entry.name)
     if len(data) != entry.size or bytes_digest(data) != entry.digest:
         raise Damaged(f"'{entry.name}' does not have the digest that its {MANIFEST} names")
@@ -105,8 +107,10 @@ def read_entry(folder: Path, entry: Entry) -> RankIndex:
 
 
 def verify(folder: Path, rank: int = 0, size: int = 1) -> tuple[Manifest, str]:
-    """Read every byte of the checkpoint ``folder`` and compare it with its digest; of ``size`` callers each takes every
-    ``size``-th file. Its manifest and digest. Raises ``Damaged``."""
+    """Reads every byte of the checkpoint ``folder`` and compares it with its digest; returns the manifest and its digest. Raises
+    ``Damaged``.
+
+    With ``size`` callers, each reads every ``size``-th file."""
     manifest, digest = read_manifest(folder)
     for number, entry in enumerate(manifest.indexes):
         index = read_entry(folder, entry)
@@ -120,7 +124,7 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> tuple[Manifest, str]:
 
 
 def check_companions(folder: Path, companions: Sequence[Entry]) -> None:
-    """Raises ``Damaged``."""
+    """Raises ``Damaged`` if a companion file does not have its size and digest."""
     for entry in companions:
         path = folder / entry.name
         trouble = _wrong_size(path, entry.size)
@@ -136,10 +140,10 @@ def entry_of(path: Path) -> Entry:
 
 def _wrong_size(path: Path, size: int) -> str | None:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except OSError as error:
         return f"'{path.name}' cannot be read: {error.strerror}"
-    return None if found == size else f"'{path.name}' has {found} bytes instead of {size}"
+    return None if actual == size else f"'{path.name}' has {actual} bytes instead of {size}"
 
 
 def _bytes(path: Path) -> bytes:

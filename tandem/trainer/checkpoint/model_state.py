@@ -1,7 +1,7 @@
-"""The shards of a decoder and its optimizer, by Hugging Face name, and back.
+"""Maps a decoder and its optimizer to checkpoint shards by Hugging Face name, and back.
 
-The decoder stacks matrices (q, k and v; gate and up; the experts), and may hold one rank's part of them. What a checkpoint holds is
-cut along the names of the whole model, so that any other mesh can read it.
+The decoder stacks matrices (q, k and v; gate and up; the experts) and may hold only one rank's shard of them. Checkpoint shards are parts
+of the whole model's tensors, so that any other mesh can read them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,34 +26,34 @@ WEIGHTS = "weights"
 
 
 def parts_of(decoder: Decoder) -> list[Part]:
-    """How the decoder's own parameters are made of the whole model's, in the order of ``layout.shapes.parameters``."""
+    """Returns where the decoder's parameters hold the tensors of the whole model, in the order of ``layout.shapes.parameters``."""
     shapes = dict(parameters(decoder.shapes))
     memory = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for name, p in decoder.named_parameters())
-    found = []
+    parts = []
     for name, view in to_huggingface(decoder):
         start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
         assert view.is_contiguous()
         slices = cut_slices(decoder.shapes, name, shapes[name], decoder.cut)
         box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
-        found.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
-    return found
+        parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
+    return parts
 
 
 def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:
-    """Weights and moments, as live views."""
+    """Returns weights and moments as live views."""
     parts = parts_of(decoder)
     held = {WEIGHTS: {name: p.detach() for name, p in decoder.named_parameters()}, **_by_kind(optimizer.state().moments)}
     return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
 
 
 def paged_shards(parts: list[Part], decoder: Decoder, optimizer: PagedAdamW) -> list[Shard]:
-    """``state_shards`` where they lie in a file; ``parts``: of the decoder, which has no memory of its own now."""
+    """Returns ``state_shards`` for state in a file. ``parts``: of the decoder, whose parameters have no memory at this point."""
     held = {WEIGHTS: optimizer.weights(), **_by_kind(optimizer.state().moments)}
     return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
 
 
 def load_pages(contents: Contents, parts: list[Part], decoder: Decoder, optimizer: PagedAdamW, updates: int) -> None:
-    """``load_state`` into a file, one parameter in memory at a time."""
+    """Does ``load_state`` into a file, with one parameter in memory at a time."""
     shapes, kinds = {name: p.shape for name, p in decoder.named_parameters()}, (WEIGHTS, *MOMENTS) if updates else (WEIGHTS,)
     names = {name for name, _ in parameters(decoder.shapes)}
     strange = [key for key in contents.held if key.name not in names or key.state not in kinds]
@@ -75,7 +75,7 @@ def load_pages(contents: Contents, parts: list[Part], decoder: Decoder, optimize
 
 
 def named_shards(parts: list[Part], kind: str, tensors: Mapping[str, Tensor], decoder: Decoder) -> Iterator[Shard]:
-    """The shards of ``kind``, of which ``tensors`` has one for parameters of the decoder."""
+    """Yields the shards of ``kind`` for every decoder parameter that ``tensors`` contains."""
     if is_coded(kind):
         yield from (coded_shard(decoder, kind, name, 0, tensor) for name, tensor in tensors.items())
         return
@@ -87,25 +87,25 @@ def named_shards(parts: list[Part], kind: str, tensors: Mapping[str, Tensor], de
 
 
 def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values: Tensor) -> list[Shard]:
-    """The shards of a rank that keeps a run of a parameter's memory and no more, as ZeRO does: ``values`` (one axis) belong to the
-    elements from ``first`` on of ``parameter``."""
-    found = []
+    """Returns the shards of a rank that holds only a run of a parameter's memory, as under ZeRO. ``values[n]``: the elements of
+    ``parameter`` from ``first`` on."""
+    shards = []
     for part in parts:
         start, stop = max(first, part.first), min(first + values.numel(), part.first + part.box.numel)
         if part.parameter == parameter and start < stop:
-            found += flat_shards(Key(kind, part.name), part.whole, part.box, start - part.first, values[start - first : stop - first])
-    return found
+            shards += flat_shards(Key(kind, part.name), part.whole, part.box, start - part.first, values[start - first : stop - first])
+    return shards
 
 
 def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updates: int) -> None:
-    """Take over the weights and moments that this rank holds a part of. Raises ``UserError`` for a checkpoint of another model;
-    nothing is changed then."""
+    """Loads the weights and moments of which this rank holds a part. Raises ``UserError`` for a checkpoint of another model; nothing is
+    changed then."""
     parts = parts_of(decoder)
     names = {name for name, _ in parameters(decoder.shapes)}
     for key in contents.held:
         if key.state == WEIGHTS and key.name not in names:
             raise UserError(f"'{contents.folder}' is of another model: it has '{key}'")
-    # In the host's memory: a GPU need not hold the state twice.
+    # Read into host memory, so that a GPU need not hold the state twice.
     weights = {name: torch.empty_like(p, device="cpu") for name, p in decoder.named_parameters()}
     shards = list(named_shards(parts, WEIGHTS, weights, decoder))
     moments: dict[str, Tensor] = {}
@@ -132,8 +132,8 @@ def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updat
 
 
 def _by_kind(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+    by_kind: dict[str, dict[str, Tensor]] = {}
     for label, tensor in moments.items():
         kind, _, name = label.partition("/")
-        found.setdefault(kind, {})[name] = tensor
-    return found
+        by_kind.setdefault(kind, {})[name] = tensor
+    return by_kind

@@ -1,5 +1,4 @@
-"""A rank's file: its shards in the safetensors format, and beside it an index that says what lies where and what every chunk's
-digest is."""
+"""A rank's file: its shards in the safetensors format, and an index of their offsets and of every chunk's digest."""
 
 import json
 import os
@@ -20,7 +19,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Placed(NamedTuple):
-    """``piece`` begins at byte ``offset`` of its file."""
+    """A piece that begins at byte ``offset`` of its file."""
 
     piece: Piece
     offset: int
@@ -28,8 +27,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankIndex:
-    """What stands in ``file``: ``size`` bytes, of which chunk i (of ``chunk_bytes``) has the digest ``chunks[i]``. ``own`` is
-    what only this rank knows of the state: its random numbers."""
+    """Describes ``file``: ``size`` bytes, of which chunk i (of ``chunk_bytes``) has the digest ``chunks[i]``. ``own``: the state that only
+    this rank has, its random number generators."""
 
     rank: int
     file: str
@@ -52,7 +51,7 @@ class RankIndex:
 
 
 def read_index(data: bytes) -> RankIndex:
-    """Raises ``ValueError`` for what is no index."""
+    """Parses an index. Raises ``ValueError`` if it is not valid."""
     try:
         content = json.loads(data)
         placed = [
@@ -64,11 +63,11 @@ def read_index(data: bytes) -> RankIndex:
             tuple(content["chunks"]), tuple(placed), content["own"],
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it is no index of a rank's file: {error}") from None
+        raise ValueError(f"it is not a valid rank file index: {error}") from None
 
 
 class Layout(NamedTuple):
-    """The file's beginning, its pieces and its size in bytes."""
+    """A file's header bytes, its pieces and its size in bytes."""
 
     header: bytes
     placed: tuple[Placed, ...]
@@ -76,7 +75,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(pieces: Sequence[Piece]) -> Layout:
-    """A file of ``pieces``. The widest numbers come first, so that every tensor is aligned to its own."""
+    """Lays out a file of ``pieces``. The widest dtypes come first, so that every tensor is aligned to its own."""
     ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.key, piece.box))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -96,22 +95,22 @@ def lay_out(pieces: Sequence[Piece]) -> Layout:
 
 
 def write_chunks(path: Path, content: memoryview, algorithm: str, chunk_bytes: int) -> tuple[str, ...]:
-    """Write ``content`` and bring it to the disk; the digest of every chunk as it was in memory."""
-    digest, found = chunk_digest(algorithm), []
+    """Writes ``content`` and flushes it to the disk; returns the digest of every chunk as it was in memory."""
+    digest, digests = chunk_digest(algorithm), []
 
     def chunks() -> Iterator[memoryview]:
         for start in range(0, len(content), chunk_bytes):
             chunk = content[start : start + chunk_bytes]
-            found.append(digest(chunk))
+            digests.append(digest(chunk))
             yield chunk
 
     write_new(path, chunks(), len(content))
-    return tuple(found)
+    return tuple(digests)
 
 
 def damaged_chunk(path: Path, index: RankIndex, from_disk: bool = False) -> str | None:
-    """What is wrong with the file ``path`` that ``index`` is of, on one line, or ``None``. ``from_disk``: not from the memory in
-    which the system keeps what was written a moment ago."""
+    """Returns what is wrong with the file ``path`` of ``index`` in one line, or ``None``. ``from_disk``: bypasses the page cache, which may
+    still hold what was written."""
     try:
         size = path.stat().st_size
         if size != index.size:
@@ -133,12 +132,12 @@ def _read(path: Path, size: int, chunk_bytes: int) -> Iterator[memoryview]:
         for start in range(0, size, chunk_bytes):
             wanted = memory[: min(chunk_bytes, size - start)]
             if os.preadv(file.fileno(), [wanted], start) != len(wanted):
-                raise ValueError("it became shorter")
+                raise ValueError("it is shorter than its index says")
             yield wanted
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """Write a small file and bring it to the disk."""
+    """Writes a small file and flushes it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,4 +1,4 @@
-"""Tensors out of a checkpoint, whatever mesh wrote it: only the bytes that cover what is asked for, every chunk verified."""
+"""Reads tensors from a checkpoint written by any mesh: only the bytes that overlap the request, with every chunk verified."""
 
 import os
 from collections import defaultdict
@@ -18,18 +18,18 @@ from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.types import UserError
 
 BLOCK_BYTES = 64 << 20
-"""Bytes of a piece that are in memory at a time, besides its last row."""
+"""Bytes of a piece that are in memory at a time, plus its last row."""
 
 
 class Stored(NamedTuple):
-    """Where a part of a tensor lies."""
+    """The location of a stored part of a tensor."""
 
     file: RankIndex
     placed: Placed
 
 
 class Contents:
-    """What the checkpoint ``folder`` holds."""
+    """The content of the checkpoint ``folder``."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -44,33 +44,35 @@ class Contents:
         return sorted(self.stored)
 
     def whole(self, key: Key) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a tensor. Raises ``KeyError``."""
+        """Returns the shape and dtype of a tensor. Raises ``KeyError``."""
         piece = self.stored[key][0].placed.piece if key in self.stored else None
         if piece is None:
             raise KeyError(str(key))
         return piece.whole, piece.dtype
 
     def tensor(self, key: Key) -> Tensor:
-        """The whole of a tensor. Raises ``KeyError``, ``UserError`` where parts of it lack, ``Damaged``."""
+        """Returns a whole tensor. Raises ``KeyError``, ``UserError`` if parts of it are missing, ``Damaged``."""
         size, dtype = self.whole(key)
         tensor = torch.empty(size, dtype=dtype)
         self.read([Shard(key, size, whole_offsets(size), tensor)])
         return tensor
 
     def own(self, rank: int, size: int) -> Mapping[str, Any] | None:
-        """What only ``rank`` of ``size`` knew; ``None`` where another number of ranks wrote it."""
+        """Returns the state that only ``rank`` of ``size`` has; ``None`` if another number of ranks wrote the checkpoint."""
         return self.indexes[rank].own if len(self.indexes) == size else None
 
     def read(self, shards: Sequence[Shard]) -> int:
-        """Fill ``shards``; the bytes that were read. All is looked at before the first is filled: raises ``UserError`` for a tensor
-        that is not there whole, or of another shape or dtype, and ``Damaged`` on the way."""
+        """Fills ``shards`` and returns the number of bytes read.
+
+        All shards are checked before the first is filled: raises ``UserError`` for a tensor that is incomplete or has another shape or
+        dtype, and ``Damaged`` while reading."""
         self.check(shards)
         with ExitStack() as stack:
             files: dict[int, _ChunkedFile] = {}
             for shard in shards:
                 left = [shard.box]
                 for index, placed in self.stored[shard.key]:
-                    for common in [found for box in left if (found := intersection(box, placed.piece.box)) is not None]:
+                    for common in [overlap for box in left if (overlap := intersection(box, placed.piece.box)) is not None]:
                         if index.rank not in files:
                             files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index))
                         _copy(files[index.rank], placed, common, shard)
@@ -78,23 +80,23 @@ class Contents:
             return sum(file.read_bytes for file in files.values())
 
     def check(self, shards: Sequence[Shard]) -> None:
-        """Raises ``UserError`` where ``read`` would; the shards may be on the device ``meta``."""
+        """Raises ``UserError`` where ``read`` would; the shards may be on the ``meta`` device."""
         for shard in shards:
             self._check(shard)
 
     def _check(self, shard: Shard) -> None:
-        found = self.stored.get(shard.key)
-        if not found:
+        parts = self.stored.get(shard.key)
+        if not parts:
             raise UserError(f"it has no '{shard.key}'")
         whole, dtype = self.whole(shard.key)
         if whole != shard.whole or dtype != shard.tensor.dtype:
-            raise UserError(f"its '{shard.key}' is {dtype} {list(whole)}; {shard.tensor.dtype} {list(shard.whole)} is asked for")
-        if not is_covered(shard.box, [stored.placed.piece.box for stored in found]):
-            raise UserError(f"its '{shard.key}' is not there whole")
+            raise UserError(f"its '{shard.key}' is {dtype} {list(whole)}; expected {shard.tensor.dtype} {list(shard.whole)}")
+        if not is_covered(shard.box, [stored.placed.piece.box for stored in parts]):
+            raise UserError(f"its '{shard.key}' is incomplete")
 
 
 class _ChunkedFile:
-    """A rank's file, read chunk by chunk, each compared with its digest. The last chunk is kept: neighbours share it."""
+    """Reads a rank's file chunk by chunk and compares each with its digest. The last chunk is cached, because neighbours share it."""
 
     def __init__(self, path: Path, index: RankIndex) -> None:
         self._path, self._index = path, index
@@ -113,7 +115,7 @@ class _ChunkedFile:
         os.close(self._descriptor)
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes ``start .. stop - 1``, verified. Raises ``Damaged``."""
+        """Returns the bytes ``start .. stop - 1``, verified. Raises ``Damaged``."""
         size, out = self._index.chunk_bytes, bytearray(stop - start)
         for number in chunks_over(start, stop, size):
             chunk, first = self._chunk(number), number * size
@@ -135,7 +137,7 @@ class _ChunkedFile:
 
 
 def _copy(file: _ChunkedFile, placed: Placed, common: ShardOffsets, shard: Shard) -> None:
-    """Copy ``common`` from where ``placed`` lies into the shard, a block of rows at a time."""
+    """Copies ``common`` from where ``placed`` is stored into the shard, a block of rows at a time."""
     piece = placed.piece
     inside, target = common.within(piece.box), shard.tensor[common.within(shard.box).slices]
     if not piece.whole:

@@ -1,7 +1,7 @@
-"""Checkpoints in object storage: copied file by file, each read back and compared, the marker last; brought back the same way.
+"""Checkpoints in object storage: copied file by file, each read back and compared, the marker last; downloaded in the same way.
 
-A name that begins with ``step-N/`` and has no ``step-N/COMMIT`` beside it counts for nothing, so a copy that is cut off at any moment
-is none, and the next one goes on with the files that are there.
+Objects under ``step-N/`` without a ``step-N/COMMIT`` are ignored, so an interrupted upload is not a copy, and the next attempt continues
+with the files already there.
 """
 
 import logging
@@ -18,18 +18,18 @@ from tandem.types import RunError
 logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.2, 1.0, 4.0)
-"""Between the attempts to copy a file."""
+"""Seconds between the attempts to copy a file."""
 
 
 def uploaded_steps(storage: Storage) -> list[int]:
-    """The steps whose copies are complete, ascending."""
-    found = (re.fullmatch(rf"step-(\d+)/{MARKER}", file.name) for file in storage.files())
-    return sorted(int(match[1]) for match in found if match)
+    """Returns the steps whose copies are complete, ascending."""
+    matches = (re.fullmatch(rf"step-(\d+)/{MARKER}", file.name) for file in storage.files())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def upload(storage: Storage, folder: Path) -> int:
-    """Copy the committed checkpoint ``folder``; the bytes that were sent. Raises ``RunError`` where the storage does not take them or
-    gives back others."""
+    """Uploads the committed checkpoint ``folder``; returns the bytes sent. Raises ``RunError`` if the storage rejects them or returns other
+    bytes."""
     there = {file.name: file.size for file in storage.files()}
     sent = 0
     names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
@@ -48,7 +48,7 @@ def _copy(storage: Storage, target: str, source: Path) -> None:
         try:
             storage.copy(target, source)
             if not _is_same(storage, target, source):
-                raise RunError(f"'{storage.url}/{target}' does not give back what was written")
+                raise RunError(f"'{storage.url}/{target}' reads back differently from what was written")
             return
         except RunError:
             if pause is None:
@@ -62,8 +62,8 @@ def _is_same(storage: Storage, name: str, source: Path) -> bool:
 
 
 def prune_uploads(storage: Storage, keep: int) -> list[int]:
-    """Remove all but the newest ``keep`` complete copies, and what is left of older ones that never became complete; the steps
-    removed. The marker goes first: what is half removed counts for nothing."""
+    """Removes all but the newest ``keep`` complete copies, and incomplete copies of older steps; returns the removed steps. The marker is
+    deleted first, so that a half-deleted copy is ignored."""
     whole = uploaded_steps(storage)
     kept = set(whole[-keep:])
     names: dict[int, list[str]] = {}
@@ -79,8 +79,8 @@ def prune_uploads(storage: Storage, keep: int) -> list[int]:
 
 
 def fetch_newest(storage: Storage, checkpoints: Path, newer_than: int = -1) -> int | None:
-    """Bring the newest whole copy of a step above ``newer_than`` to ``checkpoints``; its step. Damaged ones are named in the log and
-    passed over."""
+    """Downloads the newest undamaged copy of a step above ``newer_than`` to ``checkpoints``; returns its step. Damaged copies are logged
+    and skipped."""
     for step in reversed(uploaded_steps(storage)):
         if step <= newer_than:
             return None
@@ -106,7 +106,7 @@ def fetch_newest(storage: Storage, checkpoints: Path, newer_than: int = -1) -> i
 
 
 def fetch_file(storage: Storage, name: str, target: Path) -> None:
-    """Bring one file here and to the disk."""
+    """Downloads one file and flushes it to the disk."""
     with target.open("wb") as out:
         for block in read_blocks(storage, name):
             out.write(block)

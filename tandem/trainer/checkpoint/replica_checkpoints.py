@@ -1,4 +1,4 @@
-"""The checkpoints of a replica: what they hold, how they are taken over, and what was committed meanwhile. The same for every job."""
+"""Saves, loads and exports the checkpoints of a replica, for every kind of job."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,15 +32,15 @@ from tandem.trainer.parallel.replica import Replica
 from tandem.types import RunError
 
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-"""What makes a checkpoint a Hugging Face folder, besides the weights."""
+"""The files that, with the weights, make a checkpoint a Hugging Face folder."""
 
 
 class ReplicaCheckpoints:
-    """``checkpoints/step-N`` of ``replica``. ``start``: the folder that the model came from. ``ranks``: a communicator of all ranks that
-    nothing else uses. Every rank calls every method, in the same step.
+    """Manages ``checkpoints/step-N`` of ``replica``. Every rank calls every method in the same step.
 
-    ``last``: the step of the newest checkpoint, begun or loaded. ``state``: what they hold of the replica. ``damaged``: why ``load`` passed
-    checkpoints over. ``on_committed`` hears, on rank 0, of each step in the thread that writes; steps ``in_use`` are not removed."""
+    ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
+    of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. On rank 0,
+    ``on_committed`` is called with each committed step in the writing thread; the steps ``in_use`` are not removed."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
@@ -56,15 +56,16 @@ class ReplicaCheckpoints:
             fault_point=fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
         )  # fmt: skip
 
-    def load(self, at_most: int | None = None, check: Callable[[Found], None] = lambda found: None) -> Found | None:
-        """Loads the newest whole checkpoint, of step ``at_most`` or before, after ``check`` of it. ``damaged`` says why others were passed over."""
+    def load(self, at_most: int | None = None, check: Callable[[Found], None] = lambda checkpoint: None) -> Found | None:
+        """Loads the newest undamaged checkpoint at or before step ``at_most`` after calling ``check`` on it, and returns it; ``None`` if
+        there is none. ``damaged`` says why others were skipped."""
         self.damaged = []
-        found = newest_whole(self.folder, self._ranks, at_most, self.damaged.append)
-        if found is None:
+        checkpoint = newest_whole(self.folder, self._ranks, at_most, self.damaged.append)
+        if checkpoint is None:
             return None
-        check(found)
-        state = found.manifest.state
-        contents = Contents(found.folder, found.manifest)
+        check(checkpoint)
+        state = checkpoint.manifest.state
+        contents = Contents(checkpoint.folder, checkpoint.manifest)
         self.state.load(contents, int(state["updates"]))
         self._guard.load_state(state["guard"])
         balance = self._replica.model.router_balance
@@ -73,20 +74,22 @@ class ReplicaCheckpoints:
         own = contents.own(self._ranks.rank, self._ranks.size)
         if own is not None:
             restore_random_states(own["random"])
-        self.last = found.step
+        self.last = checkpoint.step
         if at_most is None and self._ranks.rank == 0:
-            # A death between the commit of this checkpoint and the removal of older ones left one too many.
-            prune(self.folder, self._keep, {found.step, *self._in_use()})
-        return found
+            # A process that was killed between a commit and the removal of older checkpoints left one too many.
+            prune(self.folder, self._keep, {checkpoint.step, *self._in_use()})
+        return checkpoint
 
     def save(
         self, step: int, cursor: Mapping[str, int], span: AbstractContextManager[None] | None = None, beat: Callable[[], None] | None = None
     ) -> float:
-        """Begin the checkpoint of ``step``, after the one before; the seconds that training stood still for. ``cursor``: where the data is.
-        ``span`` is entered around the writing, in its thread. Raises ``RunError`` if this checkpoint or the one before fails."""
+        """Starts the checkpoint of ``step`` after the previous one is done; returns the seconds for which training was blocked.
+
+        ``cursor``: the position in the data. ``span`` is entered around the write, in the writing thread. Raises ``RunError`` if this
+        checkpoint or the previous one fails."""
         self._writer.wait(beat)
         balance = self._replica.model.router_balance
-        every = gather_values(self._ranks, {} if balance is None else balance.state(), "the biases of all routers")
+        every = gather_values(self._ranks, {} if balance is None else balance.state(), "router biases")
         state: dict[str, Any] = {
             "updates": self._replica.optimizer.updates, "guard": self._guard.state(),
             "router_bias": {layer: bias for held in every for layer, bias in held.items()}, "cursor": dict(cursor),
@@ -97,34 +100,36 @@ class ReplicaCheckpoints:
         return stall
 
     def take_committed(self) -> Committed | None:
-        """The checkpoint that was committed since the last call, if one was. Raises ``RunError`` if it failed."""
+        """Returns the checkpoint committed since the last call, or ``None``. Raises ``RunError`` if the write failed."""
         return self._writer.take_committed()
 
     def wait(self, beat: Callable[[], None] | None = None) -> None:
-        """Until nothing is under way; ``beat`` is called every second. Raises ``RunError`` if it failed."""
+        """Waits until no write is in progress and calls ``beat`` every second. Raises ``RunError`` if the write failed."""
         self._writer.wait(beat)
 
     def close(self) -> None:
-        """End what is under way; after a failure elsewhere it may finish as far as it can."""
+        """Waits for a write in progress, ignoring its failure, and stops the thread."""
         with contextlib.suppress(RunError):
             self._writer.wait()
         self._writer.close()
 
     def export(self, folder: Path) -> None:
-        """The model as a Hugging Face folder, once. A model that no rank holds whole is read from the newest checkpoint, which is of now."""
+        """Writes the model as a Hugging Face folder, unless it exists. A model that no rank holds whole is read from the newest checkpoint,
+        which must be of the current step."""
         replica = self._replica
         if not replica.ranks.is_first or folder.exists():
             return
-        is_cut = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
+        is_sharded = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
         tensors = None
         if replica.pages_weights:
             tensors = self._paged_weights()
-        elif is_cut or replica.cuts_weights:
+        elif is_sharded or replica.shards_weights:
             tensors = self.whole_weights()
         save_model(replica.model, folder, self._start, tensors=tensors)
 
     def whole_weights(self, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files of ``into``."""
+        """Yields every tensor of the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files in
+        ``into``."""
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0])
@@ -135,7 +140,7 @@ class ReplicaCheckpoints:
             yield name, tensor
 
     def _paged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by its Hugging Face name as views of a file: the pager's on one process, on ranks one that the newest checkpoint is
-        read to."""
+        """Yields every tensor by its Hugging Face name as a view of a file: the pager's in one process, else files that the newest
+        checkpoint is read into."""
         assert self._replica.paged is not None
         return self.state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)

@@ -1,4 +1,4 @@
-"""The shards of a replica: whole parameters, in memory or in a file, or the runs of them that ZeRO leaves to a rank."""
+"""The checkpoint shards of a replica: whole parameters, in memory or in a file, or the runs of them that a rank owns under ZeRO."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,8 +23,8 @@ from tandem.types import UserError
 
 
 class WeightShard(NamedTuple):
-    """A shard of the weights that is looked up when it is needed: ``read`` returns it in the shape of ``box``, as a view of the rank's own
-    memory or, where weights are paged, of the file."""
+    """A weight shard that is read on demand. ``read`` returns it in the shape of ``box``, as a view of the rank's memory or, for paged
+    weights, of the file."""
 
     name: str
     whole: tuple[int, ...]
@@ -34,17 +34,17 @@ class WeightShard(NamedTuple):
 
 
 class ReplicaState:
-    """What a replica holds of a checkpoint, and of the weights that go to engines. Every rank of it makes one, for as long as it has the
-    replica, and calls ``load`` together."""
+    """The shards that a replica holds of a checkpoint, and of the weights sent to engines. Every rank makes one for the lifetime of the
+    replica and calls ``load`` together."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         with replica.addresses():
-            # Where weights are cut, a parameter has no memory outside.
+            # Sharded parameters have no memory outside this context.
             self._parts: list[Part] = parts_of(replica.model)
 
     def shards(self) -> list[Shard]:
-        """Live views of weights and moments."""
+        """Returns weights and moments as live views."""
         optimizer = self.replica.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             return [shard for run in optimizer.parts() for shard in self._of_run(run)]
@@ -53,7 +53,7 @@ class ReplicaState:
         return state_shards(self.replica.model, optimizer)
 
     def load(self, contents: Contents, updates: int) -> None:
-        """Take over weights and moments. Raises ``UserError`` for a checkpoint of another model or optimizer."""
+        """Loads weights and moments. Raises ``UserError`` for a checkpoint of another model or optimizer."""
         optimizer = self.replica.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             self._load_runs(contents, optimizer, updates)
@@ -79,16 +79,17 @@ class ReplicaState:
             raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: {error}") from None
 
         def read(run: Run) -> Run:
-            found = run._replace(values=torch.empty_like(run.values, device=model.device))
-            contents.read(self._of_run(found))
-            return found
+            empty = run._replace(values=torch.empty_like(run.values, device=model.device))
+            contents.read(self._of_run(empty))
+            return empty
 
-        # Read from a file to a file a part at a time; else all is read before the first is changed.
+        # From file to file, one part is in memory at a time; otherwise everything is read before anything is changed.
         optimizer.load_parts(map(read, plain) if optimizer.paged is not None else [read(run) for run in plain] + coded, updates)
 
     def weight_shards(self) -> list[WeightShard]:
-        """This rank's part of the weights, without that copy of a tied embedding which the last stage of a pipeline has. Nothing is read
-        or gathered: where ZeRO cuts the weights, each shard lies in the run of numbers that the rank owns."""
+        """Returns this rank's shards of the weights, without the last pipeline stage's copy of a tied embedding.
+
+        Nothing is read or gathered: under ZeRO 3 each shard lies in the run of elements that the rank owns."""
         model, optimizer = self.replica.model, self.replica.optimizer
         parts = [part for part in self._parts if not is_tied_copy(model, part.parameter)]
         if isinstance(optimizer, ShardedOptimizer) and optimizer.stage == 3:
@@ -101,15 +102,15 @@ class ReplicaState:
         ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Where weights are paged on one process: every tensor by its Hugging Face name, in their order, as live views."""
+        """Yields every tensor by its Hugging Face name in their order, as live views. For weights paged in one process."""
         assert self.replica.paged is not None
         held = self.replica.paged.weights()
         for part in self._parts:
             yield part.name, held[part.parameter].view(-1)[part.first : part.first + part.box.numel].view(part.box.shape)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes over the weights of a whole model by Hugging Face name, one in memory at a time: where they are paged, or cut by ZeRO. Raises
-        ``UserError`` where they are not the model's, and has changed nothing then."""
+        """Loads the weights of a whole model by Hugging Face name, one tensor in memory at a time. For paged weights and weights sharded by
+        ZeRO. Raises ``UserError`` if they are not this model's; nothing is changed then."""
         given, optimizer = checked_tensors(self.replica.model, tensors), self.replica.optimizer
         for part in self._parts:
             values = given[part.name][part.box.slices].reshape(-1)
@@ -126,14 +127,14 @@ class ReplicaState:
 
     def _check(self, contents: Contents, optimizer: ShardedOptimizer) -> None:
         names = {name for name, _ in parameters(self.replica.model.shapes)}
-        found: Mapping[Key, Sequence[object]] = contents.stored
-        for key in found:
+        stored: Mapping[Key, Sequence[object]] = contents.stored
+        for key in stored:
             if key.state not in (WEIGHTS, *optimizer.kinds) or (not is_coded(key.state) and key.name not in names):
                 raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{key}'")
 
 
 def _shard_of_run(run: Run, shard: Shard, read: Callable[[], Tensor]) -> WeightShard:
-    # The shard is a view of the run's placeholder: its offset there is that in the run.
+    # The shard is a view of the run's placeholder, so its offset in the placeholder is its offset in the run.
     first = int(shard.tensor.storage_offset() - run.values.storage_offset())
     return WeightShard(shard.key.name, shard.whole, shard.box, shard.tensor.dtype, partial(_view, read, first, shard.box))
 

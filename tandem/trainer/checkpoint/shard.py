@@ -1,4 +1,4 @@
-"""What a rank holds of a training state, and which rank writes what of it."""
+"""The parts of a training state that a rank holds, and the assignment of parts to the ranks that write them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,8 @@ from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range
 
 
 class Key(NamedTuple):
-    """``state`` is ``weights``, ``exp_avg``, ``master`` or what else an optimizer keeps; ``name`` the parameter's."""
+    """Names a tensor of the state. ``state``: ``weights``, ``exp_avg``, ``master`` or another tensor kind of an optimizer; ``name``: the
+    parameter's."""
 
     state: str
     name: str
@@ -20,8 +21,8 @@ class Key(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One part of a whole tensor: the elements ``box`` of ``key``, whose whole shape is ``whole``. ``tensor`` has the box's
-    shape; a checkpoint is written from it, or read into it."""
+    """A part of a tensor: the elements ``box`` of ``key``, whose full shape is ``whole``. ``tensor`` has the box's shape; a checkpoint is
+    written from it or read into it."""
 
     key: Key
     whole: tuple[int, ...]
@@ -30,7 +31,7 @@ class Shard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A shard without its numbers: what other ranks need to know of it."""
+    """A shard without its values: the metadata that other ranks need."""
 
     key: Key
     whole: tuple[int, ...]
@@ -47,20 +48,20 @@ def piece_of(shard: Shard) -> Piece:
 
 
 def flat_shards(key: Key, whole: tuple[int, ...], box: ShardOffsets, first: int, values: Tensor) -> list[Shard]:
-    """The shards of a rank that holds a run of a part's memory: ``values`` (one axis) are the elements from ``first`` on of the
-    row-major memory of the part ``box``."""
-    found, taken = [], 0
+    """Returns the shards of a run of memory. ``values[n]``: the elements from ``first`` on of the row-major memory of the part ``box``."""
+    shards, taken = [], 0
     for run in boxes_of_range(box.shape, first, first + values.numel()):
         part = values[taken : taken + run.numel].view(run.shape)
-        found.append(Shard(key, whole, run.moved(box.start), part))
+        shards.append(Shard(key, whole, run.moved(box.start), part))
         taken += run.numel
-    return found
+    return shards
 
 
 def divide(held: Sequence[Iterable[Piece]]) -> list[set[tuple[Key, ShardOffsets]]]:
-    """Who writes what: for every rank the parts that it writes of those it holds (``held`` by rank). Each part is written
-    once; of several holders the one that has least to write so far, the first among equals. A pure function, so that every
-    rank finds the same."""
+    """Returns for every rank the parts that it writes of those it holds (``held`` by rank).
+
+    Each part is written once, by the holder with the fewest bytes assigned so far; ties go to the lowest rank. A pure function, so every
+    rank computes the same assignment."""
     holders: dict[tuple[Key, ShardOffsets], list[int]] = {}
     sizes: dict[tuple[Key, ShardOffsets], int] = {}
     for rank, pieces in enumerate(held):
@@ -70,7 +71,7 @@ def divide(held: Sequence[Iterable[Piece]]) -> list[set[tuple[Key, ShardOffsets]
             sizes[part] = piece.nbytes
     loads = [0] * len(held)
     chosen: list[set[tuple[Key, ShardOffsets]]] = [set() for _ in held]
-    # What only one rank holds comes first: the rest evens out the loads, the largest before the smallest.
+    # Parts with a single holder are assigned first; the rest then balances the loads, the largest first.
     for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part)):
         rank = min(holders[part], key=lambda rank: (loads[rank], rank))
         loads[rank] += sizes[part]

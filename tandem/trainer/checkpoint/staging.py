@@ -1,4 +1,4 @@
-"""The copy that training goes on beside: one block of memory that has the layout of the rank's file, kept from save to save."""
+"""The staged copy of a rank's state: one block of memory with the layout of the rank's file, reused by every save."""
 
 import ctypes
 import mmap
@@ -15,8 +15,10 @@ from tandem.types import RunError
 
 
 class Staging:
-    """Memory for the file of ``pieces``. ``pinned``: for copies from a GPU at its full speed. ``folder``: the copy lies in a file there, and
-    takes no memory that the system cannot have back. Raises ``RunError`` where the folder has no room."""
+    """Memory for the file of ``pieces``.
+
+    ``pinned``: page-locked, for full-speed copies from a GPU. ``folder``: the copy is mapped to a file there, whose pages the system can
+    reclaim. Raises ``RunError`` if the folder has no room."""
 
     def __init__(self, pieces: Sequence[Piece], pinned: bool, folder: Path | None = None) -> None:
         self.pieces = tuple(pieces)
@@ -41,14 +43,14 @@ class Staging:
         if folder is not None:
             self._file = TensorFile(folder, lambda reason: _no_room(folder, size, reason), size)
             return mmap.mmap(self._file.descriptor, size)
-        # Pages of its own, large ones where the system has them: touching memory for the first time costs more than the copy.
+        # A private mapping with huge pages where available: touching memory for the first time costs more than the copy.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
     def touch(self) -> None:
-        """Have the system give every page now, from whatever thread has the time."""
+        """Touches every page, so that the first save does not pay for page faults."""
         if self._file is not None:
             return
         zeros = bytes(1 << 20)
@@ -57,19 +59,19 @@ class Staging:
             self._view[start:stop] = zeros[: stop - start]
 
     def fits(self, shards: Sequence[Shard]) -> bool:
-        """Whether this is the memory for ``shards``."""
+        """Returns whether the layout is that of ``shards``."""
         return self.pieces == tuple(map(piece_of, shards))
 
     @torch.no_grad()
     def fill(self, shards: Sequence[Shard]) -> None:
-        """Copy ``shards`` here; when it returns they may change again."""
+        """Copies ``shards`` here; they may change again once it returns."""
         for shard in shards:
             self._tensors[(shard.key, shard.box)].copy_(shard.tensor, non_blocking=True)
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
 
-    def rest(self) -> None:
-        """What lies in a file is not held in memory until it is looked at again."""
+    def release_pages(self) -> None:
+        """Releases the pages of a file-backed copy until they are accessed again."""
         if self._file is not None:
             self._memory.madvise(mmap.MADV_DONTNEED)
 

@@ -1,4 +1,4 @@
-"""When to save: by steps, by minutes and on request, the same on every rank. Imports no torch: a pod's controller asks too."""
+"""When to save: by steps, by minutes and on request, the same on every rank. Imports no torch, because a pod's controller uses it too."""
 
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -11,8 +11,10 @@ Due = Literal["nothing", "save", "stop"]
 
 
 class CheckpointTrigger:
-    """Clocks differ between ranks and a signal may reach one of them only, so every step all ranks agree: the minutes are those of the rank
-    that ``is_first``, a request is anybody's. ``agree``: flags of which each holds if it does on any rank."""
+    """Decides when to save, with the agreement of all ranks in every step.
+
+    Clocks differ between ranks and a signal may reach only one of them: the minutes are measured on the rank that ``is_first``, and a
+    request on any rank counts. ``agree``: returns the logical or of each flag over all ranks."""
 
     def __init__(
         self, config: CheckpointConfig, requests: SignalRequests, *, is_first: bool = True,
@@ -22,7 +24,7 @@ class CheckpointTrigger:
         self._saved_s = clock()
 
     def due(self, step: int) -> Due:
-        """What the state after ``step`` steps asks for. ``stop``: save, then end. Every rank calls it in the same step."""
+        """Returns what to do with the state after ``step`` steps. ``stop``: save, then end. Every rank calls it in the same step."""
         late = 0 < 60 * self._config.every_minutes <= self._clock() - self._saved_s
         save, stop = self._agree([self._requests.save or (late and self._is_first), self._requests.stop])
         if stop:
@@ -30,5 +32,5 @@ class CheckpointTrigger:
         return "save" if save or step % self._config.every_steps == 0 else "nothing"
 
     def saved(self) -> None:
-        """A save has begun: the minutes count anew, and the request is met."""
+        """Restarts the minutes and clears the request, because a save has started."""
         self._saved_s, self._requests.save = self._clock(), False

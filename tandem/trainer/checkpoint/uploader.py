@@ -1,4 +1,4 @@
-"""Copies of checkpoints to object storage, beside training and beside the writing of the next ones."""
+"""Copies checkpoints to object storage in the background."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,9 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class Uploader:
-    """Copies committed checkpoints, the newest first; keeps the newest ``keep`` there. Before each the files that ``companions`` returns by their
-    name in the storage, and once those of ``once``. A copy that fails costs a warning and is tried again with the next checkpoint; ``finish``
-    raises where the last one failed. ``on_message`` is told of it."""
+    """Uploads committed checkpoints, the newest first; keeps the newest ``keep`` in the storage. Before each it copies the files that
+    ``companions`` returns, by their name in the storage, and the files of ``once`` if they are not there.
+
+    A failed copy is reported to ``on_message`` (default: a warning in the log) and retried with the next checkpoint; ``finish`` raises if
+    the last one failed."""
 
     def __init__(
         self, storage: Storage, checkpoints: Path, keep: int, companions: Callable[[], Mapping[str, Path]] = dict,
@@ -32,18 +34,18 @@ class Uploader:
         self._last: Future[None] | None = None
 
     def add(self, step: int) -> None:
-        """``step`` is committed; one that still waits is passed over for it."""
+        """Queues the committed ``step``; it replaces a step that is still queued."""
         with self._lock:
             self._wanted = step
         self._last = self._thread.submit(self._work)
 
     def in_use(self) -> set[int]:
-        """The steps whose folders must stay until they are copied."""
+        """Returns the steps whose folders must be kept until they are copied."""
         with self._lock:
             return {step for step in (self._wanted, self._at_work) if step is not None}
 
     def finish(self, beat: Callable[[], None] | None = None) -> None:
-        """Wait for the copies; ``beat`` is called every second. Raises ``RunError`` where the newest checkpoint could not be copied."""
+        """Waits for the copies and calls ``beat`` every second. Raises ``RunError`` if the newest checkpoint could not be copied."""
         if self._last is not None:
             wait_for(self._last, beat)
             self._last.result()
@@ -73,6 +75,6 @@ class Uploader:
                 upload(self._storage, folder)
             prune_uploads(self._storage, self._keep)
         except (RunError, OSError) as error:
-            line = f"the checkpoint of step {step} is whole in '{folder}' and not uploaded: {error}"
+            line = f"the checkpoint of step {step} is complete in '{folder}' but not uploaded: {error}"
             self._on_message(line)
             raise RunError(line) from None

@@ -1,9 +1,9 @@
-"""One checkpoint from staged memory to the disk, in phases that all ranks vote on.
+"""Writes one checkpoint from staged memory to the disk, in phases that all ranks vote on.
 
-``prepare``: rank 0 makes a fresh folder. ``write``: every rank its file and index. ``manifest``: rank 0 writes what belongs
-together. ``verify``: every rank reads its bytes back from the disk and compares them with what the manifest names. ``commit``: rank 0
-sets the marker and gives the folder its name in one rename. A death at any point leaves the checkpoints before as they are, and at
-most a folder that readers never look at.
+``prepare``: rank 0 makes a fresh folder. ``write``: every rank writes its file and index. ``manifest``: rank 0 writes the manifest.
+``verify``: every rank reads its bytes back from the disk and compares them with the manifest. ``commit``: rank 0 sets the marker and
+renames the folder to its final name. A process that dies at any point leaves earlier checkpoints unchanged, and at most a folder that
+readers ignore.
 """
 
 import os
@@ -43,7 +43,7 @@ PHASES = ("prepare", "write", "manifest", "verify", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be written: ``state`` all ranks know alike, ``own`` only this one."""
+    """A checkpoint to write. ``state``: shared by all ranks; ``own``: of this rank alone."""
 
     step: int
     staged: Staging
@@ -54,8 +54,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that is on the disk, whole. ``digest`` is over every byte of it; ``write_s``: seconds from the staged copy to the
-    commit, beside training."""
+    """A complete checkpoint on the disk. ``digest`` covers every byte; ``write_s``: seconds from the staged copy to the commit, in the
+    background."""
 
     step: int
     folder: Path
@@ -64,8 +64,8 @@ class Committed:
 
 
 def write_checkpoint(checkpoints: Path, ranks: Communicator, mesh: Mapping[str, int], work: Work, fault_point: FaultPoint) -> Committed:
-    """Commit ``checkpoints/step-N`` together with the other ranks. Raises ``RunError`` on all of them where it fails on one; the
-    checkpoints before stay as they are."""
+    """Commits ``checkpoints/step-N`` together with the other ranks. Raises ``RunError`` on all ranks if it fails on one; earlier
+    checkpoints are unchanged."""
     began = perf_counter()
     final = checkpoints / f"step-{work.step}"
     fresh = checkpoints / f".{final.name}.tmp"
@@ -80,9 +80,9 @@ def write_checkpoint(checkpoints: Path, ranks: Communicator, mesh: Mapping[str, 
             trouble = _line(error, checkpoints)
         except RunError as error:
             trouble = str(error)
-        found = vote(ranks, f"the checkpoint of step {work.step} is not committed ({name})", trouble, value)
+        values = vote(ranks, f"the checkpoint of step {work.step} is not committed ({name})", trouble, value)
         fault_point(f"after:checkpoint_{name}:{work.step}")
-        return found
+        return values
 
     try:
         phase("prepare", lambda: _prepare(checkpoints, fresh) if is_first else None)
@@ -91,7 +91,7 @@ def write_checkpoint(checkpoints: Path, ranks: Communicator, mesh: Mapping[str, 
         phase("verify", lambda: _read_back(fresh, ranks.rank, entries, digest))
         phase("commit", lambda: _commit(fresh, final) if is_first else None)
     except RunError:
-        # A rank that only lost its neighbours may be followed by a new job in the same folder: it removes nothing then.
+        # Nothing is removed by a rank that only lost its neighbours: a new job may already be using the same folder.
         if is_first:
             shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -125,8 +125,8 @@ def _write_manifest(fresh: Path, work: Work, mesh: Mapping[str, int], entries: S
 
 
 def _read_back(fresh: Path, rank: int, entries: Sequence[Entry], digest: str) -> None:
-    manifest, found = read_manifest(fresh, committed=False)
-    if found != digest or list(manifest.indexes) != list(entries):
+    manifest, actual = read_manifest(fresh, committed=False)
+    if actual != digest or list(manifest.indexes) != list(entries):
         raise Damaged(f"its {MANIFEST} is not what was written")
     index = read_entry(fresh, manifest.indexes[rank])
     trouble = damaged_chunk(fresh / index.file, index, from_disk=True)
@@ -141,7 +141,7 @@ def _commit(fresh: Path, final: Path) -> None:
     sync_directory(fresh)
     replaced = None
     if final.exists():
-        # An older one of this step, or a damaged one.
+        # An older or damaged checkpoint of this step.
         replaced = final.rename(final.parent / f".{final.name}.replaced.tmp")
     fresh.rename(final)
     sync_directory(final.parent)

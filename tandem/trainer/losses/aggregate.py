@@ -1,7 +1,7 @@
-"""From losses of tokens to one number: the field's four aggregations, by the names that verl gives them.
+"""Aggregates token losses to one number: the field's four modes, by verl's names.
 
-Each is a sum over rows of ``weight * value`` with weights from *global* counts alone. The shares of micro-batches, and
-of ranks, therefore add up to the loss of the global batch, however it was cut."""
+Each is a sum over rows of ``weight * value`` with weights from *global* counts alone. The shares of micro-batches and ranks therefore add
+up to the loss of the global batch, whatever the partition."""
 
 import math
 from collections.abc import Sequence
@@ -27,12 +27,11 @@ class GlobalCounts:
 def row_weights(
     loss_agg_mode: LossAggMode, mask: Tensor, sequence_of_row: Tensor, sequence_mask_sums: Tensor, counts: GlobalCounts
 ) -> Tensor:
-    """The weight of each row [R] in the loss, float64.
+    """Returns the weight of each row [R] in the loss, float64.
 
-    ``mask[R]`` is the loss mask, ``sequence_mask_sums[S]`` its sum over each whole sequence. With N sequences and M
-    tokens in the global batch: ``token-mean`` mask / M (Yu et al., 2025, equation 8); ``seq-mean-token-sum`` mask / N;
-    ``seq-mean-token-mean`` mask / (N length) (Shao et al., 2024, equation 3); ``seq-mean-token-sum-norm`` mask / (N C)
-    with the constant C (Liu et al., 2025, section 3.2)."""
+    ``mask[R]`` is the loss mask, ``sequence_mask_sums[S]`` its sum over each whole sequence. With N sequences and M tokens in the global
+    batch: ``token-mean`` mask / M (Yu et al., 2025, equation 8); ``seq-mean-token-sum`` mask / N; ``seq-mean-token-mean`` mask / (N length)
+    (Shao et al., 2024, equation 3); ``seq-mean-token-sum-norm`` mask / (N C) with the constant C (Liu et al., 2025, section 3.2)."""
     mask = mask.double()
     if loss_agg_mode == "token-mean":
         return mask / counts.tokens
@@ -44,7 +43,7 @@ def row_weights(
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """``sum(weights[R] * values[R])`` in float64; the gradient goes back in the dtype of ``values``."""
+    """Returns ``sum(weights[R] * values[R])`` in float64; the gradient has the dtype of ``values``."""
     return (values.double() * weights).sum()
 
 

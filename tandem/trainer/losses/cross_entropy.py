@@ -7,8 +7,8 @@ from tandem.trainer.step import Loss, LossShare
 
 
 def make_cross_entropy_loss(counts: GlobalCounts, room: str = "sft") -> Loss:
-    """The mean of -log pi over the counted tokens of the global batch, as shares of micro-batches. ``room``: what the names of
-    its metrics begin with."""
+    """Returns a loss: the mean of -log pi over the counted tokens of the global batch, as shares of micro-batches. ``room``: the prefix of
+    its metrics."""
 
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         weights = row_weights("token-mean", rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probabilities are from those that the rollout engine recorded. Exactly 0 where both have the same bits."""
+"""Measures how far the trainer's log-probabilities differ from those recorded by the rollout engine: exactly 0 if the bits are equal."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from tandem.types import TrainSequence
 
 
 class Mismatch(NamedTuple):
-    """Over some tokens: ``k3_sum`` (nats), the sum of ``mismatch_k3``, and ``max_abs`` (nats), the largest absolute difference."""
+    """Mismatch over a set of tokens: ``k3_sum`` (nats), the sum of ``mismatch_k3``, and ``max_abs`` (nats), the largest absolute
+    difference."""
 
     k3_sum: float = 0.0
     max_abs: float = 0.0
@@ -27,11 +28,11 @@ def mismatch_k3(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def recorded_mismatch(sequences: Sequence[TrainSequence], logprobs: Sequence[Tensor], dtype: torch.dtype) -> Mismatch:
-    """Compares the trainer's raw ``logprobs`` (float64 [n] a sequence, its counted tokens in order) with ``rollout_logprobs``,
-    rounded to ``dtype`` as a micro-batch rounds them. Sequences without a record are left out."""
+    """Compares the trainer's raw ``logprobs`` (float64 [n] a sequence, its counted tokens in order) with ``rollout_logprobs``, rounded to
+    ``dtype`` as in a micro-batch. Sequences without recorded log-probabilities are left out."""
     pairs = [(s, values) for s, values in zip(sequences, logprobs, strict=True) if s.rollout_logprobs]
     if not pairs:
         return Mismatch()
     recorded = torch.tensor([s.rollout_logprobs[i] for s, _ in pairs for i in counted_indices(s)], dtype=torch.float64).to(dtype).double()
-    found = torch.cat([values for _, values in pairs])
-    return Mismatch(mismatch_k3(found, recorded).sum().item(), (found - recorded).abs().max().item())
+    computed = torch.cat([values for _, values in pairs])
+    return Mismatch(mismatch_k3(computed, recorded).sum().item(), (computed - recorded).abs().max().item())

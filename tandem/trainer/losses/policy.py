@@ -14,8 +14,8 @@ from tandem.trainer.losses.kl import LOG_RATIO_LIMIT
 
 
 class PolicyLoss(NamedTuple):
-    """Per row: ``values[R]`` to be aggregated (gradient), ``clipped[R]`` 1.0 where the clip binds, ``kl[R]`` the
-    estimate log pi_old - log pi of KL(pi_old || pi). The last two carry no gradient."""
+    """Per row: ``values[R]`` to be aggregated (with gradient), ``clipped[R]`` 1.0 where the clip is active, ``kl[R]`` the estimate log
+    pi_old - log pi of KL(pi_old || pi). The last two carry no gradient."""
 
     values: Tensor
     clipped: Tensor
@@ -25,10 +25,10 @@ class PolicyLoss(NamedTuple):
 def log_ratios(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_of_row: Tensor, sequences: int, level: Level
 ) -> Tensor:
-    """``log(pi / pi_old)`` [R], clamped to +-20.
+    """Returns ``log(pi / pi_old)`` [R], clamped to +-20.
 
-    ``token``: of each token. ``sequence``: the mean over the sequence's counted tokens, on every one of its rows, with
-    the gradient of each row's own token (GSPO-token, equation 15)."""
+    ``token``: of each token. ``sequence``: the mean over the sequence's counted tokens, on every one of its rows, with the gradient of each
+    row's own token (GSPO-token, equation 15)."""
     difference = logprobs - old_logprobs
     if level == "sequence":
         lengths = sequence_sums(mask, sequence_of_row, sequences).clamp(min=1.0)
@@ -40,8 +40,8 @@ def log_ratios(
 def policy_loss(
     log_ratio: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None
 ) -> PolicyLoss:
-    """``-min(rho A, clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high) A)`` with rho = exp(log_ratio); where A < 0 at most
-    ``-dual_clip A``. ``log_ratio[R]`` carries gradient, ``advantages[R]`` none."""
+    """Returns ``-min(rho A, clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high) A)`` with rho = exp(log_ratio); where A < 0 at most
+    ``-dual_clip A``. ``log_ratio[R]`` carries gradient, ``advantages[R]`` does not."""
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

@@ -1,5 +1,5 @@
-"""What a forward pass saves for its backward, in a file: written behind the forward, read ahead of the backward (Rajbhandari et al., 2021,
-"ZeRO-Infinity", section 5, there for checkpointed activations)."""
+"""Offloads the activations saved for the backward pass to a file: written behind the forward pass, prefetched by the backward pass
+(Rajbhandari et al., 2021, "ZeRO-Infinity", section 5, there for checkpointed activations)."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,12 +17,12 @@ from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 
 SMALLEST_BYTES = 64 << 10
-"""Tensors below this stay in memory."""
+"""Smaller tensors stay in memory."""
 
 
 class _Page:
-    """A tensor that was saved ``wanted`` times and given back ``given`` times; it lies ``at`` a place of the file. ``tensor``: in memory
-    until it is written, and again from a reading to the last time that it is given."""
+    """A tensor saved ``wanted`` times and unpacked ``given`` times, stored at byte ``at`` of the file. ``tensor``: set until it is written,
+    and again from its prefetch to its last unpacking."""
 
     def __init__(self, number: int, at: int, tensor: Tensor) -> None:
         self.number, self.at = number, at
@@ -34,18 +34,19 @@ class _Page:
 
 
 class ActivationOffload:
-    """Stands around those forward passes of ``model`` that a backward follows. At most ``passes`` of them wait for theirs at a time, the
-    oldest first: the forward after that takes its place. Of tensors on their way to the file, and of those read ahead, ``in_flight_bytes``
-    each are in memory at most, but always one. A pass has a file of ``folder`` without a name, which goes with its process;
-    ``expected_bytes`` of it are taken at once, more when they are needed.
+    """Installs hooks around the forward passes of ``model`` that a backward pass follows.
 
-    Raises ``RunError`` where the folder has no room."""
+    At most ``passes`` forward passes may await their backward pass; the next one replaces the oldest. At most ``in_flight_bytes`` of
+    tensors being written, and as many of prefetched tensors, are in memory, but always at least one tensor. Each pass has an unnamed file
+    in ``folder`` that is deleted with the process; ``expected_bytes`` are allocated at once, more on demand.
+
+    Raises ``RunError`` if the folder has no room."""
 
     def __init__(
         self, model: Decoder, folder: Path, expected_bytes: int, in_flight_bytes: int = ACTIVATIONS_IN_FLIGHT_BYTES, passes: int = 1
     ) -> None:
         self._model = model
-        # One thread: what was asked for first is done first.
+        # A single thread keeps writes and reads in order.
         worker = ThreadPoolExecutor(1, thread_name_prefix="activations")
         self._passes = deque(_SavedPass(folder, expected_bytes, in_flight_bytes, worker) for _ in range(passes))
         self._hooks: AbstractContextManager[Any] | None = None
@@ -54,16 +55,16 @@ class ActivationOffload:
 
     @property
     def written_bytes(self) -> int:
-        """Of the last forward pass."""
+        """Bytes written in the last forward pass."""
         return self._passes[-1].written_bytes
 
     def _enter(self) -> None:
         if not torch.is_grad_enabled():
             return
         for each in self._passes:
-            each.rest()
+            each.release()
         self._passes.rotate(-1)
-        # Weights stay where they are, and so does the table of rotations.
+        # Weights and the rotary table stay in memory.
         stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), self._model._cos_sin)}
         newest = self._passes[-1]
         newest.begin(stays)
@@ -77,7 +78,7 @@ class ActivationOffload:
 
 
 class _SavedPass:
-    """What one forward pass has saved."""
+    """The activations saved by one forward pass."""
 
     def __init__(self, folder: Path, expected_bytes: int, in_flight_bytes: int, worker: ThreadPoolExecutor) -> None:
         self._folder, self._most_bytes, self._worker = folder, in_flight_bytes, worker
@@ -91,12 +92,12 @@ class _SavedPass:
         self._stays: set[int] = set()
 
     def begin(self, stays: set[int]) -> None:
-        """A forward pass begins, and the one before has no backward any more. ``stays``: memory that is not written."""
-        self.rest()
+        """Starts a forward pass and discards the previous one, whose backward pass is done. ``stays``: storages that are not offloaded."""
+        self.release()
         self._pages, self.written_bytes, self._stays = [], 0, stays
 
-    def rest(self) -> None:
-        """Hold nothing in memory."""
+    def release(self) -> None:
+        """Releases all tensors in memory."""
         self._let_go(0)
         for page in self._pages:
             if page.reading is not None:
@@ -109,7 +110,8 @@ class _SavedPass:
             return saved
         key = (saved.data_ptr(), saved.shape, saved.dtype)
         if key in self._by_memory:
-            # Whose memory is that of another now would have been let go: several operations have saved the same.
+            # Same address, shape and dtype mean the same tensor, saved by several operations: a page is removed before its memory is
+            # reused.
             self._by_memory[key].wanted += 1
             return self._by_memory[key]
         page = _Page(len(self._pages), self.written_bytes, saved)
@@ -125,7 +127,7 @@ class _SavedPass:
         return page
 
     def _let_go(self, left_bytes: int) -> None:
-        """Hold at most ``left_bytes`` of what is written or on its way."""
+        """Releases tensors, oldest first, until at most ``left_bytes`` of those being written are in memory."""
         while self._writing_bytes > left_bytes:
             page = self._writing.popleft()
             self._writing_bytes -= page.nbytes
@@ -140,7 +142,7 @@ class _SavedPass:
             return cast(Tensor, saved)
         page = saved
         if page.number >= len(self._pages) or self._pages[page.number] is not page:
-            raise RuntimeError("a backward pass comes after the next forward pass has begun")
+            raise RuntimeError("the backward pass of these activations comes too late: a later forward pass has replaced them")
         self._begin_read(page)
         self._read_ahead(page)
         if page.reading is not None:
@@ -158,7 +160,7 @@ class _SavedPass:
         return tensor
 
     def _read_ahead(self, page: _Page) -> None:
-        """A backward pass wants pages about in the reverse of the order in which they were saved."""
+        """Prefetches pages in reverse order, which is about the order in which the backward pass needs them."""
         following = page.number - 1 if self._next_ahead is None else min(self._next_ahead, page.number - 1)
         while following >= 0 and self._ahead_bytes + self._pages[following].nbytes <= self._most_bytes:
             self._begin_read(self._pages[following])
@@ -173,6 +175,6 @@ class _SavedPass:
 
     def _failed(self, reason: str) -> RunError:
         return RunError(
-            f"'{self._folder}' cannot hold the activations that are offloaded, {self.written_bytes / 2**20:,.0f} MiB and more: {reason}; make room, "
+            f"'{self._folder}' cannot hold the offloaded activations (more than {self.written_bytes / 2**20:,.0f} MiB): {reason}; make room, "
             "name another folder in 'trainer.offload_folder', or lower trainer.micro_batch_tokens"
         )

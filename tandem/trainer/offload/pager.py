@@ -1,4 +1,4 @@
-"""Tensors that live in a file and are brought to memory a piece at a time, the next one while the present one is worked on."""
+"""Stores tensors in a file and brings them to memory piece by piece, the next piece while the current one is processed."""
 
 import mmap
 from collections.abc import Callable, Collection, Sequence
@@ -12,14 +12,14 @@ from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 
 PIECE = 1 << 20
-"""Numbers of a tensor in memory at a time. A multiple of any vector: only the last piece of a tensor has a remainder."""
+"""Elements of a tensor in memory at a time. A multiple of any vector width, so only the last piece of a tensor has a remainder."""
 
 
 class Pager:
-    """FlatBuffer tensors of ``sizes`` numbers and one ``dtype``, zeros at first, in one file of ``folder`` that no name leads to: it goes
-    with its process. Two staging buffers hold a piece of each of ``at_once`` tensors; ``pinned``: for copies to and from a GPU.
+    """Flat tensors of ``sizes`` elements and one ``dtype``, initially zero, in one unnamed file in ``folder`` that is deleted with the
+    process. Two staging buffers hold a piece of each of ``at_once`` tensors; ``pinned``: page-locked, for copies to and from a GPU.
 
-    Raises ``RunError`` where the folder has no room; it is taken at once, so that no step finds it missing."""
+    Raises ``RunError`` if the folder has no room; the space is allocated at once, so that no later step can run out of it."""
 
     def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype, at_once: int, pinned: bool = False) -> None:
         self._sizes, self._dtype, self._folder = list(sizes), dtype, folder
@@ -28,7 +28,7 @@ class Pager:
         self._file = TensorFile(folder, self._failed, self._bytes)
         longest = min(PIECE, max(self._sizes, default=0))
         self._buffers = [[torch.empty(longest, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(at_once)] for _ in range(2)]
-        # One thread: what is written from a buffer is on its way before that buffer is read into again.
+        # A single thread: a buffer's write is done before the next read into it.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="pager")
 
     @property
@@ -36,9 +36,10 @@ class Pager:
         return sum(buffer.nbytes for side in self._buffers for buffer in side)
 
     def visit(self, groups: Sequence[Sequence[int]], work: Callable[[int, slice, list[Tensor]], None], kept: Collection[int] = ()) -> None:
-        """``work(g, where, pieces)`` for every piece of every group of tensors of equal size: ``pieces`` are those tensors' numbers in the
-        slice ``where``, which ``work`` changes in place. Pieces are read one ahead and written back behind, but for those of the tensors
-        ``kept``."""
+        """Calls ``work(g, where, pieces)`` for every piece of every group of tensors of equal size.
+
+        ``pieces``: those tensors' elements in the slice ``where``, which ``work`` changes in place. The next piece is read ahead, and
+        processed pieces are written back, except those of the tensors in ``kept``."""
         pieces = [
             (g, slice(start, min(start + PIECE, self._sizes[group[0]])))
             for g, group in enumerate(groups)
@@ -58,30 +59,30 @@ class Pager:
             write.result()
 
     def mapped(self, index: int) -> Tensor:
-        """Tensor ``index`` as a view of the file: what is looked at is read, nothing is held."""
+        """Returns tensor ``index`` as a view of the file, read on access."""
         if not self._sizes[index]:
             return torch.empty(0, dtype=self._dtype)
         view = mmap.mmap(self._file.descriptor, self._bytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(view, dtype=self._dtype, count=self._sizes[index], offset=self._starts[index])
 
     def write(self, index: int, values: Tensor, first: int = 0) -> None:
-        """``values`` to tensor ``index``, from its number ``first`` on."""
+        """Writes ``values`` to tensor ``index`` from its element ``first`` on."""
         flat = values.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             piece = flat[start : start + PIECE].to(self._dtype).contiguous()
             self._transfer(self._file.write, [index], slice(first + start, first + start + piece.numel()), [piece])
 
     def begin_read(self, index: int, out: Tensor, first: int = 0) -> "Future[None]":
-        """Begin to fill ``out``, which lies end to end in memory, with the numbers of tensor ``index`` from ``first`` on."""
+        """Starts to fill the contiguous tensor ``out`` with the elements of tensor ``index`` from ``first`` on."""
         return self._worker.submit(self._transfer, self._file.read, [index], slice(first, first + out.numel()), [out])
 
     def begin_write(self, index: int, values: Tensor, first: int = 0, *, adds: bool = False) -> "Future[None]":
-        """Begin to put ``values``, which lie end to end in memory and are the pager's from now on, where ``begin_read`` finds them.
-        ``adds``: their sum with what is there."""
+        """Starts to write the contiguous tensor ``values``, which the pager owns from now on, to tensor ``index`` from ``first`` on.
+        ``adds``: adds it to the stored values."""
         return self._worker.submit(self._put, index, values.view(-1), first, adds)
 
     def _put(self, index: int, values: Tensor, first: int, adds: bool) -> None:
-        # What was asked for before is done, and a visit reads into its buffers only after this.
+        # Runs in the worker thread after all earlier requests, so the staging buffer is free.
         held = self._buffers[0][0]
         for start in range(0, values.numel() if adds else 0, held.numel()):
             piece = values[start : start + held.numel()]
@@ -104,12 +105,12 @@ class Pager:
         return self._worker.submit(read)
 
     def _transfer(self, call: Callable[[Tensor, int], None], group: Sequence[int], where: slice, tensors: Sequence[Tensor]) -> None:
-        """``call`` for every tensor's slice and its place in the file."""
+        """Calls ``call`` with every tensor and the byte offset of its slice in the file."""
         for index, tensor in zip(group, tensors, strict=True):
             call(tensor, self._starts[index] + where.start * self._dtype.itemsize)
 
     def _failed(self, reason: str) -> RunError:
         return RunError(
-            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB that are offloaded: {reason}; make room, or name "
+            f"'{self._folder}' cannot hold the {self._bytes / 2**20:,.0f} MiB of offloaded state: {reason}; make room, or name "
             "another folder in 'trainer.offload_folder'"
         )

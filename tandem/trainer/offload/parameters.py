@@ -1,7 +1,7 @@
-"""The weights and gradients of a decoder's layers, in a pager's file (Rajbhandari et al., 2021, "ZeRO-Infinity", section 5).
+"""Keeps the weights and gradients of a decoder's layers in a pager's file (Rajbhandari et al., 2021, "ZeRO-Infinity", section 5).
 
-A layer is read before its forward and again before its backward, while the one before it computes; at most two are in memory. A
-gradient goes to the file as soon as the backward pass has it, added there to that of the micro-batches before.
+A layer is prefetched for its forward and again for its backward pass while its neighbour computes; at most two layers are in memory. A
+gradient is written to the file as soon as the backward pass has produced it, added to that of earlier micro-batches.
 """
 
 from collections import deque
@@ -21,8 +21,9 @@ from tandem.trainer.parallel.before_backward import BeforeBackward
 
 
 class PagedLayer:
-    """One layer's weights: all its parameters are views of one flat tensor, whose memory is the system's but from ``start`` or ``come``
-    to ``leave``. ``is_filled``: the parameters have values, which are written to the file; else whoever fills them writes there."""
+    """One layer's weights: all its parameters are views of one flat tensor, which has memory only from ``prefetch`` or ``fetch`` to
+    ``release``. ``is_filled``: the parameters have values, which are written to the file; otherwise the code that fills them writes to the
+    file."""
 
     def __init__(self, pages: Pages, pager: Pager, is_filled: bool) -> None:
         self.pages, self._pager = pages, pager
@@ -30,7 +31,7 @@ class PagedLayer:
         self._memory = ReservedMemory(pages.length, like.dtype)
         self._whole = self._memory.tensor
         self._reading: Future[None] | None = None
-        self.is_here = True
+        self.is_resident = True
         with torch.no_grad():
             for name, view in pages.views(self._whole):
                 if is_filled:
@@ -38,30 +39,30 @@ class PagedLayer:
                 pages.parameters[name].data = view
             if is_filled:
                 pager.write(pages.tensor(WEIGHTS), self._whole)
-        self.leave()
+        self.release()
 
-    def start(self) -> None:
-        """Begin to read the weights, where they are not here."""
-        if not self.is_here and self._reading is None:
+    def prefetch(self) -> None:
+        """Starts to read the weights if they are not in memory."""
+        if not self.is_resident and self._reading is None:
             self._reading = self._pager.begin_read(self.pages.tensor(WEIGHTS), self._whole)
 
-    def come(self) -> None:
-        """Have the weights here."""
-        self.start()
+    def fetch(self) -> None:
+        """Brings the weights to memory."""
+        self.prefetch()
         if self._reading is not None:
             self._reading.result()
-            self._reading, self.is_here = None, True
+            self._reading, self.is_resident = None, True
 
-    def leave(self) -> None:
-        """Hold nothing."""
+    def release(self) -> None:
+        """Releases the memory."""
         if self._reading is not None:
             self._reading.result()
         self._memory.release()
-        self._reading, self.is_here = None, False
+        self._reading, self.is_resident = None, False
 
 
 class ParameterOffload:
-    """Stands around the layers of ``model``. ``pages`` by the number of the layer."""
+    """Installs hooks around the layers of ``model``. ``pages``: by layer index."""
 
     def __init__(self, model: Decoder, pages: Mapping[int, Pages], pager: Pager, is_filled: bool) -> None:
         self._pager = pager
@@ -70,7 +71,7 @@ class ParameterOffload:
         self._in_backward: set[int] = set()
         self._arrived: dict[int, set[str]] = {index: set() for index in self.layers}
         self.with_gradient: set[str] = set()
-        """Names of the parameters whose gradient in the file is of this step."""
+        """Names of the parameters whose gradient in the file belongs to the current step."""
         self._writes: deque[tuple[int, Future[None]]] = deque()
         self._in_flight_bytes = 0
         self._most_in_flight_bytes = max(layer.pages.length for layer in self.layers.values()) * model.dtype.itemsize
@@ -80,17 +81,18 @@ class ParameterOffload:
             for name, parameter in layer.pages.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._taker(index, name))
 
-    def rest(self) -> None:
-        """Hold no weights."""
+    def release(self) -> None:
+        """Releases all weights in memory."""
         for layer in self.layers.values():
-            layer.leave()
+            layer.release()
 
     def zero_grad(self) -> None:
         self._wait_for_writes(0)
         self.with_gradient.clear()
 
     def norms(self, factor: float) -> Iterator[float]:
-        """The norm of ``factor`` times each parameter's gradient, taken in float64, one parameter in memory while the next one is read."""
+        """Yields the float64 norm of ``factor`` times each parameter's gradient, with one parameter in memory while the next one is
+        read."""
         self._wait_for_writes(0)
         where = [(layer.pages, name) for layer in self.layers.values() for name in layer.pages.parameters if name in self.with_gradient]
         following: tuple[Tensor, Future[None]] | None = None
@@ -110,31 +112,31 @@ class ParameterOffload:
         self._in_backward.clear()
         for index, layer in self.layers.items():
             if index:
-                layer.leave()
-        self.layers[0].start()
+                layer.release()
+        self.layers[0].prefetch()
 
     def _around(self, index: int, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         is_again = index in self._in_backward
-        self._come(index, index - 1 if is_again else index + 1)
+        self._fetch(index, index - 1 if is_again else index + 1)
         x, residual = layer(x, residual)
         if is_again:
             return x, residual
         if torch.is_grad_enabled():
             x, residual = cast("tuple[Tensor, Tensor]", BeforeBackward.apply(self._before_backward, index, x, residual))
-        # The backward pass begins with the last.
+        # The backward pass begins with the last layer, so it stays in memory.
         if index != self._last or not torch.is_grad_enabled():
-            self.layers[index].leave()
+            self.layers[index].release()
         return x, residual
 
-    def _come(self, index: int, following: int) -> None:
-        self.layers[index].come()
+    def _fetch(self, index: int, following: int) -> None:
+        self.layers[index].fetch()
         if following in self.layers:
-            self.layers[following].start()
+            self.layers[following].prefetch()
 
     def _before_backward(self, index: int) -> None:
         self._in_backward.add(index)
         self._arrived[index].clear()
-        self._come(index, index - 1)
+        self._fetch(index, index - 1)
 
     def _taker(self, index: int, name: str) -> Callable[[nn.Parameter], None]:
         pages = self.layers[index].pages
@@ -152,13 +154,13 @@ class ParameterOffload:
             self.with_gradient.add(name)
             self._arrived[index].add(name)
             if len(self._arrived[index]) == len(pages.parameters):
-                # Nothing reads its weights any more in this backward pass.
-                self.layers[index].leave()
+                # The backward pass reads this layer's weights no more.
+                self.layers[index].release()
 
         return take
 
     def _wait_for_writes(self, left_bytes: int) -> None:
-        """Until gradients of at most ``left_bytes`` are on their way to the file."""
+        """Waits until at most ``left_bytes`` of gradients are being written."""
         while self._writes and (self._in_flight_bytes > left_bytes or self._writes[0][1].done()):
             size, writing = self._writes.popleft()
             self._in_flight_bytes -= size

@@ -1,4 +1,4 @@
-"""Memory whose addresses stay while its pages come and go."""
+"""Memory with fixed addresses whose physical pages can be released and transferred."""
 
 import ctypes
 import logging
@@ -14,11 +14,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class ReservedMemory:
-    """``tensor``: ``length`` numbers at addresses of their own for good: whatever was made of it, a view too, finds what lies there at that
-    time. Its pages are the system's, and read as zeros, until they are written, and again after ``release``."""
+    """``tensor``: ``length`` elements at fixed addresses, so that views of it stay valid. Its pages are zero until written, and again after
+    ``release``."""
 
     def __init__(self, length: int, dtype: torch.dtype) -> None:
-        # Memory of the C library's would be cut up by what is allocated between two uses.
+        # A mapping of its own, because the allocator would fragment the memory between two uses.
         self._memory = mmap.mmap(-1, max(1, length) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -29,8 +29,8 @@ class ReservedMemory:
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def give_pages(self, to: "ReservedMemory") -> bool:
-        """Moves its pages, with what they hold, to the addresses of ``to``, which has as many bytes. The system changes page tables and copies
-        nothing. Returns whether it could: Linux from 5.7 on."""
+        """Moves the pages and their content to the addresses of ``to``, which has the same size. Changes page tables and copies nothing.
+        Returns whether the system supports it (Linux 5.7 or later)."""
         mremap = _mremap()
         if mremap is None:
             return False
@@ -39,8 +39,8 @@ class ReservedMemory:
 
 
 class PagePool:
-    """Pages that memory of one size hands on to the next that is in use, instead of giving them back to the system and touching new ones.
-    At most ``most`` are kept of each size."""
+    """Passes pages from one memory to the next of the same size, instead of releasing and faulting them again. Keeps at most ``most`` per
+    size."""
 
     def __init__(self, most: int = 2) -> None:
         self._most = most
@@ -48,7 +48,7 @@ class PagePool:
         self._empty: dict[int, list[ReservedMemory]] = {}
 
     def fill(self, memory: ReservedMemory) -> None:
-        """Give ``memory``, which has no pages, those that are kept, if there are any: what they hold is undefined."""
+        """Gives pooled pages, if any, to ``memory``, which has none. Their content is undefined."""
         kept = self._kept.get(memory.nbytes)
         if kept:
             source = kept.pop()
@@ -56,7 +56,7 @@ class PagePool:
             self._empty.setdefault(memory.nbytes, []).append(source)
 
     def take(self, memory: ReservedMemory) -> None:
-        """Leave ``memory`` without pages."""
+        """Takes the pages of ``memory``."""
         kept, empty = self._kept.setdefault(memory.nbytes, []), self._empty.setdefault(memory.nbytes, [])
         if len(kept) < self._most:
             target = empty.pop() if empty else ReservedMemory(memory.tensor.numel(), memory.tensor.dtype)
@@ -70,10 +70,10 @@ class PagePool:
 @cache
 def _mremap() -> Callable[..., int | None] | None:
     try:
-        found = ctypes.CDLL(None, use_errno=True).mremap
+        mremap = ctypes.CDLL(None, use_errno=True).mremap
     except (OSError, AttributeError):
-        logger.debug("no mremap on this system; pages go back to it")
+        logger.debug("mremap is not available; pages are released instead of reused")
         return None
-    found.restype = ctypes.c_void_p
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-    return found  # type: ignore[no-any-return]
+    mremap.restype = ctypes.c_void_p
+    mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    return mremap  # type: ignore[no-any-return]

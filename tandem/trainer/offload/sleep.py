@@ -1,4 +1,4 @@
-"""Tensors that leave memory while they are not used, and come back: the training state of a pod during a rollout."""
+"""Offloads tensors that are not in use, and restores them: the training state of a pod during a rollout."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 4096
 
 
 class Moved(NamedTuple):
-    """``size_bytes`` that were written or read, and the ``seconds`` that this took."""
+    """The bytes written or read, and the ``seconds`` it took."""
 
     size_bytes: int = 0
     seconds: float = 0.0
@@ -29,10 +29,10 @@ class _Place(NamedTuple):
 
 
 class SleepFile:
-    """Holds the storages of tensors in a file of ``folder`` without a name, and gives their memory back to the machine meanwhile.
+    """Offloads the storages of tensors to an unnamed file in ``folder`` and frees their memory until they are loaded again.
 
-    A storage is moved once however many tensors and views share it. The tensors themselves stay: after ``onload`` each has the bits that it had.
-    Between the two they have no memory and must not be read. CPU tensors only; memory that is not torch's own (a mapped file) stays where it is.
+    A storage is moved once, however many tensors and views share it. After ``onload`` each tensor has the same bits as before; until then
+    it has no memory and must not be read. CPU tensors only; memory that torch does not own (a mapped file) is not moved.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,8 +46,8 @@ class SleepFile:
         self._writing: list[Future[Moved]] = []
 
     def begin_offload(self, tensors: Iterable[Tensor]) -> int:
-        """Begins to write the storages of ``tensors`` that are not in the file yet, in a thread that frees each as it is written. Returns their bytes.
-        Raises ``RunError`` where the folder has no room."""
+        """Starts to write the storages of ``tensors`` that are not in the file yet, in a thread that frees each once it is written. Returns
+        their bytes. Raises ``RunError`` if the folder has no room."""
         places = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -64,12 +64,12 @@ class SleepFile:
         return sum(place.size_bytes for place in places)
 
     def wait(self) -> Moved:
-        """Waits until everything begun is in the file. Returns what was written since the last ``wait``; raises ``RunError`` where the disk failed."""
+        """Waits for all writes. Returns what was written since the last ``wait``; raises ``RunError`` if the disk failed."""
         moved, self._writing = [writing.result() for writing in self._writing], []
         return Moved(sum(each.size_bytes for each in moved), sum(each.seconds for each in moved))
 
     def onload(self) -> Moved:
-        """Gives every tensor its memory and its numbers again."""
+        """Restores the memory and the values of every tensor."""
         self.wait()
         began, size = perf_counter(), 0
         for place in self._places.values():
@@ -81,7 +81,7 @@ class SleepFile:
         return Moved(size, perf_counter() - began)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the numbers of ``tensor`` are in the file, or on their way to it."""
+        """Returns whether ``tensor`` is in the file or being written to it."""
         return tensor.untyped_storage()._cdata in self._places
 
     def close(self) -> None:

@@ -1,74 +1,74 @@
-"""Work that a GPU does side by side: copies to it, its own, copies from it. On a CPU one after the other."""
+"""Ordered streams of work on a device: copies to a GPU, computation, and copies back overlap. On a CPU all work is serial."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
 
-Lane = Literal["fetch", "compute", "bring back"]
+StreamName = Literal["host_to_device", "compute", "device_to_host"]
 
 
 class Streams(Protocol):
-    """What is run on one lane is done in that order; two lanes keep to each other's only where one waits for a mark of the other."""
+    """Runs work in order within a stream. Streams are independent of each other except where one waits for an event of another."""
 
-    def run(self, lane: Lane, work: Callable[[], object]) -> None: ...
+    def run(self, stream: StreamName, work: Callable[[], object]) -> None: ...
 
-    def mark(self, lane: Lane) -> Any:
-        """What this lane has been given so far."""
+    def record_event(self, stream: StreamName) -> Any:
+        """Returns an event that completes with all work given to this stream so far."""
         ...
 
-    def wait(self, lane: Lane, mark: Any) -> None:
-        """What is run on ``lane`` from now on begins when ``mark`` is reached (``None``: at once)."""
+    def wait(self, stream: StreamName, event: Any) -> None:
+        """Makes later work on ``stream`` wait for ``event`` (``None``: no wait)."""
         ...
 
-    def finish(self) -> None:
-        """Until all lanes are done."""
+    def synchronize(self) -> None:
+        """Waits until all streams are done."""
         ...
 
 
 class SerialStreams:
-    """A CPU: work is done when it is given."""
+    """Runs work immediately, for a CPU."""
 
-    def run(self, lane: Lane, work: Callable[[], object]) -> None:
+    def run(self, stream: StreamName, work: Callable[[], object]) -> None:
         work()
 
-    def mark(self, lane: Lane) -> None:
+    def record_event(self, stream: StreamName) -> None:
         return None
 
-    def wait(self, lane: Lane, mark: Any) -> None:
+    def wait(self, stream: StreamName, event: Any) -> None:
         pass
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
 class CudaStreams:
-    """A GPU: two streams for copies beside the one that computes."""
+    """Two CUDA streams for copies in addition to the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies: dict[Lane, torch.cuda.Stream] = {name: torch.cuda.Stream(device) for name in ("fetch", "bring back")}  # type: ignore[misc]
+        self._copies: dict[StreamName, torch.cuda.Stream] = {name: torch.cuda.Stream(device) for name in ("host_to_device", "device_to_host")}  # type: ignore[misc]
 
-    def run(self, lane: Lane, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream(lane)):
+    def run(self, stream: StreamName, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream(stream)):
             work()
 
-    def mark(self, lane: Lane) -> torch.cuda.Event:
+    def record_event(self, stream: StreamName) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._stream(lane))
+        event.record(self._stream(stream))
         return event
 
-    def wait(self, lane: Lane, mark: Any) -> None:
-        if mark is not None:
-            self._stream(lane).wait_event(mark)
+    def wait(self, stream: StreamName, event: Any) -> None:
+        if event is not None:
+            self._stream(stream).wait_event(event)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         for stream in self._copies.values():
             stream.synchronize()
         torch.cuda.current_stream(self._device).synchronize()
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if lane == "compute" else self._copies[lane]
+    def _stream(self, stream: StreamName) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if stream == "compute" else self._copies[stream]
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -1,4 +1,4 @@
-"""Tensors to and from a file that no name leads to: it goes with its process."""
+"""Reads and writes tensors in an unnamed file that is deleted with its process."""
 
 import ctypes
 import errno
@@ -17,7 +17,8 @@ from tandem.types import RunError
 
 
 class TensorFile:
-    """In ``folder``, of ``size`` bytes. ``failed(reason)``: the error to raise where the folder has no room or the disk fails."""
+    """An unnamed file in ``folder``, of ``size`` bytes. ``failed(reason)``: returns the error to raise if the folder has no room or the
+    disk fails."""
 
     def __init__(self, folder: Path, failed: Callable[[str], RunError], size: int = 0) -> None:
         self.size, self._failed = 0, failed
@@ -34,7 +35,7 @@ class TensorFile:
         return self._file.fileno()
 
     def grow(self, size: int) -> None:
-        """Take ``size`` bytes of the disk, new ones 0."""
+        """Allocates the file up to ``size`` bytes; new bytes are 0."""
         if size > self.size:
             try:
                 os.posix_fallocate(self.descriptor, 0, size)
@@ -43,11 +44,11 @@ class TensorFile:
             self.size = size
 
     def read(self, tensor: Tensor, at: int) -> None:
-        """Fill ``tensor``, which lies end to end in memory, from byte ``at`` on."""
+        """Fills the contiguous ``tensor`` from byte ``at`` on."""
         self._transfer(lambda left, place: os.preadv(self.descriptor, [left], place), tensor, at)
 
     def write(self, tensor: Tensor, at: int) -> None:
-        """``tensor``, which lies end to end in memory, to byte ``at``."""
+        """Writes the contiguous ``tensor`` to byte ``at``."""
         self._transfer(lambda left, place: os.pwrite(self.descriptor, left, place), tensor, at)
 
     def close(self) -> None:
@@ -66,8 +67,8 @@ class TensorFile:
 
 
 def file_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros whose memory is a file of ``folder`` without a name: the system can have back what is not looked at. Raises
-    ``RunError`` where the folder has no room."""
+    """Returns a tensor of zeros backed by an unnamed file in ``folder``, whose pages the system can reclaim. Raises ``RunError`` if the
+    folder has no room."""
     size = max(1, math.prod(shape)) * dtype.itemsize
 
     def failed(reason: str) -> RunError:

@@ -1,5 +1,5 @@
-"""What every optimizer offers, AdamW with a state that can be written down and read back bit for bit, and clipping by a fixed-order
-global norm."""
+"""The optimizer interface, AdamW with a state that can be saved and restored bit for bit, and clipping by a global norm in a fixed
+order."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """``moments``: the live tensors by ``"KIND/NAME"`` of a parameter, with AdamW ``"exp_avg/NAME"`` and ``"exp_avg_sq/NAME"`` of
-    every one; empty before the first step. ``updates``: how many were made."""
+    """``moments``: live tensors by ``"KIND/NAME"`` of a parameter, for AdamW ``"exp_avg/NAME"`` and ``"exp_avg_sq/NAME"``; empty before the
+    first step. ``updates``: the number of updates made."""
 
     moments: Mapping[str, Tensor]
     updates: int
@@ -26,53 +26,54 @@ class OptimizerState:
 class Optimizer(Protocol):
     """An optimizer of named parameters.
 
-    How each may be cut: ``AdamW`` is elementwise, so any cut of the flat parameters has the same bits. ``AdamW8bit`` is elementwise
-    but for its state, which is coded in blocks of ``blockwise.BLOCK`` elements of a flat parameter: cuts at multiples of that have the
-    same bits. ``Muon`` needs whole matrices (of a stacked projection: whole parts), which ``matrices.Matrices`` puts together."""
+    How each may be sharded: ``AdamW`` is elementwise, so any partition of the flat parameters gives the same bits. ``AdamW8bit`` is
+    elementwise except for its state, which is coded in blocks of ``blockwise.BLOCK`` elements of a flat parameter: partitions at multiples
+    of it give the same bits. ``Muon`` needs whole matrices (of a stacked projection: whole parts), which ``matrices.Matrices``
+    assembles."""
 
     parameters: dict[str, nn.Parameter]
 
     @property
     def updates(self) -> int:
-        """How many updates were made."""
+        """The number of updates made."""
         ...
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drops all gradients."""
         ...
 
     def clip(self, scale: float = 1.0) -> float:
-        """Divide the gradients by ``scale`` and clip them by their global norm; returns the norm between the two."""
+        """Divides the gradients by ``scale`` and clips them by their global norm; returns the norm before clipping."""
         ...
 
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         ...
 
     def state(self) -> OptimizerState:
-        """What the next step depends on besides weights and gradients."""
+        """Returns the state that the next step depends on, besides weights and gradients."""
         ...
 
     def load_state(self, state: OptimizerState) -> None:
-        """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model or optimizer, and changes
-        nothing then."""
+        """Copies the tensors of ``state``. Raises ``ValueError`` if it is of another model or optimizer; nothing is changed then."""
         ...
 
 
 class PieceOptimizer(Optimizer, Protocol):
-    """An optimizer that works on pieces of parameters too. ``kinds``: of all tensors that its state may have."""
+    """An optimizer that also works on pieces of parameters. ``kinds``: of all tensors that its state may have."""
 
     kinds: tuple[str, ...]
 
     def form(self) -> dict[str, Tensor]:
-        """The tensors that ``state`` has after an update, without their numbers, on the device ``meta``."""
+        """Returns the tensors that ``state`` has after an update, on the ``meta`` device."""
         ...
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, scale: float = 1.0) -> float:
-    """Divide all gradients by ``scale``, and scale them so that their global norm is at most ``max_norm`` (0: off; Pascanu et al., 2013);
-    returns the norm before, NaN or infinity where a gradient is not finite. Each tensor's norm is taken in float64, and their squares
-    are summed exactly."""
+    """Divides all gradients by ``scale`` and scales them so that their global norm is at most ``max_norm`` (0: off; Pascanu et al., 2013).
+
+    Returns the norm before clipping; NaN or infinity if a gradient is not finite. Each tensor's norm is computed in float64, and the sum of
+    their squares is correctly rounded."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if scale != 1.0:
         for gradient in gradients:
@@ -85,30 +86,29 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, scale: f
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[float]:
-    """The norm of each tensor, in float64; a device is waited for once."""
+    """Returns the norm of each tensor, computed in float64, with one device synchronization."""
     return values_of([norm_of(tensor) for tensor in tensors])
 
 
 def norm_of(tensor: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return found
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
 
 
 def values_of(numbers: Sequence[Tensor]) -> list[float]:
-    """``numbers``, each of no axis; a device is waited for once."""
+    """Returns ``numbers``, each a scalar tensor, with one device synchronization."""
     return torch.stack(list(numbers)).tolist() if numbers else []
 
 
 def global_norm(norms: Sequence[float]) -> float:
-    """The norm of tensors that have ``norms``; NaN or infinity where one of them is."""
+    """Returns the norm of the concatenation of tensors with the given ``norms``; NaN or infinity if one of them is."""
     if not all(map(math.isfinite, norms)):
         return math.nan if any(map(math.isnan, norms)) else math.inf
     return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 
 def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` where ``state`` is not empty and does not have exactly the tensors of ``expected``, by name, shape and
-    dtype."""
+    """Raises ``ValueError`` if ``state`` is not empty and its tensors differ from ``expected`` in name, shape or dtype."""
     if state.moments or state.updates:
         for name in sorted(expected.keys() ^ state.moments.keys()):
             raise ValueError(f"the optimizer state {'has no' if name in expected else 'has an unknown'} tensor '{name}'")
@@ -121,7 +121,7 @@ def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
 
 
 class HeldGradients:
-    """What optimizers share whose parameters and gradients all lie in memory."""
+    """The base of optimizers whose parameters and gradients are all in memory."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig) -> None:
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -139,8 +139,8 @@ class HeldGradients:
 class AdamW(HeldGradients):
     """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters. Elementwise.
 
-    Matrices are decayed; norms and biases (fewer than two axes) are not. ``decayed``, where given, names those that are. torch's fused
-    kernel gives the same bits on any number of threads on CPU."""
+    Weight decay applies to matrices, not to norms and biases (fewer than two axes); ``decayed`` overrides which names it applies to. On a
+    CPU, torch's fused kernel gives the same bits for any number of threads."""
 
     kinds: tuple[str, ...] = MOMENTS
 
@@ -162,14 +162,14 @@ class AdamW(HeldGradients):
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
         self.updates += 1
 
     def state(self) -> OptimizerState:
-        """What the next step depends on besides weights and gradients."""
+        """Returns the state that the next step depends on, besides weights and gradients."""
         moments = {}
         for name, parameter in self.parameters.items():
             held = self._adamw.state.get(parameter, {})
@@ -179,19 +179,18 @@ class AdamW(HeldGradients):
         return OptimizerState(moments, self.updates)
 
     def form(self) -> dict[str, Tensor]:
-        """The tensors that ``state`` has after an update, without their numbers."""
+        """Returns the tensors that ``state`` has after an update, on the ``meta`` device."""
         return {f"{kind}/{name}": torch.empty_like(p, device="meta") for name, p in self.parameters.items() for kind in MOMENTS}
 
     def load_state(self, state: OptimizerState) -> None:
-        """Take over ``state``, copying its tensors. Raises ``ValueError`` where it is of another model, and changes
-        nothing then."""
+        """Copies the tensors of ``state``. Raises ``ValueError`` if it is of another model; nothing is changed then."""
         check_state(state, self.form())
         self.updates = state.updates
         self._adamw.state.clear()
         if not state.moments:
             return
         for name, parameter in self.parameters.items():
-            # Where the parameter is: torch's fused update reads it there.
+            # On the parameter's device, where torch's fused update reads it.
             held: dict[str, Tensor] = {"step": torch.tensor(float(state.updates), device=parameter.device)}
             for kind in MOMENTS:
                 held[kind] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(

@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 8 bits: a quarter of the state's memory."""
+"""AdamW with 8-bit moments, a quarter of the state's memory."""
 
 from collections.abc import Collection, Iterable
 
@@ -10,18 +10,18 @@ from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerSta
 from tandem.trainer.optimizers.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 
 FEWEST_CODED = 4096
-"""Smaller matrices keep fp32 moments, as norms and biases do: they weigh nothing."""
+"""Smaller matrices keep fp32 moments, as norms and biases do, because their memory is negligible."""
 
 
 class AdamW8bit(HeldGradients):
     """AdamW (Loshchilov and Hutter, 2019) with block-wise 8-bit moments (Dettmers et al., 2022). Elementwise, in blocks.
 
-    A step decodes one parameter's moments to fp32, updates as ``AdamW`` does, and codes them again. Parameters named in ``whole`` (the
-    embedding: the paper keeps it so, since a rare token's row has moments far below its block's largest), those of one axis and those
-    below ``FEWEST_CODED`` elements keep fp32 moments.
+    A step decodes one parameter's moments to fp32, updates as ``AdamW`` does, and encodes them again. Parameters named in ``whole`` (the
+    embedding: as in the paper, since a rare token's row has moments far below its block's largest), those of one axis and those below
+    ``FEWEST_CODED`` elements keep fp32 moments.
 
-    Where ``parameters`` are pieces, each beginning at a multiple of ``blockwise.BLOCK`` of its parameter, ``decayed`` names those that are
-    of matrices and ``coded`` those whose moments are coded: a piece's shape does not say so."""
+    If ``parameters`` are pieces, each beginning at a multiple of ``blockwise.BLOCK`` of its parameter, ``decayed`` names the pieces of
+    matrices and ``coded`` those with 8-bit moments, because a piece's shape does not tell."""
 
     kinds: tuple[str, ...] = (*MOMENTS, *(moment + ending for moment in MOMENTS for ending in (CODES, SCALES)))
 
@@ -39,7 +39,7 @@ class AdamW8bit(HeldGradients):
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
         if not self._moments:
             self._moments = self._blank()
@@ -65,26 +65,26 @@ class AdamW8bit(HeldGradients):
         self._moments = {name: torch.empty_like(tensor, device=self._device).copy_(tensor) for name, tensor in state.moments.items()}
 
     def form(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
             for kind in self._books:
                 if name not in self._coded:
-                    found[f"{kind}/{name}"] = torch.empty_like(p, device="meta")
+                    tensors[f"{kind}/{name}"] = torch.empty_like(p, device="meta")
                     continue
-                found[f"{kind}{CODES}/{name}"] = torch.empty(p.numel(), dtype=torch.uint8, device="meta")
-                found[f"{kind}{SCALES}/{name}"] = torch.empty(-(-p.numel() // BLOCK), device="meta")
-        return found
+                tensors[f"{kind}{CODES}/{name}"] = torch.empty(p.numel(), dtype=torch.uint8, device="meta")
+                tensors[f"{kind}{SCALES}/{name}"] = torch.empty(-(-p.numel() // BLOCK), device="meta")
+        return tensors
 
     def _blank(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for kind, book in self._books.items():
                 if name not in self._coded:
-                    found[f"{kind}/{name}"] = torch.zeros_like(parameter)
+                    moments[f"{kind}/{name}"] = torch.zeros_like(parameter)
                 else:
                     coded = book.encode(torch.zeros(parameter.numel(), device=parameter.device))
-                    found[f"{kind}{CODES}/{name}"], found[f"{kind}{SCALES}/{name}"] = coded
-        return found
+                    moments[f"{kind}{CODES}/{name}"], moments[f"{kind}{SCALES}/{name}"] = coded
+        return moments
 
     def _read(self, kind: str, name: str, like: Tensor) -> Tensor:
         if name not in self._coded:

@@ -1,5 +1,5 @@
-"""AdamW whose moments live in a file, and where asked for the layers' weights and gradients too (Rajbhandari et al., 2021,
-"ZeRO-Infinity", section 5): of those nothing stays in memory but staging buffers."""
+"""AdamW with moments in a file and, optionally, the layers' weights and gradients too (Rajbhandari et al., 2021, "ZeRO-Infinity", section
+5): only staging buffers of them are in memory."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -18,14 +18,13 @@ from tandem.trainer.parallel.flat_buffer import layer_number
 
 
 class PagedAdamW:
-    """``AdamW`` with its bits, for dense parameters of one dtype. Elementwise: moments come from ``folder`` piece by piece, the next
-    while the present one is updated, and go back behind it; where the parameters are on a GPU, each piece passes through that.
-    With ``layers_of``, on a CPU, the weights and gradients of that decoder's layers do too, and stand in memory only while the layer
-    computes (``ParameterOffload``); ``is_filled``: it has its weights.
+    """``AdamW``, bit for bit, for dense parameters of one dtype. Elementwise: pieces of the moments are read from ``folder`` ahead of their
+    update and written back behind it; for parameters on a GPU each piece passes through the GPU.
 
-    ``paged``: groups of names whose weights and gradients lie in the file too, and stand in memory when the caller reads them there; it has
-    put a gradient of each there before a step, and says in ``factors`` what they are to be multiplied by on their way to the update.
-    ``decayed``, where given, names the parameters that are decayed, else matrices are."""
+    ``layers_of`` (CPU only): the decoder whose layers' weights and gradients are in the file too and in memory only while the layer
+    computes (``ParameterOffload``); ``is_filled``: it has its weights. ``paged``: groups of names whose weights and gradients are in the
+    file and which the caller reads there; the caller writes a gradient of each before a step, and sets in ``factors`` what the update
+    multiplies them by. ``decayed``: the names that weight decay applies to (default: matrices)."""
 
     kinds: tuple[str, ...] = MOMENTS
 
@@ -51,7 +50,7 @@ class PagedAdamW:
         self._pages += self.groups
         self._place_of = {name: pages for pages in self._pages for name in pages.parameters}
         self._dtype = next((parameter.dtype for parameter in self.parameters.values()), torch.float32)
-        # What lies in the file has no device of its own.
+        # Parameters in the file have no device of their own.
         is_on_gpu = any(parameter.is_cuda for parameter in self.parameters.values())
         self._device = next(p.device for p in self.parameters.values() if p.is_cuda) if is_on_gpu else torch.device("cpu")
         sizes = [pages.length for pages in self._pages for _ in pages.kinds]
@@ -63,12 +62,12 @@ class PagedAdamW:
         self.updates = 0
 
     def _by_layer(self) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
+        names_by_layer: dict[int, list[str]] = {}
         for name in self.parameters:
             layer = layer_number(name)
             if layer is not None:
-                found.setdefault(layer, []).append(name)
-        return dict(sorted(found.items()))
+                names_by_layer.setdefault(layer, []).append(name)
+        return dict(sorted(names_by_layer.items()))
 
     def zero_grad(self) -> None:
         self.factors = []
@@ -78,7 +77,7 @@ class PagedAdamW:
             self.layers.zero_grad()
 
     def clip(self, scale: float = 1.0) -> float:
-        """Gradients in memory are divided and clipped now, those in the file on their way to the update."""
+        """Divides and clips gradients: those in memory now, those in the file during the update. Returns the norm before clipping."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         self.factors = [] if scale == 1.0 else [1.0 / scale]
         for gradient in gradients if self.factors else ():
@@ -95,10 +94,10 @@ class PagedAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
         if self.layers is not None:
-            self.layers.rest()
+            self.layers.release()
         chosen = [pages for pages in self._pages if any(self._has_gradient(name) for name in pages.parameters)]
 
         def update(place: int, where: slice, pieces: list[Tensor]) -> None:
@@ -135,31 +134,31 @@ class PagedAdamW:
         return self.parameters[name].grad is not None
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter: those in memory, and views of the file."""
-        found = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        """Returns every parameter, those in the file as views of it."""
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         for pages in self._pages:
             if WEIGHTS in pages.kinds:
-                found |= pages.mapped(self.pager, WEIGHTS)
-        return found
+                weights |= pages.mapped(self.pager, WEIGHTS)
+        return weights
 
     def weight(self, name: str) -> Tensor:
-        """One parameter, in memory or as a view of the file, which holds nothing once the view is dropped."""
+        """Returns one parameter, in memory or as a view of the file that is released with the view."""
         pages = self._place_of[name]
         return pages.mapped(self.pager, WEIGHTS)[name] if WEIGHTS in pages.kinds else self.parameters[name].detach()
 
     @torch.no_grad()
     def put(self, kind: str, name: str, values: Tensor, first: int = 0) -> None:
-        """``values`` are the numbers of ``kind`` of the parameter ``name`` from ``first`` on."""
+        """Writes ``values`` as the elements of ``kind`` of the parameter ``name`` from ``first`` on."""
         pages = self._place_of[name]
         if kind in pages.kinds:
             if kind == WEIGHTS and self.layers is not None:
-                self.layers.rest()
+                self.layers.release()
             self.pager.write(pages.tensor(kind), values, pages.starts[name] + first)
         else:
             self.parameters[name].view(-1)[first : first + values.numel()].copy_(values.reshape(-1))
 
     def state(self) -> OptimizerState:
-        """The moments are views of the file."""
+        """Returns the state; its moments are views of the file."""
         if not self.updates:
             return OptimizerState({}, 0)
         held = {f"{kind}/{name}": view for pages in self._pages for kind in MOMENTS for name, view in pages.mapped(self.pager, kind).items()}
@@ -173,7 +172,7 @@ class PagedAdamW:
         self.updates = state.updates
 
     def form(self) -> dict[str, Tensor]:
-        """The tensors that ``state`` has after an update, without their numbers."""
+        """Returns the tensors that ``state`` has after an update, on the ``meta`` device."""
         return {
             f"{kind}/{name}": torch.empty(shape, dtype=self._dtype, device="meta")
             for name, shape in self._shapes.items() for kind in MOMENTS

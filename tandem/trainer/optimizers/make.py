@@ -1,4 +1,4 @@
-"""The optimizer that a recipe names, over a decoder's parameters."""
+"""Makes the configured optimizer over a decoder's parameters."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +18,8 @@ from tandem.trainer.parallel.flat_buffer import FlatBuffer
 
 
 def make_optimizer(model: Decoder, config: TrainerConfig, directory: Path | None = None, is_filled: bool = True) -> Optimizer:
-    """The optimizer ``config.optimizer`` over ``model``. ``directory``: the run's, for what is offloaded to no other folder. ``is_filled``: the
-    model has its weights."""
+    """Returns the optimizer ``config.optimizer`` over ``model``. ``directory``: the run's folder, the default for offloaded state.
+    ``is_filled``: the model has its weights."""
     parameters = list(model.named_parameters())
     if config.offload == "nvme":
         layers_of = model if config.offload_parameters == "nvme" else None
@@ -31,8 +31,8 @@ def make_piece_optimizer(
     model: Decoder, config: TrainerConfig, pieces: Mapping[str, nn.Parameter], paged: Sequence[Sequence[str]] = (), *,
     buckets: Sequence[FlatBuffer] = (), directory: Path | None = None,
 ) -> PieceOptimizer:  # fmt: skip
-    """The optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: those that ZeRO leaves to this rank of ``buckets``; or,
-    without buckets, the parameters themselves. ``paged``: groups of those whose weights lie in the file of what is offloaded."""
+    """Returns the optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: this rank's pieces of ``buckets`` under
+    ZeRO, or the whole parameters without buckets. ``paged``: groups of names whose weights are in the offload file."""
     parameters = dict(model.named_parameters())
     matrices = {name for name, p in parameters.items() if p.ndim >= 2}
     if config.offload == "nvme":
@@ -42,17 +42,17 @@ def make_piece_optimizer(
         return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
         whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))]
-        # As one process counts them: what is coded does not depend on the mesh.
+        # The sizes of the whole model decide, so that what is coded does not depend on the mesh.
         cut = model.cut
         coded = {n for n in matrices if parameters[n].numel() * cut.size * (cut.expert_size if ".experts." in n else 1) >= FEWEST_CODED}
         return AdamW8bit(pieces.items(), config, whole, matrices, coded)
-    # Moments in the host's memory where that is asked for; beside a CPU they are there anyway.
-    is_beside_gpu = config.offload == "cpu" and any(piece.is_cuda for piece in pieces.values())
-    return (HostAdamW if is_beside_gpu else AdamW)(pieces.items(), config, matrices)
+    # Offloading to host memory makes sense for parameters on a GPU only.
+    is_offloaded_from_gpu = config.offload == "cpu" and any(piece.is_cuda for piece in pieces.values())
+    return (HostAdamW if is_offloaded_from_gpu else AdamW)(pieces.items(), config, matrices)
 
 
 def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuffer] = ()) -> Matrices:
-    """How the parameters ``names`` of ``model`` are made of matrices and cut between ranks."""
+    """Describes how the parameters ``names`` of ``model`` consist of matrices and are sharded over ranks."""
     parameters, rows = dict(model.named_parameters()), stacked_parts(names, model.local)
     tensor = model.parallel.tensor if model.parallel is not None else None
     stacks = {}
@@ -65,7 +65,7 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
 
 
 def offload_folder(config: TrainerConfig, directory: Path | None) -> Path:
-    """Where the files are that nothing leads to; ``directory``: the run's."""
+    """Returns the folder of the unnamed offload files. ``directory``: the run's folder."""
     if config.offload_folder:
         return Path(config.offload_folder)
     assert directory is not None
@@ -73,14 +73,14 @@ def offload_folder(config: TrainerConfig, directory: Path | None) -> Path:
 
 
 def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[int, ...]]:
-    """The rows of each matrix in the parameters that stack several: q, k and v; gate and up."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Returns the rows of each matrix in the parameters that stack several (q, k and v; gate and up)."""
+    rows: dict[str, tuple[int, ...]] = {}
     for name in names:
         if "qkv_proj" in name:
-            found[name] = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+            rows[name] = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
         elif "experts.gate_up_proj" in name:
             assert shapes.experts is not None
-            found[name] = (shapes.experts.intermediate_size,) * 2
+            rows[name] = (shapes.experts.intermediate_size,) * 2
         elif "gate_up_proj" in name:
-            found[name] = (shapes.intermediate_size,) * 2
-    return found
+            rows[name] = (shapes.intermediate_size,) * 2
+    return rows

@@ -1,4 +1,4 @@
-"""Whole matrices out of the pieces that ranks update, and back: what an optimizer that is not elementwise needs."""
+"""Assembles whole matrices from the pieces that ranks update, and splits them again, for optimizers that are not elementwise."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -16,8 +16,8 @@ ALONE = Communicator("alone", 0, 1, None, 0.0)
 
 
 class Stack(NamedTuple):
-    """A parameter as its tensor-parallel rank holds it, ``shape`` [M, N], or [E, M, N] of E experts: matrices of ``rows`` rows above each
-    other. ``axis``: along which the tensor-parallel ranks each hold a part of every one of them (``None``: all hold them whole)."""
+    """A parameter as its tensor-parallel rank holds it, ``shape`` [M, N], or [E, M, N] of E experts: matrices of ``rows`` rows, stacked.
+    ``axis``: the axis along which tensor parallelism shards each of them (``None``: each rank holds them whole)."""
 
     shape: Size
     rows: tuple[int, ...]
@@ -25,20 +25,20 @@ class Stack(NamedTuple):
 
 
 class Matrices:
-    """The parameters in ``stacks``, by name, of which this rank updates pieces: with ``buckets`` those that ZeRO leaves to it, without all
-    that it holds. ``tensor``: the ranks that each hold a part of a matrix. Every rank of them, and of the buckets' groups, goes through
-    ``held`` and ``whole`` in the same order."""
+    """The parameters in ``stacks``, by name, of which this rank updates pieces: its parts of ``buckets`` under ZeRO, or all that it holds
+    without buckets. ``tensor``: the ranks that each hold a shard of a matrix. All ranks of it and of the buckets' groups call ``held`` and
+    ``whole`` in the same order."""
 
     def __init__(self, stacks: Mapping[str, Stack], tensor: Communicator = ALONE, buckets: Sequence[FlatBuffer] = ()) -> None:
         self.stacks, self._tensor = stacks, tensor
         self._buckets = [bucket for bucket in buckets if not stacks.keys().isdisjoint(bucket.parameters)]
         self._segments = {segment.name: segment for bucket in self._buckets for segment in bucket.segments()}
-        self._is_cut = bool(buckets)
+        self._is_sharded = bool(buckets)
 
     def held(self, piece: Callable[[str], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter as its tensor-parallel rank holds it, made of what ``piece`` gives of it here and on the other ranks; those of one
-        bucket are in memory at a time. Left out where nothing is cut and there is no piece."""
-        if not self._is_cut:
+        """Yields every parameter as its tensor-parallel rank holds it, assembled from the results of ``piece`` here and on the other ranks,
+        with one bucket in memory at a time. Without sharding, parameters without a piece are left out."""
+        if not self._is_sharded:
             given = ((name, piece(name)) for name in self.stacks)
             yield from ((name, tensor) for name, tensor in given if tensor is not None)
             return
@@ -53,17 +53,17 @@ class Matrices:
                     yield name, view
 
     def whole(self, name: str, held: Tensor) -> list[Tensor]:
-        """The matrices of a parameter, each as one process has it."""
+        """Returns the whole matrices of a parameter."""
         stack = self.stacks[name]
         if stack.axis is None:
             return list(held.split(stack.rows, -2))
         from_ranks = self._tensor.all_gather(held, f"update direction of {name}")
-        # A rank's rows of q, k and v lie above each other: the ranks' are put together matrix by matrix.
+        # Each rank stacks its rows of q, k and v, so the ranks' shards are joined matrix by matrix.
         return [torch.cat(parts, stack.axis) for parts in zip(*(part.split(stack.rows, -2) for part in from_ranks), strict=True)]
 
     def own(self, name: str, matrices: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """What this rank's piece of a parameter takes of ``matrices``: (where in the flat piece, the numbers, the matrix they are of). Those of
-        several experts have one shape and come together."""
+        """Yields this rank's piece of a parameter from ``matrices``: (slice of the flat piece, elements, the matrix they are from).
+        Experts' matrices have one shape and are joined."""
         stack, first, last = self.stacks[name], *self._run(name)
         parts = matrices if stack.axis is None else [m.chunk(self._tensor.size, stack.axis)[self._tensor.rank] for m in matrices]
         at = 0
@@ -74,8 +74,8 @@ class Matrices:
             at += part.numel()
 
     def _run(self, name: str) -> tuple[int, int]:
-        """Which of the flat numbers that the tensor-parallel rank holds are this rank's to update."""
-        if not self._is_cut:
+        """Returns the range of flat elements, of those its tensor-parallel rank holds, that this rank updates."""
+        if not self._is_sharded:
             return 0, self.stacks[name].shape.numel()
         segment = self._segments.get(name, Segment(name, 0, 0, 0))
         return segment.first, segment.last

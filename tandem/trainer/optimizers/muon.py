@@ -1,4 +1,4 @@
-"""Muon: the momentum of a hidden matrix, orthogonalised, is its update. Everything else goes by AdamW."""
+"""Muon: updates hidden matrices by their orthogonalized momentum, and everything else by AdamW."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,12 +17,11 @@ Stacked = Mapping[str, Sequence[int]]
 
 
 def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """An approximation of the orthogonal polar factor ``U V^T`` of each of ``matrices[..., M, N]`` = ``U S V^T``: the singular values
-    of the result lie near 1 (0.68 to 1.13 after 5 iterations where those of the input lie within 1 : 100), its singular vectors
-    are those of the input.
+    """Approximates the orthogonal polar factor ``U V^T`` of each of ``matrices[..., M, N]`` = ``U S V^T``: the result has the same singular
+    vectors, and singular values near 1 (0.68 to 1.13 after 5 iterations if those of the input are within 1 : 100).
 
-    The quintic iteration of Jordan et al. (2024, "Muon"): ``X <- a X + (b X X^T + c (X X^T)^2) X``, begun with norm 1. bf16 on a GPU, as its
-    authors do it; on a CPU the matrices' own dtype."""
+    The quintic iteration of Jordan et al. (2024, "Muon"): ``X <- a X + (b X X^T + c (X X^T)^2) X``, starting from norm 1. In bf16 on a GPU,
+    as in the original; on a CPU in the matrices' own dtype."""
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     is_tall = x.shape[-2] > x.shape[-1]
@@ -31,21 +30,21 @@ def newton_schulz(matrices: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    found: Tensor = (x.mT if is_tall else x).to(matrices.dtype)
-    return found
+    polar: Tensor = (x.mT if is_tall else x).to(matrices.dtype)
+    return polar
 
 
 class Muon(HeldGradients):
     """Muon (Jordan et al., 2024) for the parameters named in ``hidden``, each a matrix [M, N] or a stack [E, M, N]; ``AdamW`` for the rest.
     Not elementwise: a matrix must be whole.
 
-    Momentum is Nesterov's. An update is scaled by ``0.2 sqrt(max(M, N))``, which gives it AdamW's usual size, so that one
-    learning rate and one weight decay serve both (Liu et al., 2025, "Muon is scalable for LLM training", equation 4). ``stacked`` names
-    parameters that hold several matrices above each other; each of those is orthogonalised by itself.
+    Momentum is Nesterov's. An update is scaled by ``0.2 sqrt(max(M, N))``, which gives it AdamW's usual size, so that one learning rate and
+    one weight decay serve both (Liu et al., 2025, "Muon is scalable for LLM training", equation 4). ``stacked`` names parameters that stack
+    several matrices, each of which is orthogonalized separately.
 
-    Where ranks cut the parameters, ``matrices`` says how (``None``: nothing is cut), and ``parameters`` are this rank's pieces, of which those
-    in ``decayed`` are pieces of matrices. Momentum stays cut; the directions of matrices are gathered, every rank orthogonalises them, and
-    each takes its own part of the result."""
+    If ranks shard the parameters, ``matrices`` describes how (``None``: not sharded), and ``parameters`` are this rank's pieces, of which
+    those in ``decayed`` are pieces of matrices. Momentum stays sharded; the directions of matrices are gathered, every rank orthogonalizes
+    them, and each takes its own part of the result."""
 
     kinds: tuple[str, ...] = (*MOMENTS, "momentum")
 
@@ -63,7 +62,7 @@ class Muon(HeldGradients):
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter that has a gradient. All ranks that hold pieces of its matrices call it together."""
+        """Updates every parameter that has a gradient. All ranks that hold pieces of its matrices call it together."""
         self._adamw.step(learning_rate)
         for name, held in self.matrices.held(self._direction):
             directions = self.matrices.whole(name, held)
@@ -77,7 +76,7 @@ class Muon(HeldGradients):
         self.updates += 1
 
     def _direction(self, name: str) -> Tensor | None:
-        """The direction of this rank's piece, by its momentum, which the gradient is added to."""
+        """Adds the gradient to the momentum of this rank's piece and returns the piece's update direction."""
         parameter, beta = self._hidden[name], self._config.muon_momentum
         if parameter.grad is None:
             return None

@@ -1,4 +1,4 @@
-"""Being told that the backward pass is about to enter a layer."""
+"""An autograd hook that runs before the backward pass of a layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class BeforeBackward(torch.autograd.Function):
-    """(x, residual) as they are; ``told(index)`` is called in the backward pass before that of the layer whose outputs go through here."""
+    """Returns (x, residual) unchanged; calls ``told(index)`` in the backward pass before that of the layer whose outputs it was given."""
 
     @staticmethod
-    def forward(ctx: Any, told: Callable[[int], None], index: int, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.told, ctx.index = told, index
+    def forward(ctx: Any, before: Callable[[int], None], index: int, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.told, ctx.index = before, index
         return x.view_as(x), residual.view_as(residual)
 
     @staticmethod

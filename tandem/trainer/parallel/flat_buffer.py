@@ -1,7 +1,7 @@
-"""The parameters of a layer laid end to end, and cut in equal parts between the ranks that hold the same numbers.
+"""The parameters of a layer in one flat buffer, partitioned equally over the ranks that replicate them.
 
-Cuts and parameters begin at multiples of ``ALIGNED`` numbers, or of more where an optimizer asks for it: a vectorised update treats a
-number as it would in the whole tensor, so the cut changes no bit of it.
+Partition boundaries and parameters begin at multiples of ``ALIGNED`` elements, or more if an optimizer requires it: a vectorised update
+treats an element as in the whole tensor, so the partition changes no bit.
 """
 
 import re
@@ -18,7 +18,7 @@ ALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Numbers ``first`` to ``last`` (not included) of parameter ``name``, flat, and where they begin in a rank's part."""
+    """Elements ``first`` to ``last`` (exclusive) of the flat parameter ``name``, and the offset ``at`` of the first in a rank's part."""
 
     name: str
     first: int
@@ -27,7 +27,7 @@ class Segment:
 
 
 class FlatBuffer:
-    """Parameters by name, in the order in which they lie in ``length`` numbers, ``part`` of them for each of ``ranks``."""
+    """Parameters by name, in their order in ``length`` elements, of which each of ``ranks`` has ``part``."""
 
     def __init__(self, label: str, parameters: Sequence[tuple[str, nn.Parameter]], ranks: Communicator, aligned: int = ALIGNED) -> None:
         self.label, self.parameters, self.ranks = label, dict(parameters), ranks
@@ -45,23 +45,23 @@ class FlatBuffer:
         return next(iter(self.parameters.values()))
 
     def segments(self, rank: int | None = None) -> list[Segment]:
-        """What the part of ``rank`` (this one) has of each parameter; padding belongs to none."""
+        """Returns the segments of parameters in the part of ``rank`` (default: this one), without padding."""
         begin = (self.ranks.rank if rank is None else rank) * self.part
-        found = []
+        segments = []
         for name, start in self.starts.items():
             first = max(begin, start)
             last = min(begin + self.part, start + self.shapes[name].numel())
             if first < last:
-                found.append(Segment(name, first - start, last - start, first - begin))
-        return found
+                segments.append(Segment(name, first - start, last - start, first - begin))
+        return segments
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' places in ``flat[length]``, in their shapes."""
+        """Returns the parameters' views of ``flat[length]``, in their shapes."""
         return {name: flat[start : start + self.shapes[name].numel()].view(self.shapes[name]) for name, start in self.starts.items()}
 
     def filled(self, value: Callable[[str], Tensor | None], out: Tensor | None = None) -> Tensor:
-        """``value(name)`` of every parameter in one tensor [ranks, part], that of ``out[length]`` where given; 0 where there is none, and in
-        padding."""
+        """Returns ``value(name)`` of every parameter in one tensor [ranks, part], in the memory of ``out[length]`` if given; missing values
+        and padding are 0."""
         flat = self.like.new_zeros(self.length) if out is None else out
         end = 0
         for name, view in self.views(flat).items():
@@ -82,9 +82,9 @@ def flat_buffers(
     parameters: Iterable[tuple[str, nn.Parameter]], replicas: Callable[[str], GroupName], groups: Callable[[GroupName], Communicator],
     aligned: int = ALIGNED,
 ) -> list[FlatBuffer]:  # fmt: skip
-    """One ``FlatBuffer`` for each layer and group of replicas, in the order in which a backward pass completes their gradients: what
-    stands behind the layers, the layers from the last, the embedding. Parameters without gradient are left out."""
-    found: dict[tuple[float, str, GroupName], list[tuple[str, nn.Parameter]]] = {}
+    """Returns a ``FlatBuffer`` for each layer and group of replicas, in the order in which a backward pass completes their gradients: the
+    head, the layers from the last, the embedding. Parameters without gradient are left out."""
+    grouped: dict[tuple[float, str, GroupName], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
             layer = layer_number(name)
@@ -92,20 +92,20 @@ def flat_buffers(
             place = -float(layer) if layer is not None else float("inf") if is_embedding else -float("inf")
             label = f"layer {layer}" if layer is not None else "the embedding" if is_embedding else "the head"
             group = replicas(name)
-            found.setdefault((place, label, group), []).append((name, parameter))
-    return [FlatBuffer(label, held, groups(group), aligned) for (_, label, group), held in sorted(found.items(), key=lambda item: item[0])]
+            grouped.setdefault((place, label, group), []).append((name, parameter))
+    return [FlatBuffer(label, held, groups(group), aligned) for (_, label, group), held in sorted(grouped.items(), key=lambda item: item[0])]
 
 
 def layer_number(name: str) -> int | None:
-    """The layer that a parameter of this name is of; ``None``: of the embedding or the head."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    """Returns the layer of the parameter ``name``; ``None`` for the embedding and the head."""
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def layer_of(flat: FlatBuffer) -> int | None:
-    """The layer whose parameters these are; ``None``: of the embedding or the head."""
-    found = re.fullmatch(r"layer (\d+)", flat.label)
-    return int(found[1]) if found else None
+    """Returns the layer of these parameters; ``None`` for the embedding and the head."""
+    match = re.fullmatch(r"layer (\d+)", flat.label)
+    return int(match[1]) if match else None
 
 
 def _up(count: int, multiple: int) -> int:

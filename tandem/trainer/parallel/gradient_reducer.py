@@ -1,7 +1,7 @@
-"""Data parallelism: sums of gradients over the ranks that hold the same weights, begun while the backward pass still runs.
+"""Data parallelism: sums gradients over the ranks that replicate the weights, overlapped with the backward pass.
 
-Each layer is a bucket. When the last of its gradients is there, its reduce-scatter begins; every rank gets the sum of its own
-part. The order of buckets is the same on all ranks, whatever order autograd has them ready in.
+Each layer is a bucket. Its reduce-scatter starts when the last of its gradients is ready; every rank receives the sum of its own part.
+Buckets are reduced in the same order on all ranks, whatever order autograd completes them in.
 """
 
 import math
@@ -20,36 +20,35 @@ from tandem.trainer.parallel.placement import is_tied_copy, placement
 from tandem.trainer.parallel.ranks import Ranks
 
 IN_FLIGHT = 2
-"""Buckets whose sums may be under way at once: their memory is held twice."""
+"""Buckets whose reduce-scatter may be in flight at once; each needs its memory twice."""
 
 
 class KeptSum(Protocol):
-    """Where this rank's part of a bucket's sum is kept instead of in memory."""
+    """Stores this rank's part of a bucket's sum outside memory."""
 
     def clear(self) -> None:
-        """A step begins."""
+        """Starts a step."""
         ...
 
     def add(self, gradient: Tensor) -> None:
-        """Add ``gradient[part]``, which is its own from now on, to what the step has."""
+        """Adds ``gradient[part]``, which the store owns from now on, to the step's sum."""
         ...
 
     def start_sum(self) -> None:
-        """Begin to bring the sum to memory."""
+        """Starts to read the sum."""
         ...
 
     def sum(self) -> Tensor:
-        """The sum [part], in memory of its own."""
+        """Returns the sum [part], in memory owned by the caller."""
         ...
 
 
 class GradientReducer:
-    """The gradients of a model's parameters, summed over their replicas. ``buckets`` in the order of the backward pass.
+    """Sums the gradients of a model's parameters over their replicas. ``buckets`` are in the order of the backward pass.
 
-    ``each_backward``: sums are taken after every backward pass, and the whole gradients dropped; else once a step, when
-    ``expect``'s number of backward passes has gone through. ``sum_tied`` adds to a part of the embedding's sum that of another
-    pipeline stage. ``own``: this rank's part of each bucket's sum, after ``finish``, but for those places that have a ``kept``. Parts are cut at
-    multiples of ``aligned`` numbers."""
+    ``each_backward``: reduces after every backward pass and drops the whole gradients; otherwise once a step, after the number of backward
+    passes given to ``expect``. ``sum_tied`` adds the tied embedding's sum of another pipeline stage to a part. ``own``: this rank's part of
+    each bucket's sum after ``finish``, except at places that have a ``kept``. Parts begin at multiples of ``aligned`` elements."""
 
     def __init__(
         self, model: Decoder, ranks: Ranks, *, each_backward: bool = False, sum_tied: Callable[[Tensor], Tensor] | None = None,
@@ -61,10 +60,10 @@ class GradientReducer:
         self.own: list[Tensor | None] = [None] * len(self.buckets)
         self.kept: dict[int, KeptSum] = {}
         self.factors: list[float] = []
-        """What ``clip`` has multiplied the sums in memory by, and those that are kept elsewhere are still to be."""
+        """The factors that ``clip`` has applied to the sums in memory, and that are still to be applied to those in ``kept``."""
         tensor = ranks.groups["tensor"]
         self._partial = {name for name in where if where[name].tensor == "partial" and tensor.size > 1}
-        self._counted = {name for name in where if (where[name].tensor == "cut" or tensor.rank == 0) and not is_tied_copy(model, name)}
+        self._counted = {name for name in where if (where[name].tensor == "shard" or tensor.rank == 0) and not is_tied_copy(model, name)}
         self._sum_tied, self._is_finished = sum_tied, False
         self._backwards, self._next = 1, 0
         self._seen: dict[str, int] = {}
@@ -73,13 +72,13 @@ class GradientReducer:
         self._sums: list[Tensor | None] = [None] * len(self.buckets)
         self.after_sum: Callable[[FlatBuffer], None] | None = None
         self.started: list[str] = []
-        """Labels of the buckets whose sums have begun in this step."""
+        """Labels of the buckets whose reduction has started in this step."""
         for bucket in self.buckets:
             for name, parameter in bucket.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def expect(self, backwards: int) -> None:
-        """A step begins, in which ``backwards`` backward passes go through every parameter."""
+        """Starts a step in which ``backwards`` backward passes go through every parameter."""
         self.own, self.factors = [None] * len(self.buckets), []
         for kept in self.kept.values():
             kept.clear()
@@ -89,27 +88,27 @@ class GradientReducer:
         self.started = []
 
     def end_backward(self) -> None:
-        """A backward pass is through."""
+        """Ends a backward pass."""
         if self.each_backward:
             self._complete()
             self._next, self._seen = 0, {}
 
     def finish(self) -> None:
-        """Wait until all sums are there. A parameter that no backward pass went through here has a gradient of 0."""
+        """Waits for all sums. A parameter that no backward pass reached has a gradient of 0."""
         if self._is_finished:
             return
         self._is_finished = True
         if not self.each_backward:
             self._complete()
         if self._sum_tied is not None:
-            # A bucket of its own on both stages, so that both have the same part of it.
+            # The tied embedding has a bucket of its own on both stages, so that both have the same part of it.
             place = next(i for i, bucket in enumerate(self.buckets) if "embed_tokens" in bucket.parameters)
             own = self.own[place]
             assert own is not None and len(self.buckets[place].parameters) == 1
             self.own[place] = self._sum_tied(own)
 
     def release(self) -> None:
-        """Between two steps: drops the sums, and gives back the memory that is kept for those of the next step."""
+        """Drops the sums between two steps and releases the memory reserved for those of the next step."""
         self.own = [None] * len(self.buckets)
         self._sums = [None] * len(self.buckets)
         for spare in self._spare.values():
@@ -117,8 +116,8 @@ class GradientReducer:
                 memory.release()
 
     def norm(self, scale: float = 1.0) -> float:
-        """The norm of the global gradient divided by ``scale``: NaN or infinity where a number is not finite. The same on every rank:
-        each number is counted once, squares are summed exactly."""
+        """Returns the norm of the global gradient divided by ``scale``; NaN or infinity if an element is not finite. The same on every
+        rank: each element is counted once, and the sum of squares is correctly rounded."""
         norms = []
         for bucket, own in zip(self.buckets, self.parts(), strict=True):
             for segment in bucket.segments():
@@ -127,21 +126,21 @@ class GradientReducer:
         scaled = [norm / scale for norm in values_of(norms)]
         squares = [norm * norm for norm in scaled]
         total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
-        found = [row[0] for row in self.ranks.all_values([total], "the gradient norm")]
-        return math.sqrt(math.fsum(found)) if all(map(math.isfinite, found)) else math.nan if any(map(math.isnan, found)) else math.inf
+        totals = [row[0] for row in self.ranks.all_values([total], "the gradient norm")]
+        return math.sqrt(math.fsum(totals)) if all(map(math.isfinite, totals)) else math.nan if any(map(math.isnan, totals)) else math.inf
 
     def parts(self) -> Iterator[Tensor]:
-        """This rank's part of every bucket's sum; those that are kept elsewhere come while the one before is looked at."""
+        """Yields this rank's part of every bucket's sum; a part in ``kept`` is prefetched while the previous one is processed."""
         for place, own in enumerate(self.own):
             if place + 1 in self.kept:
                 self.kept[place + 1].start_sum()
-            found = self.kept[place].sum() if place in self.kept else own
-            assert found is not None
-            yield found
+            part = self.kept[place].sum() if place in self.kept else own
+            assert part is not None
+            yield part
 
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
-        """Divide the sums by ``scale``, and scale them so that their global norm is at most ``max_norm`` (0: off); returns the norm
-        before that."""
+        """Divides the sums by ``scale`` and scales them so that their global norm is at most ``max_norm`` (0: off); returns the norm before
+        clipping."""
         self.finish()
         norm = self.norm(scale)
         if math.isfinite(norm):
@@ -169,11 +168,11 @@ class GradientReducer:
             self._take()
 
     def _start(self, place: int) -> None:
-        """Begin the sum of a bucket; its whole gradients are dropped."""
+        """Starts the reduction of a bucket and drops its whole gradients."""
         bucket = self.buckets[place]
         while len(self._pending) >= IN_FLIGHT:
             self._take()
-        # A GPU's allocator uses the memory of the last bucket again by itself; the C library's cuts it up for what comes between.
+        # A GPU's caching allocator reuses the memory of the last bucket; the C library's would fragment it in between.
         memory = (self._take_spare(bucket), self._take_spare(bucket)) if bucket.ranks.size > 1 and bucket.like.is_cpu and place not in self.kept else ()
         with torch.no_grad():
             self._sum_partial(bucket)
@@ -188,7 +187,7 @@ class GradientReducer:
         self._next = place + 1
 
     def _sum_partial(self, bucket: FlatBuffer) -> None:
-        """Tensor-parallel ranks that each hold a whole parameter have a part of its gradient."""
+        """Sums the gradients of parameters that tensor-parallel ranks replicate and of whose gradient each has a part."""
         names = [name for name in bucket.parameters if name in self._partial]
         if not names:
             return
@@ -211,7 +210,7 @@ class GradientReducer:
             self._spare.setdefault((used.tensor.numel(), used.tensor.dtype), []).append(used)
 
     def _own_sum(self, place: int, part: Tensor) -> Tensor:
-        """``part``, the first of a step, in memory of its own: where sums are taken after every backward pass, that of the step before."""
+        """Returns ``part``, the first of a step, in memory of its own: with ``each_backward``, memory reused from step to step."""
         if not self.each_backward:
             return part.clone()
         kept = self._sums[place]
@@ -220,13 +219,13 @@ class GradientReducer:
         return kept.copy_(part)
 
     def _take_spare(self, bucket: FlatBuffer) -> ReservedMemory:
-        """Memory for the gradients of ``bucket`` that no sum under way uses."""
+        """Returns memory for the gradients of ``bucket`` that no reduction in flight uses."""
         spare = self._spare.get((bucket.length, bucket.like.dtype))
         return spare.pop() if spare else ReservedMemory(bucket.length, bucket.like.dtype)
 
 
 class ReplicatedOptimizer:
-    """``inner`` on every rank, over whole parameters, with gradients summed over the replicas: ZeRO stage 0."""
+    """ZeRO stage 0: ``inner`` on every rank, over whole parameters, with gradients summed over the replicas."""
 
     def __init__(self, inner: Optimizer, sums: GradientReducer, max_norm: float) -> None:
         self.inner, self.sums, self.max_norm = inner, sums, max_norm
@@ -246,8 +245,8 @@ class ReplicatedOptimizer:
         return norm
 
     def _gather(self) -> None:
-        """Makes every rank's part of the clipped sums the gradient of the whole parameters. The parts are dropped as they are gathered, so that
-        gradients are not held one and a half times."""
+        """Gathers the clipped sums as the gradients of the whole parameters. Parts are dropped as they are gathered, so that memory never
+        holds one and a half times the gradients."""
         sums, pending = self.sums, list[tuple[FlatBuffer, Pending]]()
 
         def take() -> None:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one rank's part of the forward and backward of a step, by a schedule that is plain data."""
+"""Pipeline parallelism: executes one rank's part of a step's forward and backward passes by a schedule that is plain data."""
 
 import json
 from collections import deque
@@ -21,8 +21,8 @@ from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase,
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """This rank's place in a pipeline. ``model``: a decoder of this rank's stages; ``spans``: the layers of every stage;
-    ``ranks``: those of the pipeline. Stage s stands on rank s mod p."""
+    """One rank of a pipeline. ``model``: a decoder of this rank's stages; ``spans``: the layers of every stage; ``ranks``: the pipeline's
+    communicator. Stage s is on rank s mod p."""
 
     model: Decoder
     spans: Sequence[Span]
@@ -45,9 +45,11 @@ class Pipeline:
         tracer: Tracer = NO_TRACE, scale: float = 1.0, after_backward: Callable[[], None] | None = None,
         on_phase: OnPhase = lambda phase: None,
     ) -> ForwardBackwardOutput:
-        """Add ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
-        micro-batches. Every rank is given the same ones: so each knows the size of what it is sent. ``after_backward`` is called
-        behind each backward of a stage. Every rank has the metrics and the loss."""
+        """Adds ``scale`` times the gradients of ``micro_batches`` to this rank's parameters, each stage's in the order of the
+        micro-batches.
+
+        Every rank is given the same micro-batches, so that each knows the shapes it receives. ``after_backward`` is called after each
+        backward pass of a stage. Every rank returns the metrics and the loss."""
         shares: list[LossShare] = []
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -60,45 +62,45 @@ class Pipeline:
         done = _Pass(self, micro_batches, at_last, on_progress, tracer, True, after_backward, on_phase)
         done.run(operations[self.ranks.rank])
         own = sum_shares(shares)
-        found = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
-        return ForwardBackwardOutput(**found, max_in_flight_micro_batches=done.max_in_flight_micro_batches)
+        totals = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
+        return ForwardBackwardOutput(**totals, max_in_flight_micro_batches=done.max_in_flight_micro_batches)
 
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor], on_progress: Progress | None = None
     ) -> None:
-        """The pass without gradients. ``at_last`` is given, on the rank of the last stage, what a whole model's ``forward`` returns of
-        every micro-batch, in their order; what it returns is dropped."""
+        """Runs the forward pass without gradients. On the rank of the last stage, ``at_last`` is called with the output of the whole model
+        for every micro-batch, in their order; its result is dropped."""
         operations = forward_schedule(self.shape(len(micro_batches)))
         _Pass(self, micro_batches, at_last, on_progress, NO_TRACE, keeps=False).run(operations[self.ranks.rank])
 
     @property
     def has_tied_copy(self) -> bool:
-        """Whether this rank and another have a copy each of a tied embedding."""
+        """Whether this rank and another each have a copy of a tied embedding."""
         return self.model.shapes.tie_word_embeddings and self.ranks.size > 1 and (self.is_first or self.is_last)
 
     def sum_tied_gradient(self, own: Tensor) -> Tensor:
-        """The gradient of a tied embedding, or a part of it, from those of the first and of the last stage: the same bits on both. Once
-        a step, on both ranks; before or after a sum over replicas."""
+        """Returns the gradient of a tied embedding, or a part of it, summed over the first and the last stage: the same bits on both.
+        Called once a step on both ranks, before or after the sum over replicas."""
         peer = self.ranks.size - 1 if self.is_first else 0
         name = "gradient of the tied embedding"
-        # In opposite order: between two GPUs NCCL begins a transfer when the one before it has ended.
+        # In opposite order on the two ranks: between two GPUs NCCL starts a transfer only after the previous one.
         if self.is_first:
             sent, arriving = self.ranks.send(own, peer, name), self.ranks.receive(torch.empty_like(own), peer, name)
         else:
             arriving, sent = self.ranks.receive(torch.empty_like(own), peer, name), self.ranks.send(own, peer, name)
         other = arriving.wait()
         sent.wait()
-        # The same order on both, so that the copies stay equal bit for bit.
+        # Added in the same order on both, so that the copies stay equal bit for bit.
         return own + other if self.is_first else other + own
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
     ) -> list[Tensor]:
-        """``trainer.logprobs.infer`` by a pipeline: every rank returns what the last stage computes."""
+        """Runs ``trainer.logprobs.infer`` through the pipeline; every rank returns the results of the last stage."""
         rows = [len(micro_batch.rows) for micro_batch in micro_batches]
-        found = torch.empty(2, sum(rows), dtype=torch.float64, device=self.model.device)
-        parts = iter(found.split(rows, dim=1))
+        logprobs_of_batches = torch.empty(2, sum(rows), dtype=torch.float64, device=self.model.device)
+        parts = iter(logprobs_of_batches.split(rows, dim=1))
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
             logprobs = self.model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
@@ -106,15 +108,15 @@ class Pipeline:
             return logprobs.scaled
 
         self.forward(micro_batches, at_last, on_progress)
-        self.ranks.broadcast(found, self.ranks.size - 1, "log-probabilities")
-        return list(found.split(rows, dim=1))
+        self.ranks.broadcast(logprobs_of_batches, self.ranks.size - 1, "log-probabilities")
+        return list(logprobs_of_batches.split(rows, dim=1))
 
     def _from_last(self, value: Any, name: str) -> Any:
         return broadcast_value(self.ranks, value, self.ranks.size - 1, name, next(self.model.parameters()).device)
 
 
 class _Pass:
-    """The state of one pass over micro-batches. ``keeps``: a backward follows."""
+    """The state of one pass over micro-batches. ``keeps``: a backward pass follows."""
 
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor],
@@ -187,7 +189,7 @@ class _Pass:
         with self.tracer.span(operation.kind, stage=operation.stage, micro_batch=operation.micro_batch, peer=operation.peer):
             name = _name(operation)
             self.sending.append(self.pipeline.ranks.send(x, operation.peer, name, self.shape.tag(operation)))
-            # Only so many tensors are kept for others. No deadlock: the order of operations is good for sends that wait.
+            # Bounds the tensors kept for pending sends. This cannot deadlock: the order of operations also works with blocking sends.
             while len(self.sending) > 2 * self.shape.stages:
                 self.sending.popleft().wait()
 
@@ -210,7 +212,7 @@ def _name(operation: Operation) -> str:
 
 
 def broadcast_value(ranks: Communicator, value: Any, source: int, name: str, device: torch.device) -> Any:
-    """What rank ``source`` has, a value that JSON holds, on every rank."""
+    """Returns rank ``source``'s JSON-serializable ``value`` on every rank."""
     if ranks.size == 1:
         return value
     own = json.dumps(value).encode() if ranks.rank == source else b""

@@ -1,4 +1,4 @@
-"""The ranks that train one model together, seen from one of them: what is passed down to whoever exchanges something."""
+"""The ranks that train one model together, as seen by one of them: passed to all code that communicates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """``mesh``: who stands where. ``groups``: a communicator for each of this rank's groups. ``deterministic`` and ``sequence``: how
-    tensor-parallel ranks cut a model (``ShardSpec``, ``ModelParallel``). ``device``: what this rank computes on.
+    """``mesh``: this rank's coordinates. ``groups``: a communicator for each of this rank's groups. ``deterministic`` and ``sequence``: how
+    tensor parallelism shards a model (``ShardSpec``, ``ModelParallel``). ``device``: this rank's compute device.
 
-    Who talks over which group: the model's layers over ``tensor``, ``context`` and ``expert`` (by ``model_parallel``); a pipeline's
-    stages over ``pipeline``; gradients and ZeRO over ``tokens`` and, those of experts, ``expert_data``; the loss over ``data``;
-    the gradient norm, and what all must agree on, over ``world``. ``data`` and ``world`` exchange small values from the host's memory, the others
-    tensors of ``device`` (``communicator.HOST_GROUPS``)."""
+    Use of the groups: the model's layers communicate over ``tensor``, ``context`` and ``expert`` (by ``model_parallel``); pipeline stages
+    over ``pipeline``; gradients and ZeRO over ``tokens`` and, for experts, ``expert_data``; the loss over ``data``; the gradient norm and
+    global agreement over ``world``. ``data`` and ``world`` exchange small values in host memory, the others tensors on ``device``
+    (``communicator.HOST_GROUPS``)."""
 
     mesh: Mesh
     groups: Mapping[GroupName, Communicator]
@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is written once: rows, the journal, the model."""
+        """Whether this rank writes what is written once: metric rows, the journal, the model."""
         return self.mesh.rank == 0
 
     @property
@@ -42,11 +42,11 @@ class Ranks:
 
     @property
     def data(self) -> Communicator:
-        """The ranks between which a global batch is divided."""
+        """The ranks over which a global batch is divided."""
         return self.groups["data"]
 
     def model_parallel(self) -> ModelParallel | None:
-        """What a ``Decoder`` is given; ``None``: every rank holds and computes a whole model."""
+        """Returns the parallelism of a ``Decoder``; ``None`` if every rank holds and computes a whole model."""
         tensor, context, expert = self.groups["tensor"], self.groups["context"], self.groups["expert"]
         if tensor.size == context.size == expert.size == 1:
             return None
@@ -54,28 +54,28 @@ class Ranks:
         return ModelParallel(cut, tensor, context, expert, self.sequence)
 
     def trace(self, tracer: Tracer) -> None:
-        """Record the waits for all collectives of this rank with ``tracer``."""
+        """Records the waits for all collectives of this rank with ``tracer``."""
         for group in self.groups.values():
             group.tracer = tracer
 
     def all_values(self, values: Sequence[float], name: str) -> list[list[float]]:
-        """Every rank's ``values`` (as many on each), in float64, by rank of the world."""
+        """Returns every rank's ``values`` (the same count on each), in float64, by world rank."""
         own = torch.tensor(values, dtype=torch.float64)
         return [list(map(float, row)) for row in self.world.all_gather(own, name).tolist()]
 
     def sums(self, values: Sequence[float], name: str) -> list[float]:
-        """The sums of ``values`` over the ranks that share a batch, rounded once; the same on every rank."""
+        """Returns the sums of ``values`` over the ranks that share a batch, correctly rounded; the same on every rank."""
         own = torch.tensor(values, dtype=torch.float64)
         return [math.fsum(column) for column in zip(*self.data.all_gather(own, name).tolist(), strict=True)]
 
     def agreed(self, value: int, name: str) -> int:
-        """What rank 0 has for ``value``."""
-        found = torch.tensor([value])
-        self.world.broadcast(found, 0, name)
-        return int(found)
+        """Returns rank 0's ``value``."""
+        shared = torch.tensor([value])
+        self.world.broadcast(shared, 0, name)
+        return int(shared)
 
 
 def alone(device: torch.device | str = "cpu") -> Ranks:
-    """One process, which is all ranks."""
+    """Returns the ranks of a single process."""
     mesh = Mesh(MeshShape(), 0)
     return Ranks(mesh, {name: Communicator(name, 0, 1, None, 0.0) for name in GROUPS}, device=torch.device(device))

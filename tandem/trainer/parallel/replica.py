@@ -1,4 +1,4 @@
-"""A model and its optimizer as one rank has them: alone, beside replicas, or cut by ZeRO."""
+"""A model and its optimizer on one rank: alone, replicated, or sharded by ZeRO."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,8 @@ from tandem.trainer.step import ForwardBackward, Progress, no_pipelining
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """``sums``: the gradients' sums over ranks (``None``: this process is alone). ``pipeline``: what the model's stages pass through."""
+    """``sums``: reduces the gradients over ranks (``None``: a single process). ``pipeline``: the pipeline of the model's stages (``None``:
+    one stage)."""
 
     ranks: Ranks
     model: Decoder
@@ -37,46 +38,46 @@ class Replica:
     pipeline: Pipeline | None = None
 
     def passes(self, own: int, most: int) -> int:
-        """Returns how many micro-batches this rank passes, of which it has ``own``, where the data-parallel rank with the most has ``most``:
-        as many where ranks exchange something inside a forward or backward pass; else its own, at least one where any rank has one."""
+        """Returns the number of micro-batches that this rank passes, given that it has ``own`` and the data-parallel rank with the most has
+        ``most``: ``most`` if ranks communicate within a forward or backward pass; otherwise its own, at least one if any rank has one."""
         balance = self.model.router_balance
         together = (self.sums is not None and self.sums.each_backward) or (balance is not None and balance.loss > 0)
         return most if together or self.ranks.groups["expert"].size > 1 else min(most, max(1, own))
 
     def whole(self, changes: bool = False) -> AbstractContextManager[None]:
-        """Every rank holds all weights (of its part of the model) inside; ``changes``: they are written there."""
+        """Returns a context in which every rank holds all weights (of its part of the model). ``changes``: the caller changes them."""
         optimizer = self.optimizer
         return optimizer.whole(changes) if isinstance(optimizer, ShardedOptimizer) else nullcontext()
 
     @property
-    def cuts_weights(self) -> bool:
-        """Whether this rank holds a part of each weight (ZeRO 3)."""
+    def shards_weights(self) -> bool:
+        """Whether this rank holds only a part of each weight (ZeRO 3)."""
         return isinstance(self.optimizer, ShardedOptimizer) and self.optimizer.stage == 3
 
     def addresses(self) -> AbstractContextManager[None]:
-        """Every parameter has memory of its own inside; its numbers may not be there."""
+        """Returns a context in which every parameter has memory of its own; its values may be absent."""
         return self.optimizer.addresses() if isinstance(self.optimizer, ShardedOptimizer) else nullcontext()
 
     @property
     def forward_backward(self) -> ForwardBackward:
-        """How micro-batches go through the model."""
+        """The function that runs the forward and backward passes of micro-batches."""
         return no_pipelining(self.model) if self.pipeline is None else self.pipeline.forward_backward
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
     ) -> list[Tensor]:
-        """``trainer.logprobs.infer`` of this rank's micro-batches, on every rank of a pipeline."""
+        """Runs ``trainer.logprobs.infer`` on this rank's micro-batches; every rank of a pipeline returns the results."""
         return _infer(self.model, self.pipeline, micro_batches, temperature, on_progress)
 
-    def rest(self) -> None:
-        """Releases what a forward pass without a backward left gathered."""
+    def reshard(self) -> None:
+        """Frees the weights that a forward pass without a backward pass left gathered."""
         if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.rest()
+            self.optimizer.reshard()
         elif self.paged is not None and self.paged.layers is not None:
-            self.paged.layers.rest()
+            self.paged.layers.release()
 
     def drop_gradients(self) -> int:
-        """Drops gradients and the memory that is kept for them. Returns the bytes of gradients that there were."""
+        """Drops gradients and the memory reserved for them. Returns the bytes of the gradients."""
         held = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.sums is not None:
             held += [own for own in self.sums.own if own is not None]
@@ -87,19 +88,19 @@ class Replica:
         return size
 
     def weights(self) -> list[Tensor]:
-        """The tensors in memory that hold this rank's weights, between two steps. Several may share storage."""
+        """Returns the tensors in memory that hold this rank's weights, between two steps. Several may share storage."""
         optimizer = self.optimizer
-        self.rest()
+        self.reshard()
         own = optimizer.parts() if isinstance(optimizer, ShardedOptimizer) and self.paged is None else ()
         return [*self.model.parameters(), *(part.values for part in own if part.kind == WEIGHTS)]
 
     def moments(self) -> list[Tensor]:
-        """The tensors in memory that hold this rank's optimizer state: none before the first step, nor where it is paged."""
+        """Returns the tensors in memory that hold this rank's optimizer state; none before the first step, or if the state is paged."""
         return [] if self.paged is not None else list(self.optimizer.state().moments.values())
 
     @property
     def paged(self) -> PagedAdamW | None:
-        """What updates the parameters that this rank updates, or its part of them, where its state lies in a file, and perhaps weights too."""
+        """The paged optimizer of this rank's parameters or part of them, if its state is in a file; the weights may be there too."""
         optimizer = self.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.paged
@@ -108,31 +109,31 @@ class Replica:
 
     @property
     def pages_weights(self) -> bool:
-        """Whether the layers' weights lie in a file."""
+        """Whether the layers' weights are in a file."""
         return self.paged is not None and bool(self.paged.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenReplica:
-    """A model that is never trained, such as the reference, as one rank of a mesh has it: whole, or its tensor, expert and pipeline part.
-    ``pipeline``: what the model's stages pass through."""
+    """A model that is never trained, such as the reference, on one rank of a mesh: whole, or its tensor, expert and pipeline part.
+    ``pipeline``: the pipeline of the model's stages (``None``: one stage)."""
 
     ranks: Ranks
     model: Decoder
     pipeline: Pipeline | None = None
 
     def passes(self, own: int, most: int) -> int:
-        """``Replica.passes``: only ranks that divide experts exchange something inside a forward pass."""
+        """As ``Replica.passes``; only expert-parallel ranks communicate within a forward pass."""
         return most if self.ranks.groups["expert"].size > 1 else min(most, max(1, own))
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
     ) -> list[Tensor]:
-        """``trainer.logprobs.infer`` of this rank's micro-batches, on every rank of a pipeline."""
+        """Runs ``trainer.logprobs.infer`` on this rank's micro-batches; every rank of a pipeline returns the results."""
         return _infer(self.model, self.pipeline, micro_batches, temperature, on_progress)
 
-    def rest(self) -> None:
-        """Releases nothing: its weights are never gathered."""
+    def reshard(self) -> None:
+        """Does nothing: the weights are never gathered."""
 
 
 def _infer(
@@ -147,12 +148,12 @@ def make_replica(
     model: Decoder, config: TrainerConfig, ranks: Ranks, zero: Literal[0, 1, 2, 3] = 0, pipeline: Pipeline | None = None,
     directory: Path | None = None, is_filled: bool = True,
 ) -> Replica:
-    """``model`` with the optimizer that ``config`` names; ``directory``: the run's, for what is offloaded. ``is_filled``: its weights are
-    there; else, where they are to lie in a file or are cut (``zero`` 3), ``checkpoint.replica_state`` is to be given them."""
+    """Returns ``model`` with the configured optimizer. ``directory``: the run's folder, for offloaded state. ``is_filled``: the model has
+    its weights; otherwise, for weights in a file or sharded by ZeRO 3, ``checkpoint.replica_state`` fills them."""
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
     sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
-    # Blocks of codes are not cut.
+    # A block of 8-bit codes must not span two ranks.
     aligned = BLOCK if config.optimizer == "adamw8bit" else ALIGNED
     sums = GradientReducer(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied, aligned=aligned)
     if zero == 0:

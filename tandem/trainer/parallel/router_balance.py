@@ -1,4 +1,4 @@
-"""What keeps a model's experts evenly busy, as a recipe says."""
+"""Makes the configured load balancing of a model's experts."""
 
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
@@ -7,7 +7,7 @@ from tandem.trainer.parallel.ranks import Ranks
 
 
 def make_balance(model: Decoder, config: TrainerConfig, ranks: Ranks) -> RouterBalance | None:
-    """``None`` for a model without experts, and where nothing is balanced."""
+    """Returns the load balancing, or ``None`` for a model without experts or without balancing."""
     experts = model.shapes.experts
     if experts is None or not (config.router_balance_loss or config.router_bias_rate):
         return None

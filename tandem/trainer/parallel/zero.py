@@ -1,19 +1,20 @@
-"""ZeRO (Rajbhandari et al., 2020): what data-parallel ranks cut between them instead of each holding all of it.
+"""ZeRO (Rajbhandari et al., 2020): shards optimizer state, gradients and weights over data-parallel ranks.
 
-Every layer's parameters lie end to end in one flat tensor of n equal parts, one a rank (``parallel.flat``). Stage 1 cuts the
-optimizer's moments: a rank updates its part of the weights, and an all-gather brings the others'. Stage 2 cuts the gradients too: each backward
-pass ends in a reduce-scatter of every layer, after which the whole gradients are dropped. Stage 3 cuts the weights too: a layer
-is gathered before its forward and again before its backward, and dropped after each; embedding and head are held whole from the
-start of a forward pass to the end of its backward, in a pipeline of all that wait. With P numbers of b bytes, what stays from one backward pass to the next is
+Every layer's parameters are in one flat buffer of n equal parts, one a rank (``parallel.flat_buffer``). Stage 1 shards the optimizer's
+moments: a rank updates its part of the weights, and an all-gather distributes the parts. Stage 2 also shards the gradients: each backward
+pass ends in a reduce-scatter of every layer, after which the whole gradients are dropped. Stage 3 also shards the weights: a layer is
+gathered (unsharded) before its forward and again before its backward, and resharded after each; embedding and head are whole from the start
+of a forward pass to the end of its backward, in a pipeline until the last pending backward. With P parameters of b bytes, the memory
+between two backward passes is
 
-    0: b (P + P + 2 P)    1: b (P + P + 2 P / n)    2: b (P + P / n + 2 P / n)    3: b (P / n + P / n + 2 P / n)
+0: b (P + P + 2 P)    1: b (P + P + 2 P / n)    2: b (P + P / n + 2 P / n)    3: b (P / n + P / n + 2 P / n)
 
-for weights, gradients and moments (of AdamW; other optimizers' states are cut alike). The mechanism is the reduce-scatter and all-gather of
-torch's process groups, with sums in rank order; updates are elementwise, or of matrices that are put together first (``matrices``), so all
-stages have the bits of stage 0 where a step has one backward pass.
+for weights, gradients and moments (of AdamW; other optimizers' states are sharded alike). The collectives are the reduce-scatter and
+all-gather of torch's process groups, with sums in rank order; updates are elementwise, or of matrices that are assembled first
+(``matrices``), so all stages give the bits of stage 0 if a step has one backward pass.
 
-What a rank has of the moments may lie in a file, and under stage 3 what it has of the layers' weights and gradients too (``PagedAdamW``,
-``PagedPart``; Rajbhandari et al., 2021, "ZeRO-Infinity"): the bits stay.
+A rank's moments, and under stage 3 its part of the layers' weights and gradients, may be in a file (``PagedAdamW``, ``PagedPart``;
+Rajbhandari et al., 2021, "ZeRO-Infinity") with the same bits.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ MakeInner = Callable[[Mapping[str, nn.Parameter], Sequence[Sequence[str]]], Piec
 
 
 class Part(NamedTuple):
-    """``values``: the numbers of parameter ``name`` (flat) from ``first`` on; ``kind``: its ``weights`` or what the state has of it."""
+    """``values``: the elements of the flat parameter ``name`` from ``first`` on; ``kind``: ``weights`` or a tensor kind of the optimizer
+    state."""
 
     kind: str
     name: str
@@ -48,19 +50,18 @@ class Part(NamedTuple):
 
 
 class ShardedOptimizer:
-    """An optimizer of which every rank holds a part, and updates that part of the weights. ``parameters`` are the model's; ``make_inner``
-    makes the optimizer of this rank's pieces of them, flat and by name, some of them paged in groups.
+    """An optimizer of which every rank holds and updates a part. ``parameters`` are the model's; ``make_inner`` makes the optimizer of this
+    rank's pieces of them, flat and by name, some of them paged in groups.
 
-    ``state`` and ``load_state`` are of this rank's pieces; ``parts`` says which these are. ``pages_weights``: this rank's part of the layers'
-    weights and gradients lies in a file, which the inner optimizer has. ``is_filled``: the model has its weights; else ``fill`` is to be given
-    them."""
+    ``state`` and ``load_state`` are of this rank's pieces, which ``parts`` lists. ``pages_weights``: this rank's part of the layers'
+    weights and gradients is in the inner optimizer's file. ``is_filled``: the model has its weights; otherwise ``fill`` must be called."""
 
     def __init__(
         self, sums: GradientReducer, max_norm: float, stage: Stage, make_inner: MakeInner, pages_weights: bool = False, is_filled: bool = True
     ) -> None:
         self.sums, self.stage, self._max_norm = sums, stage, max_norm
         self.parameters = {name: p for bucket in sums.buckets for name, p in bucket.parameters.items()}
-        # Their own parts must have their place in the file before the shards put them there.
+        # The parts must have their place in the file before the shards write to it.
         paged = [bucket for bucket in sums.buckets if pages_weights and layer_of(bucket) is not None]
         pool = PagePool()
         held = {id(bucket): Shard(bucket, stage == 3, None, is_filled, pool) for bucket in sums.buckets if bucket not in paged}
@@ -80,7 +81,7 @@ class ShardedOptimizer:
 
     @property
     def paged(self) -> PagedAdamW | None:
-        """What updates this rank's part, where its state lies in a file."""
+        """The inner optimizer, if its state is in a file."""
         return self._inner if isinstance(self._inner, PagedAdamW) else None
 
     @property
@@ -97,7 +98,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every parameter; afterwards all ranks hold it, where weights are not cut."""
+        """Updates every parameter; weights that are not sharded are then gathered on all ranks."""
         for shard, own in zip(self.shards, self.sums.own, strict=True):
             if shard.paged is not None:
                 shard.paged.drop()
@@ -113,12 +114,12 @@ class ShardedOptimizer:
         self._publish()
 
     def weight(self, name: str) -> Tensor:
-        """This rank's run of parameter ``name``, live."""
+        """Returns this rank's live part of parameter ``name``."""
         return self.paged.weight(name) if self.paged is not None else self._inner.parameters[name].detach()
 
     def parts(self, form: bool = False) -> Iterator[Part]:
-        """The numbers that this rank updates, live: of every parameter a run of its weights and, after the first update, of its state.
-        ``form``: as they are after an update, without their numbers (``values`` are on the device ``meta``)."""
+        """Yields the live elements that this rank updates: of every parameter a run of its weights and, after the first update, of its
+        state. ``form``: as after an update, with ``values`` on the ``meta`` device."""
         state: dict[str, list[tuple[str, Tensor]]] = {}
         for label, tensor in (self._inner.form() if form else self._inner.state().moments).items():
             kind, _, name = label.partition("/")
@@ -133,8 +134,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Part], updates: int) -> None:
-        """Take over what ``parts`` of an optimizer that is cut alike gave; weights that every rank holds are brought to all. Where the state
-        lies in a file, one part is in memory at a time."""
+        """Loads the ``parts`` of an identically sharded optimizer; weights that are not sharded are then gathered on all ranks. If the
+        state is in a file, one part is in memory at a time."""
         paged = self.paged
         if paged is not None:
             paged.load_state(OptimizerState({}, 0))
@@ -155,7 +156,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def fill(self, name: str, first: int, values: Tensor) -> None:
-        """Takes from ``values``, the weights of parameter ``name`` from number ``first`` on, those of this rank's part. Stage 3 only."""
+        """Takes this rank's part of ``values``, the weights of parameter ``name`` from element ``first`` on. Stage 3 only."""
         assert self.stage == 3
         for shard in self.shards:
             for segment in shard.bucket.segments():
@@ -179,24 +180,24 @@ class ShardedOptimizer:
     def load_state(self, state: OptimizerState) -> None:
         self._inner.load_state(state)
 
-    def rest(self) -> None:
-        """Give back the weights that a pass without a backward left whole, where weights are cut."""
+    def reshard(self) -> None:
+        """Reshards weights that a pass without a backward pass left gathered."""
         for shard in self.shards:
             shard.free()
 
     @contextlib.contextmanager
     def addresses(self) -> Iterator[None]:
-        """Every parameter has memory of its own inside, without its numbers where weights are cut."""
+        """Is a context in which every parameter has memory of its own, without values if weights are sharded."""
         for shard in self.shards:
             shard.reserve()
         try:
             yield
         finally:
-            self.rest()
+            self.reshard()
 
     @contextlib.contextmanager
     def whole(self, changes: bool = False) -> Iterator[None]:
-        """Every rank holds all weights inside; ``changes``: they are written there, alike on all ranks."""
+        """Is a context in which every rank holds all weights. ``changes``: the caller changes them, alike on all ranks."""
         for shard in self.shards:
             shard.gather()
         try:
@@ -210,7 +211,7 @@ class ShardedOptimizer:
 
 
 def _pieces(bucket: FlatBuffer, shard: Shard | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's run of every parameter: views of what the shard holds; without a shard, of nothing."""
+    """Yields this rank's run of every parameter: views of what the shard holds, or ``meta`` tensors without a shard."""
     for segment in bucket.segments():
         size = segment.last - segment.first
         if shard is None:

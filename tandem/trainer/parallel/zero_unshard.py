@@ -1,4 +1,4 @@
-"""When which weights are whole, where ZeRO has cut them (``trainer.zero``)."""
+"""Gathers (unshards) and frees (reshards) the layers' weights under ZeRO 3."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from tandem.trainer.parallel.zero_shard import Shard
 
 
 class ZeroUnshard:
-    """Stage 3: when which weights are whole. Stands around the layers of a decoder, and before all of it."""
+    """ZeRO stage 3: installs hooks around the layers of a decoder and before its forward pass that gather and free weights."""
 
     def __init__(self, shards: Sequence[Shard], sums: GradientReducer) -> None:
         self._layers: dict[int, list[Shard]] = {}
@@ -24,7 +24,7 @@ class ZeroUnshard:
         self._shard_of = {id(shard.bucket): shard for shard in shards}
         self._in_backward: set[int] = set()
         self._waiting = dict.fromkeys(map(id, self._ends), 0)
-        """Forward passes whose backward still needs an end, by the end: a pipeline may have several."""
+        """Forward passes whose backward pass still needs the embedding or the head, by shard: a pipeline may have several."""
         sums.after_sum = self._after_sum
         sums.model.around_layer = self._around
         sums.model.register_forward_pre_hook(lambda *_: self._before_all())
@@ -37,7 +37,7 @@ class ZeroUnshard:
         self._start(min(self._layers, default=-1), 1)
 
     def _start(self, index: int, toward: int) -> None:
-        """Begin to gather layer ``index``, and to read the own part of the one behind it."""
+        """Starts to gather layer ``index`` and to read the own part of the following one."""
         for shard in self._layers.get(index, ()):
             shard.start_gather()
         for shard in self._layers.get(index + toward, ()):
@@ -58,7 +58,7 @@ class ZeroUnshard:
     def _gather(self, index: int, toward: int) -> None:
         for shard in self._layers[index]:
             shard.gather()
-        # The next one's travel while this one's are computed with.
+        # The next layer is gathered while this one computes.
         self._start(index + toward, toward)
 
     def before_backward(self, index: int) -> None:
@@ -66,7 +66,7 @@ class ZeroUnshard:
         self._gather(index, -1)
 
     def _after_sum(self, bucket: FlatBuffer) -> None:
-        """All gradients of ``bucket`` are there: nothing reads its weights any more in this backward pass."""
+        """Frees the weights of ``bucket``: all its gradients are complete, so this backward pass reads them no more."""
         shard = self._shard_of[id(bucket)]
         if id(shard) in self._waiting:
             self._waiting[id(shard)] -= 1
