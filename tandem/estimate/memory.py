@@ -47,8 +47,8 @@ def predict(
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor. ``swap_bytes``:
     the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache."""
     weights = weight_bytes(shapes, trainer.dtype)
-    # ZeRO does not shard the frozen copy.
-    frozen = weights // (parallel.tensor * parallel.pipeline) if reference else 0
+    replicas = parallel.data * parallel.context if parallel.zero == 3 else 1
+    frozen = weights // (parallel.tensor * parallel.pipeline * replicas) if reference else 0
     training = peak_bytes(shapes, trainer, tokens, parallel) + frozen
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     return PodMemory(

@@ -11,7 +11,7 @@ from tandem.config.recipe import Recipe
 from tandem.kernels import Kernels
 from tandem.pod.prompts import context_tokens
 from tandem.runtime.records.tracing import Tracer
-from tandem.trainer.build import ReplicaSettings, build_replica, load_frozen
+from tandem.trainer.build import ReplicaSettings, build_frozen, build_replica
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
@@ -34,8 +34,7 @@ class Actor:
 
     def moments_and_reference(self) -> list[Tensor]:
         """``state`` without the weights, which are registered first."""
-        frozen = [] if self.reference is None else list(self.reference.model.parameters())
-        return [*self.replica.moments(), *frozen]
+        return [*self.replica.moments(), *(self.reference.weights() if self.reference is not None else ())]
 
 
 def build_actor(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_use: Callable[[], Collection[int]]) -> Actor:
@@ -48,7 +47,7 @@ def build_actor(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_us
         directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
     )  # fmt: skip
-    reference = FrozenReplica(ranks, *load_frozen(settings, ranks, kernels)) if recipe.algorithm.kl_coef > 0 else None
+    reference = build_frozen(settings, ranks, kernels) if recipe.algorithm.kl_coef > 0 else None
     tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
     ranks.trace(tracer)
     # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.

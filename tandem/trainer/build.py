@@ -1,5 +1,7 @@
 """Builds one rank's part of a model and its optimizer from a Hugging Face folder, for every kind of job."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +14,15 @@ from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import load_model, read_tensors, unfilled_model
-from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.model_state import parts_of
+from tandem.trainer.checkpoint.replica_state import ReplicaState, fill_parts
 from tandem.trainer.offload.activations import ActivationOffload
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.parallel.replica import Replica, make_replica
+from tandem.trainer.parallel.replica import FrozenReplica, Replica, make_replica
 from tandem.trainer.parallel.router_balance import make_balance
+from tandem.trainer.parallel.zero_frozen import FrozenShards
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -52,17 +56,32 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
         passes = waiting_passes(parallel, ranks.groups["pipeline"].rank)
         ActivationOffload(model, offload_folder(trainer, settings.directory), expected, passes=passes)
     if not is_filled:
-        try:
+        with _named(settings.start):
             ReplicaState(replica).fill(read_tensors(settings.start, model.holds))
-        except UserError as error:
-            raise UserError(f"model '{settings.start}': {error}") from None
     return replica
 
 
-def load_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> tuple[Decoder, Pipeline | None]:
-    """Returns this rank's part of a model that is never updated, and its pipeline (``None``: one stage)."""
-    model, pipeline = _load(settings, ranks, kernels, is_filled=True)
-    return model.requires_grad_(False), pipeline
+def build_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> FrozenReplica:
+    """Builds this rank's part of a model that is never updated."""
+    is_sharded = settings.parallel.zero == 3 and ranks.world.size > 1
+    model, pipeline = _load(settings, ranks, kernels, is_filled=not is_sharded)
+    if not is_sharded:
+        return FrozenReplica(ranks, model.requires_grad_(False), pipeline)
+    shards = FrozenShards(model, ranks, is_filled=False)
+    shards.reserve()
+    parts = parts_of(model)
+    shards.reshard()
+    with _named(settings.start):
+        fill_parts(model, parts, read_tensors(settings.start, model.holds), shards.fill)
+    return FrozenReplica(ranks, model, pipeline, shards)
+
+
+@contextlib.contextmanager
+def _named(start: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"model '{start}': {error}") from None
 
 
 def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:

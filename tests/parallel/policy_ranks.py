@@ -29,6 +29,7 @@ from tandem.trainer.offload.activations import ActivationOffload
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.replica import FrozenReplica, Replica, make_replica
 from tandem.trainer.parallel.router_balance import make_balance
+from tandem.trainer.parallel.zero_frozen import FrozenShards
 from tandem.types import FinishReason, Sample, Score, ScoreState, WeightVersion
 
 TEMPERATURE = 0.8
@@ -104,7 +105,9 @@ def replica_of(policy: Policy, here: Here | None, folder: Path | None) -> tuple[
     assert (replica.paged is not None, replica.pages_weights) == ("offload" in policy.offloaded, "offload_parameters" in policy.offloaded)
     if folder is not None and "offload_activations" in policy.offloaded:
         ActivationOffload(actor, folder, 0, in_flight_bytes=1 << 12, passes=(stages.size - stages.rank) * virtual)
-    return replica, FrozenReplica(ranks, reference, pipeline(reference))
+    stages_of_reference = pipeline(reference)
+    shards = FrozenShards(reference.requires_grad_(True), ranks, is_filled=True) if case.zero == 3 and ranks.world.size > 1 else None
+    return replica, FrozenReplica(ranks, reference, stages_of_reference, shards)
 
 
 def reinforced(here: Here | None, policy: Policy, folder: Path | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets
+from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import checked_tensors
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
@@ -111,14 +112,16 @@ class ReplicaState:
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights of a whole model by Hugging Face name, one tensor in memory at a time. For paged weights and weights sharded by
         ZeRO. Raises ``UserError`` if they are not this model's; nothing is changed then."""
-        given, optimizer = checked_tensors(self.replica.model, tensors), self.replica.optimizer
-        for part in self._parts:
-            values = given[part.name][part.box.slices].reshape(-1)
+        optimizer, paged = self.replica.optimizer, self.replica.paged
+
+        def put(name: str, first: int, values: Tensor) -> None:
             if isinstance(optimizer, ShardedOptimizer):
-                optimizer.fill(part.parameter, part.first, values)
+                optimizer.fill(name, first, values)
             else:
-                assert self.replica.paged is not None
-                self.replica.paged.put(WEIGHTS, part.parameter, values, part.first)
+                assert paged is not None
+                paged.put(WEIGHTS, name, values, first)
+
+        fill_parts(self.replica.model, self._parts, tensors, put)
 
     def _of_run(self, run: Run, parts: list[Part] | None = None) -> list[Shard]:
         if is_coded(run.kind):
@@ -131,6 +134,16 @@ class ReplicaState:
         for key in stored:
             if key.state not in (WEIGHTS, *optimizer.kinds) or (not is_coded(key.state) and key.name not in names):
                 raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: it has '{key}'")
+
+
+def fill_parts(
+    model: Decoder, parts: Sequence[Part], tensors: Iterable[tuple[str, Tensor]], put: Callable[[str, int, Tensor], None]
+) -> None:
+    """Calls ``put(parameter, first, values)`` with what the ``parts`` of ``model`` have of a whole model's ``tensors``, one in memory at a time.
+    Raises ``UserError`` if they are not this model's, before the first call."""
+    given = checked_tensors(model, tensors)
+    for part in parts:
+        put(part.parameter, part.first, given[part.name][part.box.slices].reshape(-1))
 
 
 def _shard_of_run(run: Run, shard: Shard, read: Callable[[], Tensor]) -> WeightShard:

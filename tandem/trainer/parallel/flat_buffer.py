@@ -5,7 +5,7 @@ treats an element as in the whole tensor, so the partition changes no bit.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -54,6 +54,13 @@ class FlatBuffer:
             if first < last:
                 segments.append(Segment(name, first - start, last - start, first - begin))
         return segments
+
+    def own_runs(self, name: str, first: int, last: int) -> Iterator[Segment]:
+        """Yields what of elements ``first`` to ``last`` (not included) of parameter ``name`` the part of this rank has."""
+        for segment in self.segments():
+            begin, end = max(first, segment.first), min(last, segment.last)
+            if segment.name == name and begin < end:
+                yield Segment(name, begin, end, segment.at + begin - segment.first)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns the parameters' views of ``flat[length]``, in their shapes."""

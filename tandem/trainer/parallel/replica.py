@@ -23,6 +23,7 @@ from tandem.trainer.parallel.gradient_reducer import GradientReducer, Replicated
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.zero import ShardedOptimizer
+from tandem.trainer.parallel.zero_frozen import FrozenShards
 from tandem.trainer.step import ForwardBackward, Progress, no_pipelining
 
 
@@ -116,15 +117,16 @@ class Replica:
 @dataclass(frozen=True, slots=True)
 class FrozenReplica:
     """A model that is never trained, such as the reference, on one rank of a mesh: whole, or its tensor, expert and pipeline part.
-    ``pipeline``: the pipeline of the model's stages (``None``: one stage)."""
+    ``pipeline``: the pipeline of the model's stages (``None``: one stage). ``shards``: its weights under ZeRO 3 (``None``: each rank has them all)."""
 
     ranks: Ranks
     model: Decoder
     pipeline: Pipeline | None = None
+    shards: FrozenShards | None = None
 
     def passes(self, own: int, most: int) -> int:
-        """As ``Replica.passes``; only expert-parallel ranks communicate within a forward pass."""
-        return most if self.ranks.groups["expert"].size > 1 else min(most, max(1, own))
+        """As ``Replica.passes``; only expert-parallel ranks and those that share the weights communicate within a forward pass."""
+        return most if self.shards is not None or self.ranks.groups["expert"].size > 1 else min(most, max(1, own))
 
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
@@ -133,7 +135,13 @@ class FrozenReplica:
         return _infer(self.model, self.pipeline, micro_batches, temperature, on_progress)
 
     def reshard(self) -> None:
-        """Does nothing: the weights are never gathered."""
+        """Frees the weights that the forward passes gathered."""
+        if self.shards is not None:
+            self.shards.reshard()
+
+    def weights(self) -> list[Tensor]:
+        """Returns the tensors that hold this rank's weights, between two forward passes."""
+        return list(self.model.parameters()) if self.shards is None else self.shards.parts()
 
 
 def _infer(

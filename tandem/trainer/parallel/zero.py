@@ -77,7 +77,7 @@ class ShardedOptimizer:
                 sums.kept[sums.buckets.index(bucket)] = part
         self.shards = [held[id(bucket)] for bucket in sums.buckets]
         if stage == 3:
-            ZeroUnshard(self.shards, sums)
+            ZeroUnshard(self.shards, sums.model, sums)
 
     @property
     def paged(self) -> PagedAdamW | None:
@@ -159,15 +159,13 @@ class ShardedOptimizer:
         """Takes this rank's part of ``values``, the weights of parameter ``name`` from element ``first`` on. Stage 3 only."""
         assert self.stage == 3
         for shard in self.shards:
-            for segment in shard.bucket.segments():
-                begin, end = max(first, segment.first), min(first + values.numel(), segment.last)
-                if segment.name != name or begin >= end:
-                    continue
-                own, at = values[begin - first : end - first], begin - segment.first
+            for run in shard.bucket.own_runs(name, first, first + values.numel()):
+                own = values[run.first - first : run.last - first]
+                at = run.first - next(segment.first for segment in shard.bucket.segments() if segment.name == name)
                 if self.paged is not None:
                     self.paged.put(WEIGHTS, name, own, at)
                 else:
-                    self._inner.parameters[name][at : at + end - begin] = own
+                    self._inner.parameters[name][at : at + own.numel()] = own
 
     def _publish(self) -> None:
         for pending in [shard.publish() for shard in self.shards]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import LayerFunction
 from tandem.trainer.parallel.before_backward import BeforeBackward
 from tandem.trainer.parallel.flat_buffer import FlatBuffer, layer_of
@@ -13,9 +14,10 @@ from tandem.trainer.parallel.zero_shard import Shard
 
 
 class ZeroUnshard:
-    """ZeRO stage 3: installs hooks around the layers of a decoder and before its forward pass that gather and free weights."""
+    """ZeRO stage 3: installs hooks around the layers of ``model`` and before its forward pass that gather and free weights. ``sums``: the
+    gradients' (``None``: the model has no backward pass)."""
 
-    def __init__(self, shards: Sequence[Shard], sums: GradientReducer) -> None:
+    def __init__(self, shards: Sequence[Shard], model: Decoder, sums: GradientReducer | None = None) -> None:
         self._layers: dict[int, list[Shard]] = {}
         self._ends: list[Shard] = []
         for shard in shards:
@@ -25,9 +27,10 @@ class ZeroUnshard:
         self._in_backward: set[int] = set()
         self._waiting = dict.fromkeys(map(id, self._ends), 0)
         """Forward passes whose backward pass still needs the embedding or the head, by shard: a pipeline may have several."""
-        sums.after_sum = self._after_sum
-        sums.model.around_layer = self._around
-        sums.model.register_forward_pre_hook(lambda *_: self._before_all())
+        if sums is not None:
+            sums.after_sum = self._after_sum
+        model.around_layer = self._around
+        model.register_forward_pre_hook(lambda *_: self._before_all())
 
     def _before_all(self) -> None:
         self._in_backward.clear()
