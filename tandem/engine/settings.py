@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config.engine import EngineArgs
-from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes

@@ -32,7 +32,7 @@ class EngineCore:
         if not is_ahead or self._scheduler.may_preempt():
             self.synchronize()
         output = self._scheduler.schedule()
-        self.num_tokens = output.num_scheduled_tokens
+        self.num_tokens = output.total_num_scheduled_tokens
         self._outputs.note_scheduled(output.prefills)
         before, self.in_flight = self.in_flight, self._launch(output) if output.has_work else None
         if before is not None:
@@ -75,7 +75,7 @@ class EngineCore:
             self._scheduler.accept_drafts(row, num_proposed, num_accepted)
             self.num_tokens += num_proposed
         self._logger.record_step(self._scheduler, output, drafts, seconds)
-        num_decoded, num_tokens = len(output.decode_rows), output.num_scheduled_tokens
+        num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
         if num_tokens > 2 * num_decoded:
             self._cost_meter.observe_prefill(num_tokens, seconds)
         self._outputs.note_first_tokens(output.prefills)

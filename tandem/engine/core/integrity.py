@@ -5,7 +5,7 @@ from collections import Counter
 from tandem.engine.core.lifecycle import State
 from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler import Scheduler
-from tandem.engine.kv_cache.block_table import RELEASED
+from tandem.engine.kv_cache.block_pool import NULL_BLOCK
 
 
 def sequences_of(scheduler: Scheduler) -> list[Sequence]:
@@ -25,8 +25,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     if prefilling is not None:
         tables.append(prefilling.blocks)
         rows += prefilling.rows
-    kv_cache.block_pool.check_integrity(Counter(block for table in tables for block in table if block != RELEASED))
-    swapped = Counter(block for prefill in scheduler.waiting for block in prefill.host_blocks if block != RELEASED)
+    kv_cache.block_pool.check_integrity(Counter(block for table in tables for block in table if block != NULL_BLOCK))
+    swapped = Counter(block for prefill in scheduler.waiting for block in prefill.host_blocks if block != NULL_BLOCK)
     assert all(count == 1 for count in swapped.values()), "a host block is held twice"
     kv_cache.host_pool.check_integrity(swapped)
     assert sorted(rows) == list(range(scheduler.config.max_num_seqs)), "a row is lost or held twice"

@@ -5,13 +5,12 @@ from typing import NamedTuple
 import torch
 
 from tandem.config.engine import SpeculativeConfig
-from tandem.engine.core.preemption import PreemptionPolicy
-from tandem.engine.core.preemption_costs import PreemptionCostMeter
+from tandem.engine.core.preemption import PreemptionCostMeter, PreemptionPolicy
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.executor.ranks import Ranks
-from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.kv_cache.cache_tensors import host_pool, make_cache
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.lora.adapters import Adapters

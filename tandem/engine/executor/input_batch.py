@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.engine.core.request import Sequence
 from tandem.engine.executor.model_input import padded_tables
 from tandem.engine.executor.row_tensors import RowTensors, to_device
-from tandem.engine.kv_cache.block_table import BlockChange, blocks_for
+from tandem.engine.kv_cache.block_pool import BlockChange, blocks_for
 from tandem.engine.sample.logits_processors import Position
 from tandem.engine.sample.logprobs import top_logprobs
 from tandem.kernels.api import BLOCK_TOKENS, SampledRows

@@ -16,7 +16,7 @@ from tandem.engine.executor.input_batch import InputBatch, SelectedRows
 from tandem.engine.executor.model_input import ModelInput, add_prefills, advance, decode_input, empty_input, span_input
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.executor.step_message import encode_step
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.sample.logprobs import PromptLogprobs

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Series
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.block_table import BlockChange
+from tandem.engine.kv_cache.block_pool import BlockChange
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import SamplingMetadata
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch

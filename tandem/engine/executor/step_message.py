@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.executor.model_input import ModelInput
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves
 from tandem.kernels.api import PagedBatch
 from tandem.runtime.rpc.calls import Blobs, Meta

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.kernels import KVLayer, empty_cache, stored_dtype
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype

@@ -33,7 +33,7 @@ class StatsLogger:
         """Records a step of ``seconds`` before the sequences that ended in it leave; ``drafts``: (row, proposed, accepted)."""
         self._steps += 1
         self._busy_s += seconds
-        self._computed += output.num_scheduled_tokens
+        self._computed += output.total_num_scheduled_tokens
         self._drawn += len(output.decode_rows)
         for chunk in output.prefills:
             self._drawn += len(chunk.rows)
@@ -81,7 +81,7 @@ class StatsLogger:
         unused = sum(len(s.blocks) * BLOCK_TOKENS - (s.offset + scheduler.step + 1) for s in running.by_row.values())
         unused += sum(len(table) * BLOCK_TOKENS for _, table in scheduler.batching.held)
         if running.prefilling is not None:
-            unused += len(running.prefilling.blocks) * BLOCK_TOKENS - running.prefilling.computed
+            unused += len(running.prefilling.blocks) * BLOCK_TOKENS - running.prefilling.num_computed_tokens
         self._slots += (pool.num_blocks - pool.num_free_blocks) * BLOCK_TOKENS
         self._unused += unused
 

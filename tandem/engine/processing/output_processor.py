@@ -83,7 +83,7 @@ class OutputProcessor:
         completion = completion_of(sequence, reason, stop_reason, self._tokenizer)
         answer.completions[sequence.index] = completion
         answer.open.remove(sequence)
-        answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        answer.cached_tokens = max(answer.cached_tokens, sequence.num_cached_tokens)
         is_streamed = request.params.is_streamed
         if is_streamed:
             self._streams.ended(answer, completion, sequence)
