@@ -208,7 +208,7 @@ def test_an_engine_swaps_where_computing_is_slow_on_its_machine_and_bits_stay(
             time.sleep(0.02)
         return own_execute(output)
 
-    monkeypatch.setattr(llm.engine._parts.cost_meter, "_measure_swap", measure)
+    monkeypatch.setattr(llm.engine._components.cost_meter, "_measure_swap", measure)
     monkeypatch.setattr(runner, "execute_model", execute)
     assert [answer.outputs[0] for answer in llm.generate(prompts, params)] == expected
     counts = llm.engine.transitions()

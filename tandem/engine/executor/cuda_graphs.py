@@ -55,8 +55,8 @@ class DecodeGraphs:
         self._graphs: dict[Bucket, Replay] = {}
         self._is_off = False
 
-    def forget(self) -> None:
-        """Give back all graphs and their memory."""
+    def clear(self) -> None:
+        """Deletes all graphs and frees their memory."""
         self._graphs.clear()
         self._static.clear()
 
@@ -64,7 +64,7 @@ class DecodeGraphs:
         """One step of the rows ``index[R]``; what it draws is overwritten by the next."""
         weights = self._weights()
         if len(weights) != len(self._seen) or any(new is not old for new, old in zip(weights, self._seen, strict=True)):
-            self.forget()
+            self.clear()
             self._seen = weights
         if self._is_off:
             return self._step(index, columns)
@@ -87,7 +87,7 @@ class DecodeGraphs:
             self._graphs[bucket] = self._capture(lambda: self._step(static, bucket.columns))
         except RuntimeError as error:
             _LOG.warning("CUDA graphs: a decoding step cannot be captured (%s); going on without graphs", str(error).splitlines()[0])
-            self.forget()
+            self.clear()
             self._is_off = True
 
 
