@@ -166,8 +166,7 @@ class Engine:
     ) -> None:
         """Replaces the whole set of weights between two steps.
 
-        In-flight requests keep their tokens; their keys and values are recomputed with the new weights, except while the engine is paused with
-        ``keep``.
+        In-flight requests keep their tokens; their keys and values are recomputed, except while the engine is paused with ``keep``.
 
         Args:
             tensors: The weights by Hugging Face names, or those that ranks have staged.
@@ -231,8 +230,8 @@ class Engine:
             raise UserError(f"pause mode is {mode!r}; it must be one of {', '.join(PauseMode)}")
         if mode == PauseMode.KEEP and self.settings.deterministic:
             raise UserError(
-                "pause mode is 'keep', after which one sequence's keys and values are of two weight versions; use 'recompute', or start "
-                "the engine with deterministic=False"
+                "pause mode is 'keep', which mixes keys and values of two weight versions; use 'recompute', or start the engine with "
+                "deterministic=False"
             )
         self._core.synchronize()
         self._scheduler.pause = PauseMode(mode)

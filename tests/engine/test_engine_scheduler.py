@@ -97,7 +97,7 @@ def test_a_block_is_given_exactly_when_a_sequence_crosses_into_it() -> None:
     assert len(sequence.blocks) == 4
 
 
-def test_the_same_decode_tuple_is_handed_out_until_somebody_joins_or_leaves() -> None:
+def test_the_same_decode_tuple_is_returned_until_a_sequence_joins_or_leaves() -> None:
     bench = Bench()
     a, b = bench.add("a", 3), bench.add("b", 3)
     bench.step()

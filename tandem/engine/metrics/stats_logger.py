@@ -1,4 +1,4 @@
-"""Collects what an engine does, step by step."""
+"""The stats logger: collects the statistics of an engine step by step."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from tandem.engine.metrics.stats import CumulativeStats, EngineStats, SpecDecode
 from tandem.kernels.api import BLOCK_TOKENS
 
 _SAMPLE_EVERY = 4
-"""Steps between two samples of the cache: a sample costs as much as there are sequences."""
+"""Steps between two samples of the cache, whose cost grows with the number of sequences."""
 _REMEMBERED = 4096
 
 
 class StatsLogger:
-    """Counts what goes into ``CumulativeStats``."""
+    """Collects ``CumulativeStats``."""
 
     def __init__(self) -> None:
         self._steps = self._computed = self._drawn = self._padding = self._slots = self._unused = 0
@@ -105,7 +105,7 @@ def engine_stats(scheduler: Scheduler, num_open: int, num_requests: int, step_to
 
 
 def counts_of(scheduler: Scheduler, open_sequences: Iterable[Sequence]) -> dict[State, int]:
-    """Returns how many sequences are in each state; all that were ever ``completed`` count."""
+    """Returns the number of sequences in each state; ``completed`` counts all since the start."""
     counts = Counter(sequence.state for sequence in open_sequences)
     counts[State.COMPLETED] = sum(scheduler.counts[transition] for transition in ENDS.values())
     return {state: counts[state] for state in State}
