@@ -39,7 +39,7 @@ class BatchingPolicy:
         return self._is_forming
 
     def close(self, is_idle: bool) -> None:
-        """Closes the forming batch, since no further request could be admitted, unless it ``is_idle`` and still empty."""
+        """Closes the forming batch, because a request could not be admitted. It stays open while no sequence of it runs."""
         self._is_forming = is_idle
 
     def hold(self, row: int, table: list[int], is_idle: bool) -> bool:
