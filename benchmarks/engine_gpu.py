@@ -23,7 +23,7 @@ from options import parser
 
 from tandem.engine.core.lifecycle import State
 from tandem.engine.engine import Engine
-from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.estimate.model_bytes import kv_bytes_per_token

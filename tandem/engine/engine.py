@@ -1,4 +1,4 @@
-"""The inference engine: requests in, answers out, one step at a time."""
+"""The inference engine: takes requests and returns outputs, one step at a time."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from tandem.config.engine import SpeculativeConfig
-from tandem.engine.core import sleeping
+from tandem.engine.core.components import make_components
 from tandem.engine.core.engine_core import EngineCore
 from tandem.engine.core.integrity import sequences_of
 from tandem.engine.core.lifecycle import State, Transition
-from tandem.engine.core.parts import make_parts
 from tandem.engine.core.scheduler import PauseMode
 from tandem.engine.core.weight_updates import replace_weights
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
@@ -34,10 +33,16 @@ from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersi
 class Engine:
     """Continuous batching over one decoder. Not thread-safe: one owner adds, steps, aborts and updates.
 
-    ``decoder`` is packed here where it is not, and belongs to the engine from now on. Without a ``tokenizer`` answers
-    have no text, and nothing but lengths and ``stop_token_ids`` ends a completion. ``ranks``: the others of a tensor-parallel engine, whose
-    first part ``decoder`` is. With ``digest_weights`` each set of weights is digested before it is packed (not with ranks).
-    ``speculative``: how draft tokens are proposed, by ``draft`` where its method is ``draft``.
+    Args:
+        decoder: The model; with ``ranks``, the shard of rank 0. The engine packs it if it is not packed, and owns it.
+        tokenizer: ``None``: outputs have no text, and only lengths and ``stop_token_ids`` end a completion.
+        ranks: The other ranks of a tensor-parallel engine.
+        digest_weights: Whether each set of weights is digested before it is packed (not with ``ranks``).
+        speculative: How draft tokens are proposed; ``None``: not at all.
+        draft: The draft model of speculative method ``draft``.
+
+    Raises:
+        UserError: Settings that contradict each other or do not fit the model.
     """
 
     def __init__(
@@ -55,13 +60,13 @@ class Engine:
             decoder.pack()
         self._ranks = ranks
         self._weights: RankWeights | None = None
-        self._parts = make_parts(decoder, settings, version, ranks, speculative, draft)
-        self._scheduler, self._runner = self._parts.scheduler, self._parts.runner
+        self._components = make_components(decoder, settings, version, ranks, speculative, draft)
+        self._scheduler, self._runner = self._components.scheduler, self._components.runner
         self._adapters = self._runner.adapters
         self._logger = StatsLogger()
         self._inputs = InputProcessor(settings, tokenizer, decoder.shapes.vocab_size, speculative)
         self._outputs = OutputProcessor(self._scheduler, self._runner, tokenizer, self._logger)
-        self._core = EngineCore(self._parts, self._outputs, self._logger)
+        self._core = EngineCore(self._components, settings, self._outputs, self._logger)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -70,11 +75,19 @@ class Engine:
         key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
         lora_request: LoRARequest | None = None, num_draft_tokens: int | None = None,
     ) -> None:
-        """Queue a request. ``key`` names its random numbers (``None``: the number of requests added before it).
-        ``lora_request``: its adapter, loaded here where it is not, or where its folder has changed. ``num_draft_tokens``:
-        draft tokens in one step at most (0: none; ``None``: what the engine was told).
+        """Queues a request.
 
-        Raises ``UserError``, and queues nothing, where the request cannot be served.
+        Args:
+            request_id: Unique among unfinished requests.
+            key: Key of the request's random numbers; ``None``: the number of requests added before it.
+            first_index: Index of its first completion in the random numbers.
+            priority: Lower values are scheduled first.
+            cache_salt: Prefix-cache entries are shared only between requests with the same salt.
+            lora_request: Its adapter, which is loaded if it is not, and again if its folder has changed.
+            num_draft_tokens: Maximum number of draft tokens in one step (0: none; ``None``: as the engine's options say).
+
+        Raises:
+            UserError: The request cannot be served; nothing is queued.
         """
         request = self._inputs.request(
             request_id, prompt_token_ids, params, prompt=prompt, key=key, first_index=first_index, priority=priority, cache_salt=cache_salt,
@@ -89,12 +102,12 @@ class Engine:
         self._scheduler.add_group(sequences, is_scored=params.prompt_logprobs is not None)
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise ``UserError`` for a request that this engine cannot serve."""
+        """Raises ``UserError`` for a request that this engine cannot serve."""
         self._inputs.check(prompt_token_ids, params)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its answer, with what was drawn so far, comes with the next step. False where no such
-        request is under way."""
+        """Aborts a request. Its output, with the tokens so far, is returned by the next step. Returns False if there is no such unfinished
+        request."""
         self._core.synchronize()
         answer = self._outputs.answers.get(request_id)
         if answer is not None:
@@ -103,25 +116,26 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` still has something to do or to hand out."""
+        """Whether ``step`` still has something to compute or to return."""
         return bool(self._outputs.answers) or self.has_outputs
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests that are not answered yet."""
+        """Ids of the unfinished requests."""
         return list(self._outputs.answers)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether ``take_outputs`` has something to hand out."""
+        """Whether ``take_outputs`` has something to return."""
         return self._outputs.has_news
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns the requests that are answered, and what is new of those that are streamed."""
+        """Computes one step. Returns the outputs of finished requests, and the new part of those that are streamed. Raises ``RunError`` if
+        the engine is asleep, or has no complete set of weights after a failed update."""
         if not self.decoder.is_packed:
-            raise RunError("the engine has no whole set of weights since an update failed; update the weights again")
+            raise RunError("the engine has no complete set of weights since an update failed; update the weights again")
         if self.is_sleeping:
             raise RunError("the engine is asleep; wake it up before its next step")
         if self._scheduler.pause in (None, PauseMode.WAIT):
@@ -129,7 +143,7 @@ class Engine:
         return self._outputs.take()
 
     def take_outputs(self) -> list[RequestOutput]:
-        """What the next ``step`` would hand out without computing anything: the answers of aborted requests."""
+        """Returns outputs that need no computation: those of aborted requests."""
         return self._outputs.take()
 
     # -- weights and adapters ------------------------------------------------------------------------------------------
@@ -150,19 +164,24 @@ class Engine:
         self, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, version: WeightVersion,
         draft_tensors: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        """Take a whole set of weights, by Hugging Face names, between two steps; with ``draft_tensors`` the draft model's too, both or
-        neither.
+        """Replaces the whole set of weights between two steps.
 
-        Requests under way keep their tokens; their keys and values are computed again under the new weights, except while the
-        engine is paused with ``keep``. Where a set does not fit its model ``UserError`` is raised and the old weights stay.
+        In-flight requests keep their tokens; their keys and values are recomputed, except while the engine is paused with ``keep``.
+
+        Args:
+            tensors: The weights by Hugging Face names, or those that ranks have staged.
+            version: Their version.
+            draft_tensors: The weights of the draft model. Both models are updated, or neither.
+
+        Raises:
+            UserError: A set does not fit its model; the old weights stay.
         """
         self._core.synchronize()
-        self.weight_digests = replace_weights(self._parts, tensors, version, draft_tensors, self._digest_weights)
+        self.weight_digests = replace_weights(self._components, tensors, version, draft_tensors, self._digest_weights)
 
     def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
-        """``update_weights`` with the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify
-        what they read before any applies it. Raises ``DamagedWeights`` and what else ``WeightReader.read`` raises; the old weights stay
-        then."""
+        """Updates to the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify what they read
+        before any applies it. Raises ``DamagedWeights`` and the other errors of ``WeightReader.read``; the old weights stay then."""
         self._core.synchronize()
         if self._ranks is not None:
             staged = self._ranks.read_weights(source, version)
@@ -175,11 +194,10 @@ class Engine:
         return Updated(version, weights.size_bytes, weights.rereads)
 
     def add_lora(self, request: LoRARequest) -> str:
-        """Read an adapter from its folder, between two steps; returns the digest of its content.
+        """Loads an adapter from its folder, between two steps; returns the digest of its content.
 
-        It takes the place of the one with its name. Requests under way with that one keep their tokens and go on with
-        the new one; their keys and values are computed again. Raises ``UserError`` where the adapter cannot be used or
-        has no place, and changes nothing then.
+        It replaces the adapter of the same name. In-flight requests that use that one keep their tokens and continue with the new one; their
+        keys and values are recomputed. Raises ``UserError``, and changes nothing, if the adapter cannot be used or no slot is free.
         """
         self._core.synchronize()
         adapter = self._adapters.read(request)
@@ -190,14 +208,14 @@ class Engine:
         return adapter.digest
 
     def remove_lora(self, name: str) -> None:
-        """Forget the adapter ``name``. Raises ``UserError`` where it is not loaded or a request under way has it."""
+        """Unloads the adapter ``name``. Raises ``UserError`` if it is not loaded or an in-flight request uses it."""
         self._core.synchronize()
         if name in self._adapters_in_use():
-            raise UserError(f"adapter '{name}' is used by requests under way; abort them or wait for their answers")
+            raise UserError(f"adapter '{name}' is used by in-flight requests; abort them or wait for their outputs")
         self._adapters.remove(name)
 
     def list_loras(self) -> dict[str, str]:
-        """The digest of each loaded adapter's content by its name."""
+        """Returns the digest of each loaded adapter's content by its name."""
         return self._adapters.digests()
 
     def _adapters_in_use(self) -> set[str]:
@@ -206,14 +224,14 @@ class Engine:
     # -- pauses and the cache ------------------------------------------------------------------------------------------
 
     def pause(self, mode: str = "recompute") -> None:
-        """Stop, as ``PauseMode`` has it; steps hand out answers all the same, and requests that are added wait. Raises ``UserError``
-        for an unknown mode, and for ``keep`` in a deterministic engine."""
+        """Pauses the engine with a ``PauseMode``. Steps still return outputs, and new requests wait. Raises ``UserError`` for an unknown mode,
+        and for ``keep`` in a deterministic engine."""
         if mode not in list(PauseMode):
             raise UserError(f"pause mode is {mode!r}; it must be one of {', '.join(PauseMode)}")
         if mode == PauseMode.KEEP and self.settings.deterministic:
             raise UserError(
-                "pause mode is 'keep', after which one sequence's keys and values are of two weight versions; use 'recompute', or start "
-                "the engine with deterministic=False"
+                "pause mode is 'keep', which mixes keys and values of two weight versions; use 'recompute', or start the engine with "
+                "deterministic=False"
             )
         self._core.synchronize()
         self._scheduler.pause = PauseMode(mode)
@@ -222,7 +240,7 @@ class Engine:
                 self.abort(request_id)
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Resumes after a pause."""
         self._scheduler.pause = None
 
     @property
@@ -230,54 +248,53 @@ class Engine:
         return self._scheduler.pause is not None
 
     def reset_prefix_cache(self) -> None:
-        """Forget what cached blocks hold. Requests under way keep theirs."""
+        """Empties the prefix cache. In-flight requests keep their blocks."""
         self._scheduler.kv_cache.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the memory of the KV cache back. Requests under way wait, and are computed again after ``wake_up``. Raises
-        ``UserError`` for an engine with ranks."""
+        """Frees the memory of the KV cache. In-flight requests are recomputed after ``wake_up``. Raises ``UserError`` for an engine with
+        ranks."""
         if self._ranks is not None:
             raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
-        self._core.synchronize()
-        sleeping.fall_asleep(self._parts)
+        self._core.sleep()
 
     def wake_up(self) -> None:
-        if self.is_sleeping:
-            sleeping.wake_up(self._parts, self.settings)
+        """Allocates the memory of the KV cache again after ``sleep``."""
+        self._core.wake_up()
 
     @property
     def is_sleeping(self) -> bool:
-        return not self._runner.caches
+        return self._core.is_sleeping
 
     def close(self) -> None:
-        """End the other ranks of a tensor-parallel engine, and let go of shared memory. It computes nothing any more then."""
+        """Stops the other ranks of a tensor-parallel engine and closes shared memory. The engine cannot be used afterwards."""
         if self._ranks is not None:
             self._ranks.close()
         if self._weights is not None:
             self._weights.close()
             self._weights = None
 
-    # -- what it does --------------------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[State, int]:
-        """How many sequences are in each state; all that were ever ``completed`` count."""
+        """Returns the number of sequences in each state; ``completed`` counts all since the start."""
         return counts_of(self._scheduler, self._outputs.open_sequences())
 
     def transitions(self) -> dict[Transition, int]:
-        """How often each transition was made."""
+        """Returns how often each transition was made."""
         return {transition: self._scheduler.counts[transition] for transition in Transition}
 
     def cumulative_stats(self) -> CumulativeStats:
-        """What was computed since the start, and how well the cache was used."""
+        """Returns statistics since the start."""
         return self._logger.cumulative_stats()
 
     def stats(self) -> EngineStats:
-        """What it does now."""
+        """Returns the current statistics."""
         open_sequences, requests = self._outputs.open_sequences(), len(self._outputs.answers)
         return engine_stats(self._scheduler, len(open_sequences), requests, self._core.num_tokens, self._logger.speculation)
 
     def check_integrity(self) -> None:
-        """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent. Idle, all blocks are free or cached."""
+        """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent."""
         self._core.check_integrity()
-        found = sequences_of(self._scheduler)
-        assert len(found) == len(set(found)) and set(found) == set(self._outputs.open_sequences()), "a sequence is in no place, or in two"
+        scheduled, unfinished = sequences_of(self._scheduler), self._outputs.open_sequences()
+        assert len(scheduled) == len(set(scheduled)) and set(scheduled) == set(unfinished), "a sequence is lost or scheduled twice"

@@ -34,7 +34,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model, ready to generate. As a context manager it is closed at the end."""
+    """A model for offline generation. As a context manager it closes itself."""
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
@@ -104,14 +104,13 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it. Raises ``RunError`` once it is closed."""
+        """The engine. Raises ``RunError`` once the ``LLM`` is closed."""
         if self._engine is None:
-            raise RunError("this LLM is closed; make another one")
+            raise RunError("this LLM is closed; create a new one")
         return self._engine
 
     def close(self) -> None:
-        """End the other ranks, and give back the weights, the KV cache and the model's folder in the weight cache. Closing twice is no
-        error."""
+        """Stops the other ranks, and frees the weights, the KV cache and the model's folder in the weight cache. May be called twice."""
         if self._engine is not None:
             self._engine.close()
         self._engine = None
@@ -125,7 +124,7 @@ class LLM:
         self.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ``UserError`` where there is none."""
+        """Returns the tokenizer. Raises ``UserError`` if there is none."""
         if self.engine.tokenizer is None:
             raise UserError("this engine has no tokenizer; give one, or token ids")
         return self.engine.tokenizer
@@ -139,15 +138,23 @@ class LLM:
         on_progress: Callable[[int, int], None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """One answer for each prompt, in order.
+        """Returns the output of each prompt, in order.
 
-        A prompt is a text, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, with ``cache_salt`` where its
-        cached blocks must not be shared. ``request_keys[i]``, with the seed, fixes the random numbers of prompt i;
-        without it the key is the prompt's place in this call where its parameters have a seed, else its place among
-        all this engine has seen. ``use_tqdm`` shows the progress on a terminal; ``on_progress`` is called with the
-        completed and the asked number of prompts whenever one is completed. ``lora_request``: the adapter of all prompts,
-        or one for each; it is loaded where it is not, and again where its folder has changed. ``num_draft_tokens``: guesses
-        in one step at most (0: none; ``None``: what the engine was told). Raises ``UserError`` before any work. """
+        Args:
+            prompts: Texts, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``; with ``cache_salt`` for a prompt whose cached blocks
+                are shared only with prompts of the same salt.
+            sampling_params: The settings of all prompts, or of each.
+            use_tqdm: Whether the progress is shown on a terminal.
+            request_keys: Keys of the prompts' random numbers, together with the seed. By default the key is the prompt's index in this
+                call if its parameters have a seed, else its index among all requests of this engine.
+            priority: Lower values are scheduled first.
+            num_draft_tokens: Maximum number of draft tokens in one step (0: none; ``None``: as the engine's options say).
+            on_progress: Called with the numbers of completed and of all prompts after each completion.
+            lora_request: The adapter of all prompts, or of each; loaded if it is not, and again if its folder has changed.
+
+        Raises:
+            UserError: An argument is invalid, before anything is computed.
+        """
         asked = prompts_of(prompts, self.engine.tokenizer)
         params = params_of(sampling_params, len(asked))
         check_count("request_keys", request_keys, len(asked))
@@ -184,8 +191,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        """``generate`` for one conversation, or for each of several: see ``chat_prompt``, whose ``template`` and
-        ``variables`` are ``chat_template`` and ``chat_template_kwargs`` here, as in vLLM."""
+        """Generates a message for one conversation, or for each of several. The options are those of ``chat_prompt``, with vLLM's names."""
         several = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [
             self.chat_prompt(
@@ -199,26 +205,28 @@ class LLM:
     def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any
     ) -> PromptInput:
-        """The prompt that ``messages`` (each with ``role`` and ``content``) become by the chat template of the tokenizer's
-        folder. With ``continue_final_message`` it ends where the last message does, so that the model goes on with that;
-        the other ``options`` are those of ``tandem.text.chat.apply_chat_template``."""
+        """Renders ``messages`` (each with ``role`` and ``content``) with the chat template of the tokenizer's folder.
+
+        With ``continue_final_message`` the prompt ends with the last message, so that the model continues it. The other ``options`` are those
+        of ``tandem.text.chat.apply_chat_template``.
+        """
         tokenizer = self.get_tokenizer()
         if continue_final_message and add_generation_prompt:
             raise UserError("continue_final_message and add_generation_prompt exclude each other; set the second to False")
         shown = mark_end(messages) if continue_final_message else messages
         text = apply_chat_template(self._tokenizer_folder, shown, add_generation_prompt=add_generation_prompt, **options)
         text = cut_at_mark(text) if continue_final_message else text
-        # Special tokens are the template's business.
+        # The template has rendered the special tokens already.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
 
     def _run(self, names: list[str], on_progress: Callable[[int, int], None] | None) -> list[RequestOutput]:
         answers: dict[str, RequestOutput | None] = dict.fromkeys(names)
         missing = len(names)
         while missing:
-            found = [output for output in self.engine.step() if output.request_id in answers]
-            answers.update((output.request_id, output) for output in found)
-            missing -= len(found)
-            if found and on_progress is not None:
+            outputs = [output for output in self.engine.step() if output.request_id in answers]
+            answers.update((output.request_id, output) for output in outputs)
+            missing -= len(outputs)
+            if outputs and on_progress is not None:
                 on_progress(len(names) - missing, len(names))
         return [output for output in answers.values() if output is not None]
 
@@ -232,12 +240,12 @@ class LLM:
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: WeightVersion,
         draft_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        """Replace all weights, given by Hugging Face names. See ``Engine.update_weights``."""
+        """Replaces all weights, given by Hugging Face names. See ``Engine.update_weights``."""
         given = draft_tensors.items() if isinstance(draft_tensors, Mapping) else draft_tensors
         self.engine.update_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, version, given)
 
     def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
-        """Replace all weights by the published ``version``. See ``Engine.update_weights_from``."""
+        """Replaces all weights by the published ``version``. See ``Engine.update_weights_from``."""
         return self.engine.update_weights_from(source, version)
 
 

@@ -1,4 +1,4 @@
-"""What ``LLM.generate`` is given, in each of the forms that vLLM takes, as one entry a prompt."""
+"""Converts the arguments of ``LLM.generate``, in each of the forms that vLLM accepts, to one entry per prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ PromptInput = str | Mapping[str, Any]
 
 
 def prompts_of(prompts: PromptInput | Sequence[PromptInput], tokenizer: Tokenizer | None) -> list[tuple[str | None, list[int], str]]:
-    """(text, token ids, salt) of every prompt."""
+    """Returns (text, token ids, salt) of every prompt. Raises ``UserError`` for a prompt in another form."""
     listed: Sequence[PromptInput] = [prompts] if isinstance(prompts, str | Mapping) else prompts
     asked: list[tuple[str | None, list[int], str]] = []
     for prompt in listed:
@@ -33,7 +33,7 @@ def prompts_of(prompts: PromptInput | Sequence[PromptInput], tokenizer: Tokenize
 
 
 def params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The settings of each prompt."""
+    """Returns the sampling parameters of each prompt."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     check_count("sampling_params", given, count, "give one, or one for each")
@@ -43,7 +43,7 @@ def params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: in
 def lora_requests_of(
     given: LoRARequest | Sequence[LoRARequest | None] | None, count: int, max_loras: int
 ) -> list[LoRARequest | None]:
-    """The adapter of each prompt, for an engine that holds ``max_loras`` at once (0: it takes none and says so itself)."""
+    """Returns the adapter of each prompt, for an engine that holds ``max_loras`` at once (0: none; the engine itself raises the error)."""
     if given is None or isinstance(given, LoRARequest):
         return [given] * count
     check_count("lora_request", given, count, "give one, or one for each")
@@ -54,6 +54,6 @@ def lora_requests_of(
 
 
 def check_count(name: str, given: Sequence[object] | None, count: int, fix: str = "give one for each") -> None:
-    """Raise ``UserError`` where a list has not one entry a prompt."""
+    """Raises ``UserError`` unless a list has one entry per prompt."""
     if given is not None and len(given) != count:
         raise UserError(f"generate {name} has {len(given)} entries for {count} prompts; {fix}")

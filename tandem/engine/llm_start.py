@@ -1,4 +1,4 @@
-"""What an ``LLM`` is started with, checked before anything is loaded."""
+"""Checks and converts the options of an ``LLM`` before anything is loaded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from tandem.types import UserError
 
 
 def engine_args(model: str | Path, tokenizer: str | Path | Tokenizer | None, given: Mapping[str, Any]) -> EngineArgs:
-    """Returns the options of an ``LLM``, checked. Raises ``UserError`` for an unknown name and for a value that cannot work."""
+    """Returns the checked options of an ``LLM``. Raises ``UserError`` for an unknown name or an invalid value."""
     named = dict(given)
     if isinstance(named.get("dtype"), torch.dtype):
         named["dtype"] = str(named["dtype"]).removeprefix("torch.")
@@ -26,14 +26,14 @@ def engine_args(model: str | Path, tokenizer: str | Path | Tokenizer | None, giv
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with paths as text."""
+    """Returns ``value`` with paths as text."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
 def check_ranks(shapes: ModelShapes, args: EngineArgs) -> None:
-    """Raises ``UserError`` where a model of ``shapes`` cannot be divided between the ranks of ``args`` here."""
+    """Raises ``UserError`` if a model of ``shapes`` cannot be divided between the ranks of ``args`` on this machine."""
     size = args.tensor_parallel_size
     if size > 1 and args.device != "cpu" and size > torch.cuda.device_count():
         raise UserError(f"engine tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
@@ -44,7 +44,7 @@ def check_ranks(shapes: ModelShapes, args: EngineArgs) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raises ``UserError`` for a device that does not exist here."""
+    """Raises ``UserError`` for a device that this machine does not have."""
     index = torch.device(device).index or 0
     if device != "cpu" and index >= torch.cuda.device_count():
         raise UserError(f"engine device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices, use one of them or 'cpu'")
@@ -53,12 +53,12 @@ def check_device(device: str) -> None:
 def dtype_of(args: EngineArgs) -> torch.dtype:
     """Returns the dtype of weights and activations; ``auto`` is fp32."""
     name = "float32" if args.dtype == "auto" else args.dtype
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def tokenizer_of(given: str | Path | Tokenizer | None, model: str | Path) -> Tokenizer | None:
-    """The tokenizer asked for; the model's own where none is, and ``None`` where the model has none."""
+    """Returns the given tokenizer, else the model's own, or ``None`` if the model has none."""
     if isinstance(given, Tokenizer):
         return given
     if given is not None:

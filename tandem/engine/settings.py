@@ -1,11 +1,11 @@
-"""``EngineSettings``: what an engine needs of its ``EngineArgs``, resolved for one model."""
+"""``EngineSettings``: the ``EngineArgs`` of an engine, resolved for one model."""
 
 from dataclasses import dataclass
 
 import torch
 
 from tandem.config.engine import EngineArgs
-from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
@@ -17,7 +17,7 @@ DEFAULT_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The options of ``EngineArgs`` that planning and computing steps depend on, under the same names; sizes in blocks of ``BLOCK_TOKENS``.
+    """The options of ``EngineArgs`` that scheduling and execution depend on, by the same names; sizes in blocks of ``BLOCK_TOKENS`` tokens.
 
     ``num_blocks``: blocks of the KV cache. ``swap_blocks``: blocks of host memory for swapped-out sequences. ``max_loras``: adapters held at
     once, 0 without LoRA. ``admission``: which sequences join a running batch: ``static``, ``dynamic``, ``continuous`` (whole prompts) or
@@ -44,7 +44,7 @@ class EngineSettings:
 
     @property
     def finds_prefixes(self) -> bool:
-        """Whether prompts reuse cached blocks; a contiguous reservation has none to share."""
+        """Whether prompts reuse cached blocks. Contiguous reservations share none."""
         return self.enable_prefix_caching and self.cache_implementation == "paged"
 
     def check(self, max_position_embeddings: int) -> None:
@@ -87,8 +87,8 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> Engine
 
 
 def _cache_blocks(args: EngineArgs, max_model_len: int, block_bytes: int) -> int:
-    """Returns the blocks of the KV cache: those of ``kv_cache_tokens``, or by default what all sequences fill within
-    ``DEFAULT_CACHE_BYTES``, and never less than one sequence."""
+    """Returns the number of KV-cache blocks: ``kv_cache_tokens``, or by default enough for ``max_num_seqs`` full sequences within
+    ``DEFAULT_CACHE_BYTES``, and at least for one."""
     if args.kv_cache_tokens:
         return blocks_for(args.kv_cache_tokens)
     one = blocks_for(max_model_len)

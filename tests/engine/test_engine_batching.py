@@ -9,8 +9,7 @@ from tandem.engine.core.lifecycle import Transition, move
 from tandem.engine.core.request import Request, Sequence
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import SchedulerOutput
-from tandem.engine.kv_cache.block_pool import BlockPool
-from tandem.engine.kv_cache.block_table import RELEASED
+from tandem.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -115,11 +114,11 @@ def test_what_lies_behind_a_window_is_given_back_once_and_stays_findable() -> No
     table = [pool.get_new_block() for _ in range(4)]
     pool.cache_block(table[0], b"first")
     first, second = table[:2]
-    kv_cache.free_behind_window(table, 31)
-    assert table[:2] == [RELEASED, second] and pool.num_free_blocks == 1
-    kv_cache.free_behind_window(table, 32)
-    kv_cache.free_behind_window(table, 32)
-    assert table[:2] == [RELEASED, RELEASED] and pool.num_free_blocks == 2
+    kv_cache.remove_skipped_blocks(table, 31)
+    assert table[:2] == [NULL_BLOCK, second] and pool.num_free_blocks == 1
+    kv_cache.remove_skipped_blocks(table, 32)
+    kv_cache.remove_skipped_blocks(table, 32)
+    assert table[:2] == [NULL_BLOCK, NULL_BLOCK] and pool.num_free_blocks == 2
     assert pool.get_cached_block(b"first") == first
     kv_cache.free(table)
     pool.check_integrity({first: 1})

@@ -5,9 +5,7 @@ import random
 import pytest
 
 from tandem.engine.core.request import Prefill, Request, Sequence
-from tandem.engine.kv_cache.block_hash import block_hashes, root_hash
-from tandem.engine.kv_cache.block_pool import BlockPool
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy, BlockPool, block_hashes, root_hash
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.types import WeightVersion
@@ -147,4 +145,4 @@ def test_a_prompt_gets_all_its_blocks_or_none_and_a_reserve_stays_free() -> None
     assert not kv_cache.allocate_prompt(prefill, kv_cache.get_computed_blocks(prefill), num_reserved=2)
     assert prefill.blocks == [] and kv_cache.num_free_blocks == 6
     assert kv_cache.allocate_prompt(prefill, kv_cache.get_computed_blocks(prefill), num_reserved=1)
-    assert prefill.blocks[:2] == table[:2] and prefill.computed == prefill.cached == 32 and len(set(prefill.blocks)) == 5
+    assert prefill.blocks[:2] == table[:2] and prefill.num_computed_tokens == prefill.num_cached_tokens == 32 and len(set(prefill.blocks)) == 5

@@ -177,9 +177,9 @@ def test_an_adapter_in_use_is_neither_removed_nor_evicted(lora_llm, adapters, tm
     prompt = engine.tokenizer.encode(PROMPTS[0])
     for adapter in adapters:
         engine.add_request(adapter.lora_name, prompt, GREEDY, lora_request=adapter)
-    with pytest.raises(UserError, match="used by requests under way"):
+    with pytest.raises(UserError, match="used by in-flight requests"):
         engine.remove_lora("adapter-1")
-    with pytest.raises(UserError, match="'adapter-3' has no place: 2 adapters are in use"):
+    with pytest.raises(UserError, match="'adapter-3' has no free slot: 2 adapters are in use"):
         engine.add_lora(write_adapter(tmp_path / "adapter-3", 3))
     while engine.has_unfinished_requests:
         engine.step()

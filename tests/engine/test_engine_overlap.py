@@ -143,7 +143,7 @@ def test_a_step_that_cannot_be_captured_goes_on_without_graphs(
     graphs._capture = fails
     assert generate(llm) == expected
     assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
-        "CUDA graphs: a decoding step cannot be captured (operation not permitted when stream is capturing); going on without graphs"
+        "CUDA graphs: a decoding step cannot be captured (operation not permitted when stream is capturing); continuing without graphs"
     ]
 
 

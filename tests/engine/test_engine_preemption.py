@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tandem.engine.core.lifecycle import State, Transition, move
-from tandem.engine.core.preemption import PreemptionPolicy
-from tandem.engine.core.preemption_costs import PreemptionCostMeter, PreemptionCosts
+from tandem.engine.core.preemption import PreemptionCostMeter, PreemptionCosts, PreemptionPolicy
 from tandem.engine.core.request import Request, Sequence
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import SchedulerOutput
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -209,7 +208,7 @@ def test_an_engine_swaps_where_computing_is_slow_on_its_machine_and_bits_stay(
             time.sleep(0.02)
         return own_execute(output)
 
-    monkeypatch.setattr(llm.engine._parts.cost_meter, "_measure_swap", measure)
+    monkeypatch.setattr(llm.engine._components.cost_meter, "_measure_swap", measure)
     monkeypatch.setattr(runner, "execute_model", execute)
     assert [answer.outputs[0] for answer in llm.generate(prompts, params)] == expected
     counts = llm.engine.transitions()
@@ -235,7 +234,7 @@ def test_a_storm_preempts_each_sequence_a_few_times_and_everybody_ends(host: int
         ended = [s for s in bench.scheduler.running.by_row.values() if len(s.token_ids) + bench.drawn.get(s, 0) >= left[s]]
         bench.finish(*ended)
         for sequence in ended:
-            assert sequence.preemptions <= 6, "a sequence was preempted over and over"
+            assert sequence.num_preemptions <= 6, "a sequence was preempted over and over"
             del left[sequence]
     preempted = bench.scheduler.counts[Transition.RECOMPUTE] + bench.scheduler.counts[Transition.SWAP_OUT]
     assert 0 < preempted <= 2 * 200

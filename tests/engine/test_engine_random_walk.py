@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 from tandem.engine.core.integrity import check_scheduler, sequences_of
 from tandem.engine.core.lifecycle import TRANSITIONS, State, Transition, move
-from tandem.engine.core.preemption import PreemptionPolicy
-from tandem.engine.core.preemption_costs import PreemptionCosts
+from tandem.engine.core.preemption import PreemptionCosts, PreemptionPolicy
 from tandem.engine.core.request import Request, Sequence
 from tandem.engine.core.scheduler import PauseMode, Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput
-from tandem.engine.kv_cache.block_table import RELEASED, blocks_for
+from tandem.engine.kv_cache.block_pool import NULL_BLOCK, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
@@ -130,7 +129,7 @@ class Walk:
                 targets[target] = content
         for row, column, block in output.block_changes:
             table = self.tables[row]
-            table += [RELEASED] * (column + 1 - len(table))
+            table += [NULL_BLOCK] * (column + 1 - len(table))
             table[column] = block
         self.compute(output)
         return output

@@ -8,7 +8,7 @@ from tandem.engine.core.lifecycle import Transition, move
 from tandem.engine.core.request import Request, Sequence
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.core.scheduler_output import SchedulerOutput
-from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
 
@@ -97,7 +97,7 @@ def test_a_block_is_given_exactly_when_a_sequence_crosses_into_it() -> None:
     assert len(sequence.blocks) == 4
 
 
-def test_the_same_decode_tuple_is_handed_out_until_somebody_joins_or_leaves() -> None:
+def test_the_same_decode_tuple_is_returned_until_a_sequence_joins_or_leaves() -> None:
     bench = Bench()
     a, b = bench.add("a", 3), bench.add("b", 3)
     bench.step()
@@ -146,7 +146,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert output.preempted == (("b", 0),)
     bench.finish(*a)
     (chunk,) = bench.step().prefills
-    assert (chunk.start, len(chunk.tokens)) == (64, 1) and b[0].cached == 0
+    assert (chunk.start, len(chunk.tokens)) == (64, 1) and b[0].num_cached_tokens == 0
 
 
 def test_equal_prompts_that_arrive_together_share_blocks_within_one_step() -> None:

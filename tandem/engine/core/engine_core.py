@@ -1,38 +1,42 @@
-"""One step of the engine: scheduled, executed, and its results passed on."""
+"""The inner loop of the engine: schedules a step, executes it, and passes its results on."""
 
 import time
 from collections.abc import Sequence as Series
 
+from tandem.engine.core.components import EngineComponents, allocate_kv_cache
 from tandem.engine.core.integrity import check_scheduler
 from tandem.engine.core.lifecycle import Transition
-from tandem.engine.core.parts import Parts
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep
+from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.metrics.stats_logger import StatsLogger
 from tandem.engine.processing.answers import Answer, is_hidden_stop
 from tandem.engine.processing.output_processor import OutputProcessor
+from tandem.engine.settings import EngineSettings
+from tandem.engine.spec_decode.draft_model import DraftModel
 
 
 class EngineCore:
-    """Executes what the scheduler decides. ``in_flight``: the step that was launched ahead and is not synchronized yet. ``num_tokens``: computed
-    by the last step."""
+    """Runs the steps of the scheduler on the model runner. ``in_flight``: the step that was launched ahead and is not synchronized yet.
+    ``num_tokens``: tokens computed by the last step."""
 
-    def __init__(self, parts: Parts, outputs: OutputProcessor, logger: StatsLogger) -> None:
+    def __init__(self, components: EngineComponents, settings: EngineSettings, outputs: OutputProcessor, logger: StatsLogger) -> None:
         self.in_flight: InFlightStep | None = None
         self.num_tokens = 0
-        self._scheduler, self._runner, self._launches_ahead, self._cost_meter = parts
-        self._batch = parts.runner.batch
+        self._scheduler, self._runner, self._launches_ahead, self._cost_meter = components
+        self._batch = components.runner.batch
+        self._settings = settings
         self._outputs = outputs
         self._logger = logger
 
     def step(self) -> None:
-        """Computes one step. Where it raises, the sequences that it ended are completed, and the others are computed again."""
+        """Computes one step. If it raises, the sequences that it ended are completed, and the others are preempted and recomputed."""
         began = time.perf_counter()
         is_ahead = self._launches_ahead and not self._outputs.synchronous
         if not is_ahead or self._scheduler.may_preempt():
             self.synchronize()
         output = self._scheduler.schedule()
-        self.num_tokens = output.num_scheduled_tokens
+        self.num_tokens = output.total_num_scheduled_tokens
         self._outputs.note_scheduled(output.prefills)
         before, self.in_flight = self.in_flight, self._launch(output) if output.has_work else None
         if before is not None:
@@ -41,7 +45,7 @@ class EngineCore:
             self.synchronize(began)
 
     def synchronize(self, began: float | None = None) -> None:
-        """Waits for the step that was launched last: nothing runs on the device afterwards. ``began``: when that step began."""
+        """Waits for the in-flight step, after which the device is idle. ``began``: when that step began, by ``time.perf_counter``."""
         step, self.in_flight = self.in_flight, None
         if step is not None:
             self._collect(step, time.perf_counter() if began is None else began)
@@ -75,7 +79,7 @@ class EngineCore:
             self._scheduler.accept_drafts(row, num_proposed, num_accepted)
             self.num_tokens += num_proposed
         self._logger.record_step(self._scheduler, output, drafts, seconds)
-        num_decoded, num_tokens = len(output.decode_rows), output.num_scheduled_tokens
+        num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
         if num_tokens > 2 * num_decoded:
             self._cost_meter.observe_prefill(num_tokens, seconds)
         self._outputs.note_first_tokens(output.prefills)
@@ -90,9 +94,9 @@ class EngineCore:
         self._scheduler.kv_cache.reset_prefix_cache()
 
     def _stopped_by_text(self, rows: Series[int]) -> list[int]:
-        """Those of ``rows``, each of which has just drawn a token, whose stop text is complete with it."""
-        drew = set(rows) if self._batch.with_stop_checker else set()
-        checked = [(row, sequence) for row, sequence in self._batch.with_stop_checker.items() if row in drew]
+        """Returns those of ``rows``, each of which has just drawn a token, whose stop text the token completes."""
+        sampled = set(rows) if self._batch.with_stop_checker else set()
+        checked = [(row, sequence) for row, sequence in self._batch.with_stop_checker.items() if row in sampled]
         if not checked:
             return []
         tokens = self._batch.host.last_token[[row for row, _ in checked]].tolist()
@@ -110,7 +114,35 @@ class EngineCore:
                 self._outputs.end(sequence)
 
     def abort(self, answer: Answer) -> None:
-        """Ends what is open of a request, whatever its state, while no step is in flight."""
+        """Aborts the unfinished sequences of a request, in any state, while no step is in flight."""
         self._scheduler.abort(answer.open)
         for sequence in list(answer.open):
             self._outputs.abort(sequence)
+
+    # -- sleeping ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the memory of the KV cache is freed."""
+        return not self._runner.caches
+
+    def sleep(self) -> None:
+        """Frees the memory of the KV cache. Running requests are preempted and recomputed after ``wake_up``."""
+        self.synchronize()
+        runner = self._runner
+        self._scheduler.preemption.preempt_all(Transition.UPDATE)
+        self._scheduler.kv_cache.reset_prefix_cache()
+        runner.caches = []
+        if runner.graphs is not None:
+            runner.graphs.clear()
+        if isinstance(runner.proposer, DraftModel):
+            runner.proposer.caches = []
+
+    def wake_up(self) -> None:
+        """Allocates the memory of the KV cache again, if it was freed."""
+        if not self.is_sleeping:
+            return
+        runner = self._runner
+        runner.caches = allocate_kv_cache(runner.decoder, self._settings, self._launches_ahead)
+        if isinstance(runner.proposer, DraftModel):
+            runner.proposer.caches = make_cache(runner.proposer.decoder, self._settings.num_blocks)

@@ -1,8 +1,8 @@
 """The life cycle of a sequence: its states and the named transitions between them, as plain data.
 
-A sequence waits without blocks, is prefilled, decodes and is completed. A preempted sequence gives up its row and its blocks in
-that step and waits again from the next one: its keys and values come back from host memory (``swap_in``), or its tokens are computed again
-(``admit``). ``docs/inference.md`` draws the life cycle.
+A sequence waits without blocks, is prefilled, decodes and is completed. A preempted sequence frees its row and its blocks in that step and
+waits again from the next step on: its keys and values are swapped in from host memory (``swap_in``), or recomputed (``admit``).
+``docs/inference.md`` draws the life cycle.
 """
 
 from collections import Counter
@@ -23,9 +23,9 @@ class State(StrEnum):
 class Transition(StrEnum):
     """Why a sequence changes its state.
 
-    ``SWAP_OUT`` and ``RECOMPUTE``: no block was free, or a more urgent request took its place. ``UPDATE``: the weights changed.
+    ``SWAP_OUT`` and ``RECOMPUTE``: no block was free, or a request of higher priority took its place. ``UPDATE``: the weights changed.
     ``FAIL``: a step failed, and the content of its blocks is undefined. ``REQUEUE``: a preempted sequence waits again. ``BUDGET_STOP``: it
-    reached its maximum number of tokens; ``STOP``: a stop token or stop text.
+    reached its maximum number of tokens. ``STOP``: it drew a stop token or completed a stop text.
     """
 
     ADMIT = "admit"
@@ -41,26 +41,26 @@ class Transition(StrEnum):
     ABORT = "abort"
 
 
-_ON_BLOCKS = frozenset((State.PREFILLING, State.DECODING))
+_HOLDS_BLOCKS = frozenset((State.PREFILLING, State.DECODING))
 _OPEN = frozenset(State) - {State.COMPLETED}
 
 TRANSITIONS: dict[Transition, tuple[frozenset[State], State]] = {
     Transition.ADMIT: (frozenset((State.WAITING,)), State.PREFILLING),
     Transition.JOIN: (frozenset((State.PREFILLING,)), State.DECODING),
     Transition.SWAP_OUT: (frozenset((State.DECODING,)), State.PREEMPTED),
-    Transition.RECOMPUTE: (_ON_BLOCKS, State.PREEMPTED),
-    Transition.UPDATE: (_ON_BLOCKS, State.PREEMPTED),
-    Transition.FAIL: (_ON_BLOCKS, State.PREEMPTED),
+    Transition.RECOMPUTE: (_HOLDS_BLOCKS, State.PREEMPTED),
+    Transition.UPDATE: (_HOLDS_BLOCKS, State.PREEMPTED),
+    Transition.FAIL: (_HOLDS_BLOCKS, State.PREEMPTED),
     Transition.REQUEUE: (frozenset((State.PREEMPTED,)), State.WAITING),
     Transition.SWAP_IN: (frozenset((State.WAITING,)), State.DECODING),
     Transition.STOP: (frozenset((State.DECODING,)), State.COMPLETED),
     Transition.BUDGET_STOP: (frozenset((State.DECODING,)), State.COMPLETED),
     Transition.ABORT: (_OPEN, State.COMPLETED),
 }
-"""The states that a transition leaves, and the one that it leads to."""
+"""The source states and the target state of each transition."""
 
 ENDS = {FinishReason.STOP: Transition.STOP, FinishReason.LENGTH: Transition.BUDGET_STOP, FinishReason.ABORT: Transition.ABORT}
-"""The transition that completes a sequence, by the finish reason of its output."""
+"""The transition that completes a sequence, by finish reason."""
 
 
 class HasState(Protocol):
@@ -68,7 +68,7 @@ class HasState(Protocol):
 
 
 def move(sequence: HasState, transition: Transition, counts: Counter[Transition]) -> None:
-    """Takes ``sequence`` through ``transition`` and counts it. Raises ``AssertionError`` where its state does not allow that."""
+    """Applies ``transition`` to ``sequence`` and counts it. Raises ``AssertionError`` if its state does not allow the transition."""
     sources, target = TRANSITIONS[transition]
     assert sequence.state in sources, f"a sequence that is {sequence.state} cannot {transition}"
     sequence.state = target

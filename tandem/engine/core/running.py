@@ -1,22 +1,66 @@
-"""What runs: the sequences that decode, the group under prefill, and their rows and blocks."""
+"""The running batch: the policy by which requests join it, its sequences, and their rows and blocks."""
 
 from collections.abc import Callable, Iterable
 
-from tandem.engine.core.batching import BatchingPolicy
 from tandem.engine.core.request import Prefill, Sequence
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.kernels.api import BLOCK_TOKENS
 
-Holder = Sequence | Prefill
-"""What holds blocks: a decoding sequence, or a group under prefill."""
+BlockOwner = Sequence | Prefill
+"""Owns blocks of the KV cache: a decoding sequence, or a group under prefill."""
+
+
+class BatchingPolicy:
+    """Decides which waiting requests join the running batch, and when a finished sequence frees its row and blocks.
+
+    ``static``: a batch forms while requests wait and rows and blocks suffice, over as many steps as its prefills take; its rows and blocks are
+    freed when its last sequence has finished. ``dynamic``: the same, but each sequence frees them when it finishes. ``continuous``: every
+    request joins whose whole prompt fits. ``chunked``: every request joins, its prompt divided to fit the remaining token budget.
+
+    ``held``: (row, block table) of the finished sequences of a static batch.
+    """
+
+    def __init__(self, kind: str = "chunked") -> None:
+        self.kind = kind
+        self.held: list[tuple[int, list[int]]] = []
+        self._is_forming = False
+
+    @property
+    def splits_prompts(self) -> bool:
+        """Whether a prompt may be computed in several steps."""
+        return self.kind == "chunked"
+
+    def may_join(self, is_idle: bool) -> bool:
+        """Returns whether a new request may join. ``is_idle``: no sequence is running."""
+        if self.kind in ("continuous", "chunked"):
+            return True
+        if is_idle and not self.held:
+            self._is_forming = True
+        return self._is_forming
+
+    def close(self, is_idle: bool) -> None:
+        """Closes the forming batch, because a request could not be admitted. It stays open while no sequence of it runs."""
+        self._is_forming = is_idle
+
+    def hold(self, row: int, table: list[int], is_idle: bool) -> bool:
+        """Keeps the row and blocks of a finished sequence until its static batch has finished. Returns False if they are freed at once."""
+        if self.kind != "static" or is_idle:
+            return False
+        self.held.append((row, table))
+        return True
+
+    def take_held(self) -> list[tuple[int, list[int]]]:
+        """Returns the held rows and tables for freeing: the batch has finished, or blocks are short."""
+        held, self.held = self.held, []
+        return held
 
 
 class RunningSequences:
     """Up to ``max_num_seqs`` sequences by row.
 
-    ``speculating``: those of them that may feed draft tokens. They need blocks at any step; the others are found in a calendar by the step
-    before which they need one, so that a step looks at no other sequence. ``prefilling``: the group whose prompt is being computed.
-    ``read_back`` moves the new tokens of sequences from their rows to their lists.
+    ``prefilling``: the group whose prompt is being computed. ``speculating``: the decoding sequences that may feed draft tokens; each may need
+    a block in any step. The other sequences are indexed by the step before which they need a block, so that a step examines only those that
+    are due. ``read_back`` moves the new tokens of sequences from their rows to their lists.
     """
 
     def __init__(
@@ -44,19 +88,18 @@ class RunningSequences:
         return self._rows
 
     def invalidate_rows(self) -> None:
-        """Makes ``rows`` another object, for callers that keep what they have prepared for it."""
+        """Makes ``rows`` a new object, for callers that cache what they prepared for the old one."""
         self._rows = None
 
     @property
-    def holders(self) -> list[Holder]:
-        under_way: list[Holder] = [] if self.prefilling is None else [self.prefilling]
-        return under_way + list(self.by_row.values())
+    def block_owners(self) -> list[BlockOwner]:
+        owners: list[BlockOwner] = [] if self.prefilling is None else [self.prefilling]
+        return owners + list(self.by_row.values())
 
     # -- joining and leaving -------------------------------------------------------------------------------------------
 
     def start_decoding(self, prefill: Prefill, step: int, first_fed: int) -> None:
-        """Lets the sequences of the prefill under way decode after ``step``, all of them over its blocks, from position ``first_fed``
-        on."""
+        """Lets the sequences of the current prefill decode after ``step``, from position ``first_fed`` on. They share its blocks."""
         tables = [prefill.blocks] + [self._kv_cache.fork(prefill.blocks) for _ in prefill.sequences[1:]]
         for sequence, row, table in zip(prefill.sequences, prefill.rows, tables, strict=True):
             sequence.row, sequence.blocks, sequence.block_hashes = row, table, prefill.block_hashes
@@ -70,8 +113,13 @@ class RunningSequences:
         self.prefilling = None
 
     def leave(self, sequences: Iterable[Sequence], keep_cache: bool = True, has_ended: bool = False) -> None:
-        """Takes rows and blocks of decoding sequences whose tokens were read back. With ``keep_cache`` their full blocks can be found
-        again; keys and values of the last token were never computed. ``has_ended``: they do not come back."""
+        """Frees the rows and blocks of decoding sequences whose tokens were read back.
+
+        Args:
+            sequences: Sequences that decode.
+            keep_cache: Whether their full blocks enter the prefix cache, without the last token, whose keys and values were never computed.
+            has_ended: Whether they have finished, so that a static batch may hold their rows and blocks.
+        """
         for sequence in sequences:
             if keep_cache:
                 self._kv_cache.cache_sequence(sequence, len(sequence.known_tokens) - 1)
@@ -84,20 +132,20 @@ class RunningSequences:
         self._rows = None
 
     def stop_prefill(self, prefill: Prefill) -> None:
-        """Takes rows and blocks of the prefill under way."""
+        """Frees the rows and blocks of the current prefill."""
         assert self.prefilling is prefill
         self.prefilling = None
         self._kv_cache.free(prefill.blocks)
         self.free_rows.extend(reversed(prefill.rows))
-        prefill.blocks, prefill.rows, prefill.computed = [], [], 0
+        prefill.blocks, prefill.rows, prefill.num_computed_tokens = [], [], 0
 
     def free_held(self) -> None:
-        """Gives back what the ended sequences of a static batch hold."""
+        """Frees the rows and blocks of the finished sequences of a static batch."""
         for row, table in self.batching.take_held():
             self._free(row, table)
 
     def free_held_when_idle(self) -> None:
-        """As ``free_held``, where the last sequence of the batch has ended."""
+        """As ``free_held``, if no sequence of the batch runs any more."""
         if not self.by_row and self.prefilling is None:
             self.free_held()
 
@@ -108,16 +156,16 @@ class RunningSequences:
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def take_due(self, step: int) -> list[Sequence]:
-        """Returns the sequences that may need a block in ``step``."""
+        """Removes and returns the sequences that may need a block in ``step``."""
         due = [sequence for sequence in self._due.pop(step, ()) if sequence.row >= 0 and sequence.due == step]
         return list(dict.fromkeys([*due, *self.speculating.values()])) if self.speculating else due
 
     def set_due(self, sequence: Sequence, step: int) -> None:
-        """Notes when ``sequence``, which has a slot for ``step``, needs its next block."""
+        """Records when ``sequence``, which has a slot for ``step``, needs its next block."""
         if sequence.row not in self.speculating:
             sequence.due = step + BLOCK_TOKENS - (sequence.offset + step) % BLOCK_TOKENS
             self._due.setdefault(sequence.due, []).append(sequence)
 
     def num_due(self, step: int) -> int:
-        """Returns how many sequences may need a block in ``step``, at most."""
+        """Returns an upper bound of the number of sequences that need a block in ``step``."""
         return len(self._due.get(step, ())) + len(self.speculating)

@@ -1,26 +1,24 @@
-"""The scheduler: decides which tokens the next step computes, in which blocks. Plain Python; it sees no tensor."""
+"""The scheduler: decides which tokens the next step computes, and in which blocks. Plain Python without tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem.engine.core.batching import BatchingPolicy
 from tandem.engine.core.lifecycle import Transition, move
 from tandem.engine.core.preemption import Preemption, PreemptionPolicy
-from tandem.engine.core.request import Prefill, Sequence
-from tandem.engine.core.request_queue import RequestQueue
-from tandem.engine.core.running import RunningSequences
+from tandem.engine.core.request import Prefill, RequestQueue, Sequence
+from tandem.engine.core.running import BatchingPolicy, RunningSequences
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput, SequenceId
-from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy, blocks_for
+from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.kernels.api import BLOCK_TOKENS
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests while an engine is paused. ``ABORT``: they are aborted. ``WAIT``: those that have begun run to
-    their end, and no other begins. ``RECOMPUTE``: they are stopped, and their keys and values are computed again where the weights change.
-    ``KEEP``: they are stopped, and continue with the keys and values they have."""
+    """What happens to running requests while an engine is paused. ``ABORT``: they are aborted. ``WAIT``: they finish, and no other is
+    admitted. ``RECOMPUTE``: they stop, and their keys and values are recomputed if the weights change. ``KEEP``: they stop, and resume with
+    their old keys and values."""
 
     ABORT = "abort"
     WAIT = "wait"
@@ -30,8 +28,8 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """``max_num_seqs``: rows, that is sequences that decode at once. ``max_num_batched_tokens``: the token budget of one step; at least
-    ``max_num_seqs``, so that every decoding sequence advances in every step. ``batching``: as ``BatchingPolicy`` has it.
+    """``max_num_seqs``: rows, that is the maximum number of sequences that decode at once. ``max_num_batched_tokens``: the token budget of
+    one step, at least ``max_num_seqs``, so that every decoding sequence advances in every step. ``batching``: a kind of ``BatchingPolicy``.
     ``watermark_blocks``: blocks that an admission leaves free. ``speculative_batch_limit``: no draft tokens are scheduled while more
     sequences decode."""
 
@@ -44,7 +42,7 @@ class SchedulerConfig:
 
 class Scheduler:
     """Schedules sequences over ``kv_cache``. ``read_back`` moves the new tokens of sequences from their rows to their lists. ``counts``:
-    how often each transition was made."""
+    transitions so far."""
 
     def __init__(
         self, config: SchedulerConfig, kv_cache: KVCacheManager, read_back: Callable[[list[Sequence]], None],
@@ -61,12 +59,12 @@ class Scheduler:
         self.step = 0
 
     def schedule(self) -> SchedulerOutput:
-        """Returns the next step: every decoding sequence advances, then prefill chunks fill the rest of the token budget. Where blocks
-        or rows run out, sequences are preempted; nothing new is admitted in such a step."""
+        """Returns the next step: every decoding sequence advances, then prefill chunks fill the rest of the token budget. If blocks or
+        rows run out, sequences are preempted, and nothing is admitted in that step."""
         self.step += 1
         running = self.running
         self.waiting.requeue(self.counts)
-        preempted = self._preempt_for_urgent()
+        preempted = self._preempt_lower_priority()
         changes, copies = self._allocate_decode_slots(preempted)
         rows = running.rows
         budget = self.config.max_num_batched_tokens - len(rows)
@@ -84,40 +82,40 @@ class Scheduler:
             if prefill.host_blocks:
                 swap_ins += self.kv_cache.swap_in(prefill)
                 resumed += prefill.rows
-                # Its last token was never fed.
+                # The keys and values of its last token were never computed.
                 running.start_decoding(prefill, self.step, first_fed=len(prefill.tokens) - 1)
                 continue
             prefills.append(self._schedule_chunk(prefill, budget))
             budget -= len(prefills[-1].tokens)
-            if prefill.computed == len(prefill.tokens):
+            if prefill.num_computed_tokens == len(prefill.tokens):
                 for sequence in prefill.sequences:
                     move(sequence, Transition.JOIN, self.counts)
-                    sequence.cached = prefill.cached if sequence.cached < 0 else sequence.cached
+                    sequence.num_cached_tokens = prefill.num_cached_tokens if sequence.num_cached_tokens < 0 else sequence.num_cached_tokens
                 running.start_decoding(prefill, self.step, first_fed=len(prefill.tokens))
         return SchedulerOutput(
-            rows, tuple(prefills), tuple(changes), tuple(copies), tuple(preempted), self.preemption.take_swap_outs(), tuple(swap_ins),
-            tuple(resumed), num_draft_tokens,
+            decode_rows=rows, prefills=tuple(prefills), block_changes=tuple(changes), block_copies=tuple(copies), preempted=tuple(preempted),
+            swap_outs=self.preemption.take_swap_outs(), swap_ins=tuple(swap_ins), resumed_rows=tuple(resumed), num_draft_tokens=num_draft_tokens,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_group(self, sequences: list[Sequence], is_scored: bool = False) -> None:
-        """Queues the prompt that ``sequences`` share. A group takes its rows at once; one that no step could hold is divided, and its
-        parts share the prompt. Static reservations share nothing. ``is_scored``: as ``Prefill`` has it."""
+        """Queues the prompt that ``sequences`` share. A group needs all its rows at once, so one with more than ``max_num_seqs`` sequences is
+        divided. Contiguous reservations share no blocks. ``is_scored``: as in ``Prefill``."""
         size = 1 if self.kv_cache.reservation else self.config.max_num_seqs
         for first in range(0, len(sequences), size):
             part = sequences[first : first + size]
             self.waiting.push(Prefill(part, part[0].request.prompt_token_ids, is_scored=is_scored and first == 0))
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
-        """Takes sequences that have ended out of their rows. The caller completes them."""
+        """Frees the rows and blocks of finished sequences. The caller completes them."""
         ended = list(sequences)
         self.running.read_back(ended)
         self.running.leave(ended, has_ended=True)
         self.running.free_held_when_idle()
 
     def abort(self, sequences: Collection[Sequence]) -> None:
-        """Takes the open ``sequences`` of one request out, whatever their state. The caller completes them."""
+        """Frees all that the unfinished ``sequences`` of one request hold, in any state. The caller completes them."""
         self.preemption.drop_swapped(lambda prefill: prefill.sequences[0] in sequences)
         prefilling = self.running.prefilling
         if prefilling is not None and prefilling.sequences[0] in sequences:
@@ -125,14 +123,14 @@ class Scheduler:
         self.finish([sequence for sequence in sequences if sequence.row >= 0])
 
     def accept_drafts(self, row: int, num_proposed: int, num_accepted: int) -> None:
-        """Notes that ``row`` has advanced by ``num_accepted`` tokens more than one in this step."""
+        """Advances ``row`` by ``num_accepted`` draft tokens, in addition to the one token of the step."""
         sequence = self.running.speculating.get(row)
         if sequence is not None and sequence.draft is not None:
             sequence.offset += num_accepted
             sequence.draft.learn(num_proposed, num_accepted)
 
     def may_preempt(self) -> bool:
-        """Returns whether the next step may preempt: sequences at the end of a block could find none, or a more urgent one waits."""
+        """Returns whether the next step may preempt: blocks may run out, or a request of higher priority waits."""
         if self.running.num_due(self.step + 1) > self.kv_cache.num_free_blocks:
             return True
         first = self.waiting.peek()
@@ -141,12 +139,12 @@ class Scheduler:
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def _allocate_decode_slots(self, preempted: list[SequenceId]) -> tuple[list[BlockChange], list[BlockCopy]]:
-        """Gives every decoding sequence a slot for its next token. Where there are too few blocks, sequences are preempted first, and
-        added to ``preempted``, so that none is preempted after it was given one."""
+        """Allocates a slot for the next token of every decoding sequence. If there are too few blocks, first preempts sequences and adds them to
+        ``preempted``, so that no sequence is preempted after its allocation."""
         kv_cache, step = self.kv_cache, self.step
         due = self.running.take_due(step)
         for sequence in due:
-            kv_cache.free_behind_window(sequence.blocks, sequence.offset + step)
+            kv_cache.remove_skipped_blocks(sequence.blocks, sequence.offset + step)
         short = due
         while short := [s for s in short if s.row >= 0 and kv_cache.needs_slot(s.blocks, s.offset + step)]:
             if kv_cache.num_blocks_for_slots((s.blocks, s.offset + step) for s in short) <= kv_cache.num_free_blocks:
@@ -163,22 +161,22 @@ class Scheduler:
             if sequence.row < 0:
                 continue
             position = sequence.offset + step
-            # The last of those that share a block may have it to itself by now.
+            # A sequence that shared its block may be its only owner by now, so that it needs no slot.
             slots = kv_cache.allocate_slots(sequence.blocks, position, position + 1)
             assert slots is not None
             for column, block, copy in slots:
                 changes.append(BlockChange(sequence.row, column, block))
                 copies += [] if copy is None else [copy]
             if not slots and position % BLOCK_TOKENS == 0:
-                # It enters a block that it has held for some steps.
+                # It enters a block that was allocated in an earlier step.
                 column = position // BLOCK_TOKENS
                 changes.append(BlockChange(sequence.row, column, sequence.blocks[column]))
             self.running.set_due(sequence, step)
         return changes, copies
 
     def _schedule_drafts(self, rows: tuple[int, ...], budget: int, changes: list[BlockChange]) -> tuple[int, ...]:
-        """Returns the draft tokens that each of ``rows`` may feed, at most ``budget`` together; empty where none may. Drafts take only
-        blocks that no other sequence is about to need: they never preempt. New blocks are added to ``changes``."""
+        """Returns the number of draft tokens that each of ``rows`` may feed, at most ``budget`` in total; empty if none may. Drafts use only
+        blocks beyond one per running sequence, so they never cause a preemption. Adds new blocks to ``changes``."""
         speculating = self.running.speculating
         if not speculating or len(rows) > self.config.speculative_batch_limit:
             return ()
@@ -189,7 +187,7 @@ class Scheduler:
                 scheduled.append(0)
                 continue
             position = sequence.offset + self.step
-            # The step draws one token more than was proposed.
+            # The step draws one token more than it is proposed.
             count = max(0, min(sequence.draft.next(), sequence.request.max_length - position - 2, budget))
             spare = max(0, self.kv_cache.num_free_blocks - len(self.running))
             count = min(count, (len(sequence.blocks) + spare) * BLOCK_TOKENS - 1 - position)
@@ -201,15 +199,15 @@ class Scheduler:
 
     # -- prefills ------------------------------------------------------------------------------------------------------
 
-    def _preempt_for_urgent(self) -> list[SequenceId]:
-        """Makes room for the prefill that goes first, where it is more urgent than what is running."""
+    def _preempt_lower_priority(self) -> list[SequenceId]:
+        """Preempts sequences of lower priority than the first waiting prefill, if it needs their rows or blocks."""
         first = self.waiting.peek()
         if first is None or self.pause is not None or not self.preemption.outranks(first):
             return []
         return self.preemption.preempt_for(first, lambda num_running: self._num_reserved_blocks(first, num_running))
 
     def _admit(self, budget: int) -> Prefill | None:
-        """Gives the prefill that goes first its rows and all its blocks; ``None`` where they do not suffice."""
+        """Admits the first waiting prefill: allocates its rows and all its blocks. Returns ``None`` if they do not suffice."""
         self.running.free_held_when_idle()
         is_idle = not self.running
         prefill = self.waiting.peek()
@@ -219,7 +217,7 @@ class Scheduler:
         computed = self.kv_cache.get_computed_blocks(prefill)
         is_whole = not self.batching.splits_prompts and not prefill.host_blocks
         if is_whole and len(prefill.tokens) - len(computed) * BLOCK_TOKENS > budget:
-            # It goes in a step of its own: the batch is still forming.
+            # It waits for the next step's budget; the batch is still forming.
             self.kv_cache.free(computed)
             return None
         if not self.kv_cache.allocate_prompt(prefill, computed, self._num_reserved_blocks(prefill, len(self.running))):
@@ -237,27 +235,27 @@ class Scheduler:
         return prefill.has_begun or self.batching.may_join(is_idle)
 
     def _num_reserved_blocks(self, prefill: Prefill, num_running: int) -> int:
-        """Returns the blocks that must stay free when ``prefill`` is admitted beside ``num_running`` sequences.
+        """Returns the number of blocks that must stay free when ``prefill`` is admitted beside ``num_running`` sequences.
 
-        Every running sequence may need a block soon, and so may every fork; without that reserve the admission would be undone at once.
-        A sequence that runs alone needs none. Each preemption doubles what a sequence requires, up to its maximum length, so that running
-        sequences finish under memory pressure.
+        Every running sequence and every fork may need a block soon; without this reserve the admission would be undone at once. A sequence that
+        runs alone needs none. Each preemption of a sequence doubles its reserve, up to its maximum length, so that running sequences finish under
+        memory pressure.
         """
         if not num_running or self.kv_cache.reservation:
             return 0
         first = prefill.sequences[0]
         growth = blocks_for(first.request.max_length) - blocks_for(len(prefill.tokens))
-        patience = min((1 << min(first.preemptions, 30)) - 1, max(0, growth))
+        patience = min((1 << min(first.num_preemptions, 30)) - 1, max(0, growth))
         return num_running + len(prefill.sequences) + self.config.watermark_blocks + patience
 
     def _schedule_chunk(self, prefill: Prefill, budget: int) -> ScheduledPrefill:
-        """Returns the next chunk, at most ``budget`` tokens. Its full blocks can be found at once: a step writes all its keys and values
-        before it reads any."""
-        start = prefill.computed
-        self.kv_cache.free_behind_window(prefill.blocks, start)
+        """Returns the next chunk of ``prefill``, at most ``budget`` tokens. Its full blocks enter the prefix cache at once, since a step writes
+        all its keys and values before it reads any."""
+        start = prefill.num_computed_tokens
+        self.kv_cache.remove_skipped_blocks(prefill.blocks, start)
         tokens = tuple(prefill.tokens[start : start + budget])
-        prefill.computed += len(tokens)
-        self.kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, prefill.computed)
+        prefill.num_computed_tokens += len(tokens)
+        self.kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, prefill.num_computed_tokens)
         request = prefill.sequences[0].request
-        rows = tuple(prefill.rows) if prefill.computed == len(prefill.tokens) else ()
+        rows = tuple(prefill.rows) if prefill.num_computed_tokens == len(prefill.tokens) else ()
         return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter)

@@ -1,18 +1,18 @@
-"""What one step computes, as plain values that a test can compare."""
+"""The output of the scheduler: what one step computes, as plain values."""
 
 from typing import NamedTuple
 
-from tandem.engine.kv_cache.block_table import BlockChange, BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy
 
 SequenceId = tuple[str, int]
 """The id of a request and the index of one of its completions."""
 
 
 class ScheduledPrefill(NamedTuple):
-    """Tokens ``start`` to ``start + len(tokens) - 1`` of a prompt, or of a sequence that is computed again.
+    """A chunk of a prefill: tokens ``start`` to ``start + len(tokens) - 1`` of a prompt, or of a preempted sequence.
 
-    ``rows``: with the last chunk, the rows that draw their next token from it (one for each sequence of a group); empty before.
-    ``adapter``: the name of the request's LoRA adapter, empty for none.
+    ``blocks``: the block table. ``rows``: in the last chunk, the rows that draw their next token from it (one for each sequence of a group);
+    empty before. ``adapter``: the name of the request's LoRA adapter, empty for none.
     """
 
     request_id: str
@@ -26,10 +26,10 @@ class ScheduledPrefill(NamedTuple):
 class SchedulerOutput(NamedTuple):
     """One step.
 
-    ``decode_rows``: rows that feed one token each. ``num_draft_tokens``: how many draft tokens each of them may feed besides; empty where
-    none may. Before the step computes anything, ``swap_outs`` (to host memory), ``swap_ins`` (from there), ``block_copies`` and then
-    ``block_changes`` are applied to the caches and to the block tables. ``resumed_rows``: rows that are swapped in and decode from the next
-    step on. ``preempted``: sequences that lost their blocks.
+    ``decode_rows``: rows that feed one token each. ``num_draft_tokens``: the maximum number of draft tokens that each of them feeds in
+    addition; empty if none does. Before the step computes anything, ``swap_outs`` (to host memory), ``swap_ins`` (from there), ``block_copies``
+    and then ``block_changes`` are applied to the caches and the block tables. ``resumed_rows``: rows that are swapped in and decode from the
+    next step on. ``preempted``: sequences that lost their blocks.
     """
 
     decode_rows: tuple[int, ...] = ()
@@ -52,6 +52,6 @@ class SchedulerOutput(NamedTuple):
         return tuple(row for chunk in self.prefills for row in chunk.rows)
 
     @property
-    def num_scheduled_tokens(self) -> int:
-        """Tokens that the step computes, without drafts."""
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens that the step computes, without draft tokens."""
         return len(self.decode_rows) + sum(len(chunk.tokens) for chunk in self.prefills)

@@ -1,12 +1,12 @@
-"""A whole set of weights replaces another, between two steps."""
+"""Replaces the whole set of weights between two steps."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
 
 from torch import Tensor
 
+from tandem.engine.core.components import EngineComponents
 from tandem.engine.core.lifecycle import Transition
-from tandem.engine.core.parts import Parts
 from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler import PauseMode, Scheduler
 from tandem.engine.executor.input_batch import InputBatch
@@ -20,27 +20,27 @@ from tandem.types import WeightVersion
 
 
 def replace_weights(
-    parts: Parts, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, version: WeightVersion, draft_tensors: Iterable[tuple[str, Tensor]] | None,
-    with_digests: bool,
+    components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, version: WeightVersion,
+    draft_tensors: Iterable[tuple[str, Tensor]] | None, with_digests: bool,
 ) -> dict[str, str]:
-    """As ``Engine.update_weights``, while no step is in flight; returns the digests of the plain weights, where they are asked for."""
-    scheduler, runner = parts.scheduler, parts.runner
+    """As ``Engine.update_weights``, while no step is in flight. Returns the digests of the plain weights ``with_digests``, else none."""
+    scheduler, runner = components.scheduler, components.runner
     draft = None if draft_tensors is None else new_draft(runner.proposer, draft_tensors)
     is_kept = scheduler.pause is PauseMode.KEEP
-    held = list(scheduler.running.by_row.values()) if is_kept else []
+    decoding = list(scheduler.running.by_row.values()) if is_kept else []
     if is_kept:
-        scheduler.running.read_back(held)
+        scheduler.running.read_back(decoding)
     else:
         scheduler.preemption.preempt_all(Transition.UPDATE)
     try:
         digests = _load(runner, tensors, with_digests)
     finally:
         if is_kept:
-            _keep(scheduler, runner.batch, held)
+            _keep(scheduler, runner.batch, decoding)
     scheduler.kv_cache.weight_version = WeightVersion(*version)
     if draft is not None and isinstance(runner.proposer, DraftModel):
         runner.proposer.decoder = draft
-    # Hashes of the old version cannot match any more. Their blocks are used first: their memory is warm.
+    # Hashes of the old version cannot match. Without them the cached blocks are free, and free blocks are allocated first.
     scheduler.kv_cache.reset_prefix_cache()
     return digests
 
@@ -50,7 +50,7 @@ def _load(runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWei
         runner.ranks.update_weights(tensors)
         return {}
     assert not isinstance(tensors, StagedWeights)
-    # Digests are those of plain weights, all of which must be there then.
+    # Digests are of plain weights, so packing waits until all of them are loaded.
     load_tensors(runner.decoder, tensors, pack=not with_digests)
     if not with_digests:
         return {}
@@ -60,17 +60,17 @@ def _load(runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWei
 
 
 def _keep(scheduler: Scheduler, batch: InputBatch, sequences: Series[Sequence]) -> None:
-    """Lets running requests continue with the keys and values they have, which the prefix cache must not share: the decoding
-    ``sequences``, whose tokens were read back, the prefill under way, and what is in host memory."""
-    held = list(sequences)
+    """Lets the decoding ``sequences``, whose tokens were read back, the current prefill and swapped-out sequences resume with their old keys
+    and values, which the prefix cache must not share."""
+    kept = list(sequences)
     prefilling = scheduler.running.prefilling
     if prefilling is not None:
         prefilling.block_hashes = []
-        held += prefilling.sequences
-    held += [sequence for prefill in scheduler.waiting if prefill.host_blocks for sequence in prefill.sequences]
-    for sequence in held:
+        kept += prefilling.sequences
+    kept += [sequence for prefill in scheduler.waiting if prefill.host_blocks for sequence in prefill.sequences]
+    for sequence in kept:
         sequence.is_mixed = True
     if sequences:
         batch.join(sequences, [len(sequence.known_tokens) for sequence in sequences])
-    # The runner keeps what it selected as long as the tuple of rows is the same.
+    # The runner caches its selection of rows by the identity of this tuple.
     scheduler.running.invalidate_rows()

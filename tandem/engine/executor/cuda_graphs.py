@@ -1,7 +1,7 @@
-"""Decoding steps as CUDA graphs: hundreds of launches become one.
+"""CUDA graphs of decoding steps: one launch replaces hundreds.
 
-A graph is made for a *bucket*, a number of rows and of block-table columns, the second time that a step needs it: the first time the step
-runs in the bucket's shapes as it is, and its kernels are compiled and loaded. Smaller batches are filled up with the padding row.
+A graph is captured for a *bucket*, a number of rows and of block-table columns, the second time that a step needs it: the first time the
+step runs eagerly in the bucket's shapes, so that its kernels are compiled and loaded. Smaller batches are padded with the padding row.
 """
 
 import logging
@@ -15,7 +15,7 @@ from tandem.kernels.api import SampledRows
 
 _LOG = logging.getLogger(__name__)
 _FEWEST_COLUMNS = 16
-"""The narrowest block tables: 256 tokens."""
+"""Minimum columns of a block table: 256 tokens."""
 
 Step = Callable[[Tensor, int], SampledRows]
 Replay = Callable[[], SampledRows]
@@ -29,8 +29,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(rows: int, columns: int, most_rows: int, most_columns: int) -> Bucket:
-    """The smallest bucket that holds ``rows`` and ``columns``: rows by powers of two up to 8, then by 8 up to 64 and by 32, columns by powers
-    of two. No bucket is larger than the engine ever needs."""
+    """Returns the smallest bucket that holds ``rows`` and ``columns``: rows are rounded up to a power of two up to 8, to a multiple of 8 up to
+    64, then to a multiple of 32; columns to a power of two. ``most_rows`` and ``most_columns`` limit both."""
     step = 32 if rows > 64 else 8
     padded = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // step) * step
     wide = max(_FEWEST_COLUMNS, 1 << (columns - 1).bit_length())
@@ -38,9 +38,16 @@ def bucket_of(rows: int, columns: int, most_rows: int, most_columns: int) -> Buc
 
 
 class DecodeGraphs:
-    """Graphs of ``step``, which must keep every tensor that outlives it where it is. ``padding``: the row that fills up a batch. ``weights``: what
-    a graph has read the addresses of; where any of it is another object than before, all graphs are made anew. ``capture``: makes something that can be
-    replayed of a step over fixed tensors, without running it."""
+    """Graphs of ``step``, which must not move any tensor that outlives it.
+
+    Args:
+        step: Computes a decoding step of the rows ``index[R]`` with block tables of so many columns.
+        padding: The row that pads a batch.
+        most: The largest bucket.
+        device: The device of the graphs.
+        weights: Returns the objects whose addresses a graph contains. If any of them is replaced, all graphs are captured again.
+        capture: Captures a step over fixed tensors without running it, and returns a function that replays it.
+    """
 
     def __init__(
         self, step: Step, padding: int, most: Bucket, device: torch.device, weights: Callable[[], tuple[object, ...]],
@@ -55,16 +62,16 @@ class DecodeGraphs:
         self._graphs: dict[Bucket, Replay] = {}
         self._is_off = False
 
-    def forget(self) -> None:
-        """Give back all graphs and their memory."""
+    def clear(self) -> None:
+        """Deletes all graphs and frees their memory."""
         self._graphs.clear()
         self._static.clear()
 
     def run(self, index: Tensor, columns: int) -> SampledRows:
-        """One step of the rows ``index[R]``; what it draws is overwritten by the next."""
+        """Computes one step of the rows ``index[R]``. The next step overwrites its output."""
         weights = self._weights()
         if len(weights) != len(self._seen) or any(new is not old for new, old in zip(weights, self._seen, strict=True)):
-            self.forget()
+            self.clear()
             self._seen = weights
         if self._is_off:
             return self._step(index, columns)
@@ -86,13 +93,13 @@ class DecodeGraphs:
         try:
             self._graphs[bucket] = self._capture(lambda: self._step(static, bucket.columns))
         except RuntimeError as error:
-            _LOG.warning("CUDA graphs: a decoding step cannot be captured (%s); going on without graphs", str(error).splitlines()[0])
-            self.forget()
+            _LOG.warning("CUDA graphs: a decoding step cannot be captured (%s); continuing without graphs", str(error).splitlines()[0])
+            self.clear()
             self._is_off = True
 
 
 class _CudaCapture:
-    """Captures into one pool of memory: only one graph runs at a time."""
+    """Captures graphs into one memory pool, since only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,7 +108,7 @@ class _CudaCapture:
     def __call__(self, step: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        # Other threads of a server may go on with the device meanwhile.
+        # Other threads of a server may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             drawn = step()
         self._pool = self._pool or graph.pool()

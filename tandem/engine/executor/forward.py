@@ -1,4 +1,4 @@
-"""The arithmetic of one step: the same for an engine alone and for every rank of a tensor-parallel one."""
+"""The forward pass of one step, in a single process and on every tensor-parallel rank."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from tandem.model.decoder import Decoder
 
 
 class Computed(NamedTuple):
-    """``hidden`` of the batch's tokens [T, H], or only of those that draw; the ``logits[R, V]`` of the rows that draw, ``None`` where
-    none does."""
+    """``hidden``: the hidden states [T, H] of the batch's tokens, or of the drawing rows only. ``logits[R, V]``: of the rows that draw,
+    ``None`` if none does."""
 
     hidden: Tensor
     logits: Tensor | None
@@ -22,13 +22,13 @@ class Computed(NamedTuple):
 
 @torch.inference_mode()
 def forward(decoder: Decoder, caches: list[KVLayer], batch: ModelInput, draws: bool, scores: bool) -> Computed:
-    """Computes ``batch`` over the cache; an input without tokens computes nothing. ``scores``: the hidden state of every token is
-    needed. Nothing waits for the device."""
+    """Computes ``batch`` over the KV cache. ``draws``: whether logits are needed; ``scores``: whether the hidden states of all tokens are.
+    Never waits for the device."""
     device = batch.tokens.device
     if not len(batch.tokens):
         return Computed(torch.empty(0, decoder.shapes.hidden_size, device=device), None)
     distinct, inverse = _distinct(batch.logit_rows, device)
-    # Rows with an adapter are named by their place in the batch, which the last layer must then compute as a whole.
+    # A LoRA batch refers to rows by their index in the batch, so the last layer must then compute all of them.
     wanted = None if scores or batch.lora is not None else distinct
     hidden = decoder(batch.tokens, batch.positions, PagedContext(batch.paged, caches, wanted), lora=batch.lora)
     if not draws:
@@ -39,8 +39,8 @@ def forward(decoder: Decoder, caches: list[KVLayer], batch: ModelInput, draws: b
 
 
 def _distinct(rows: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the distinct ones of the rows that draw, and the place of each row among them (``None``: its own). The sequences of
-    a group draw from one row, which is computed once."""
+    """Returns the distinct drawing rows, and the index of each row among them (``None``: the identity). The sequences of a group draw from
+    the same row, which is computed once."""
     if rows is None:
         return None, None
     distinct, inverse = torch.unique(rows, return_inverse=True)

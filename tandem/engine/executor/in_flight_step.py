@@ -1,4 +1,4 @@
-"""A step between its launch and the moment at which the host knows its tokens."""
+"""A step that was launched and is not synchronized yet."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from tandem.kernels.api import SampledRows
 
 
 class DraftOutput(NamedTuple):
-    """Of row ``row``, ``num_proposed`` draft tokens were verified in a step, and the first ``num_accepted`` were accepted."""
+    """A step verified ``num_proposed`` draft tokens of ``row`` and accepted the first ``num_accepted``."""
 
     row: int
     num_proposed: int
@@ -21,8 +21,8 @@ class DraftOutput(NamedTuple):
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched. ``sampled``: what the rows of ``selected`` draw, in host memory once ``done`` has happened. Where ``drafts``
-    are given, tokens are drawn from ``logits`` while they are verified."""
+    """A launched step. ``sampled``: the tokens of the rows ``selected``, in host memory once the event ``done`` has completed. With ``drafts``,
+    tokens are drawn from ``logits`` at verification instead."""
 
     output: SchedulerOutput
     selected: SelectedRows | None = None
@@ -33,7 +33,7 @@ class InFlightStep:
 
 
 def to_host(sampled: SampledRows) -> tuple[SampledRows, torch.cuda.Event | None]:
-    """Returns ``sampled`` on its way to host memory, and the event that it has arrived (``None``: it is there)."""
+    """Starts to copy ``sampled`` to host memory. Returns the host tensors and the event of the copy (``None``: they are on the CPU)."""
     if not sampled.tokens.is_cuda:
         return sampled, None
     host = SampledRows(*(torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in sampled))

@@ -1,7 +1,6 @@
-"""The input batch: the state of everything that decodes, one row a sequence.
+"""The input batch: the state of the decoding sequences, one row per sequence.
 
-A step reads and writes it with a few vector operations; Python looks at a single sequence only when it joins, leaves or enters another
-block.
+A step reads and writes it with a few vector operations; Python handles a single sequence only when it joins, leaves or enters another block.
 """
 
 from collections.abc import Sequence as Series
@@ -13,7 +12,7 @@ from torch import Tensor
 from tandem.engine.core.request import Sequence
 from tandem.engine.executor.model_input import padded_tables
 from tandem.engine.executor.row_tensors import RowTensors, to_device
-from tandem.engine.kv_cache.block_table import BlockChange, blocks_for
+from tandem.engine.kv_cache.block_pool import BlockChange, blocks_for
 from tandem.engine.sample.logits_processors import Position
 from tandem.engine.sample.logprobs import top_logprobs
 from tandem.kernels.api import BLOCK_TOKENS, SampledRows
@@ -41,18 +40,18 @@ class SelectedRows:
 
 
 class InputBatch:
-    """``rows`` sequences of up to ``max_model_len`` tokens, in host memory and, as far as a step reads them, on ``device``.
+    """State of ``rows`` sequences of up to ``max_model_len`` tokens, in host memory and, if a step reads it, on ``device``.
 
-    ``host`` is what the host knows: of a row in a step under way it lacks the token that the step draws. ``on_device`` is what the next
-    step feeds; it is ``host`` itself where each step ends before the next begins on a CPU. ``start[r]``: the length of row r when it joined;
-    token ``start + i`` is in column i of the ``drawn`` buffers until it is read back. ``limit[r]``: the length at which it ends.
+    ``host`` is the state that the host knows, without the tokens of an in-flight step. ``on_device`` is the state that the next step feeds;
+    on a CPU without steps launched ahead it is ``host`` itself. ``start[r]``: the length of row r when it joined; token ``start + i`` is in
+    column i of the ``drawn`` buffers until it is read back. ``limit[r]``: the length at which it ends.
 
     Args:
-        rows: Sequences that decode at once.
-        max_model_len: Tokens of the longest sequence.
-        logprob_dtype: Of recorded log-probabilities.
-        device: Where steps run.
-        scratch_block: A block that no sequence has, for the padding row of steps that are launched ahead; ``None``: none are.
+        rows: Maximum number of sequences that decode at once.
+        max_model_len: Maximum tokens of a sequence.
+        logprob_dtype: The dtype of recorded log-probabilities.
+        device: The device that steps run on.
+        scratch_block: A block that no sequence owns, for the padding row of steps that are launched ahead; ``None``: none are.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class InputBatch:
         self.on_device = RowTensors(rows, columns, device or cpu, scratch_block) if is_mirrored else self.host
         self.start, self.limit = torch.zeros(2, rows, dtype=torch.int64)
         self.stop_tokens = torch.full((rows, 1), -1, dtype=torch.int64)
-        # Not zeroed: memory that no sequence reaches is never touched.
+        # Not zeroed, so that memory that no sequence reaches is never touched.
         self.drawn_tokens = torch.empty(rows, max_model_len, dtype=torch.int64)
         self.drawn_logprobs = torch.empty(2, rows, max_model_len, dtype=logprob_dtype)
         self._drawn_raw, self._drawn_sampling = self.drawn_logprobs
@@ -80,7 +79,7 @@ class InputBatch:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether steps read other tensors than the host does."""
+        """Whether steps read separate tensors, not those of the host."""
         return self.on_device is not self.host
 
     @property
@@ -89,8 +88,8 @@ class InputBatch:
         return bool(self.with_logits_processors or self.with_top_logprobs or self.with_adapter)
 
     def join(self, sequences: Series[Sequence], lengths: Series[int]) -> None:
-        """Fills the rows of sequences of which ``lengths[i]`` tokens are known, and which are about to draw their first token
-        here or, swapped in, to feed their last one."""
+        """Fills the rows of ``sequences``, which next draw a token or, after a swap-in, feed their last one. ``lengths[i]``: known tokens of
+        sequence i."""
         index = torch.tensor([sequence.row for sequence in sequences])
         integers, numbers, stops, limits = [], [], [], []
         for sequence, length in zip(sequences, lengths, strict=True):
@@ -132,25 +131,26 @@ class InputBatch:
         self.host.block_tables[index, :width] = padded_tables(tables, width)
 
     def update(self, changes: Series[BlockChange], joined: tuple[int, ...]) -> None:
-        """Applies a step's changes to block tables; takes the rows that have ``joined`` with it to the device."""
+        """Applies a step's changes to the block tables, and copies the rows that ``joined`` with it to the device."""
         self.host.change_blocks(changes)
         if self.is_mirrored:
             self.on_device.copy_rows(self.host, joined)
             self.on_device.change_blocks([change for change in changes if change.row not in joined])
 
     def append_on_device(self, selected: SelectedRows, tokens: Tensor) -> None:
-        """Lets the next step feed ``tokens[R]``, which this one draws, before the host has recorded them."""
+        """Appends ``tokens[R]`` on the device, so that the next step can feed them before the host has recorded them."""
         if self.is_mirrored:
             self.on_device.append(selected.device_index, tokens)
 
     def width(self, rows: tuple[int, ...]) -> int:
-        """Returns the columns of block tables that the next step of decoding ``rows`` needs."""
+        """Returns the number of block-table columns that the next step of the decoding ``rows`` needs."""
         if not rows:
             return 1
         longest = int(self.host.length[list(rows)].max()) + self.is_mirrored
         return min((longest - 1) // BLOCK_TOKENS + 1, self.host.block_tables.shape[1])
 
     def select(self, rows: tuple[int, ...]) -> SelectedRows:
+        """Gathers what a step needs of ``rows``."""
         index, device = torch.tensor(rows, dtype=torch.int64), self.on_device.device
         (_, _, random_key, top_k), (temperature, top_p, min_p) = self.host.gather(index)
         return SelectedRows(
@@ -174,7 +174,7 @@ class InputBatch:
         return self.select(tuple(selected.rows[place] for place in places))
 
     def outputs_of(self, sequences: Series[Sequence]) -> list[Tensor]:
-        """Returns the tokens [L] that each of some sequences in rows has drawn: those that were read back and those in its row."""
+        """Returns the tokens [L] that each of ``sequences``, which have rows, has drawn: those that were read back and those in its row."""
         index = torch.tensor([sequence.row for sequence in sequences])
         counts = (self.host.length[index] - self.start[index]).tolist()
         drawn = self.drawn_tokens[:, : max(counts)].index_select(0, index).unbind(0)
@@ -187,11 +187,11 @@ class InputBatch:
         """Returns the positions of the selected rows with logits processors."""
         if not self.with_logits_processors:
             return []
-        found = [(i, self.with_logits_processors[row]) for i, row in enumerate(selected.rows) if row in self.with_logits_processors]
-        outputs = self.outputs_of([sequence for _, sequence in found]) if found else []
+        processed = [(i, self.with_logits_processors[row]) for i, row in enumerate(selected.rows) if row in self.with_logits_processors]
+        outputs = self.outputs_of([sequence for _, sequence in processed]) if processed else []
         return [
             Position(i, sequence.request.logits_processors, sequence.cursor, output)
-            for (i, sequence), output in zip(found, outputs, strict=True)
+            for (i, sequence), output in zip(processed, outputs, strict=True)
             if sequence.request.logits_processors is not None
         ]
 
@@ -203,8 +203,8 @@ class InputBatch:
         if asking:
             index = torch.tensor([i for i, _ in asking], device=logits.device)
             counts = [sequence.request.params.logprobs or 0 for _, sequence in asking]
-            found = top_logprobs(logits[index], sampled.tokens[index], sampled.raw[index], counts)
-            for (_, sequence), entries in zip(asking, found, strict=True):
+            rows = top_logprobs(logits[index], sampled.tokens[index], sampled.raw[index], counts)
+            for (_, sequence), entries in zip(asking, rows, strict=True):
                 sequence.top_logprobs.append(entries)
 
     def record(self, selected: SelectedRows, tokens: Tensor, raw: Tensor, sampling: Tensor) -> Tensor:
@@ -212,26 +212,26 @@ class InputBatch:
         index = selected.index
         length = self.host.length.index_select(0, index)
         column = length - selected.start
-        # ``put_`` by the place in the flat buffer takes a third of the time of an index for each dimension.
+        # ``put_`` at flat offsets takes a third of the time of indexing by two dimensions.
         place = index * self.drawn_tokens.shape[1] + column
         self.drawn_tokens.put_(place, tokens)
         self._drawn_raw.put_(place, raw)
         self._drawn_sampling.put_(place, sampling)
         self.host.last_token.put_(index, tokens)
         length += 1
-        # The length comes last: an interrupted step leaves the rows as they were before it.
+        # The length is written last, so that an interrupted step leaves the rows unchanged.
         self.host.length.put_(index, length)
         ended: Tensor = (length >= selected.limit) | (tokens.unsqueeze(1) == selected.stop_tokens).any(1)
         return ended
 
     def read_back(self, sequences: Series[Sequence], version: WeightVersion) -> None:
-        """Moves what the rows have drawn since they joined, all under ``version``, to the sequences' lists. The rows have no sequence
-        afterwards."""
+        """Moves the tokens that the rows have drawn since they joined, all with the weights ``version``, to the sequences' lists. The rows have
+        no sequence afterwards."""
         if not sequences:
             return
         index = torch.tensor([sequence.row for sequence in sequences])
         counts = (self.host.length[index] - self.start[index]).tolist()
-        # A sequence that joins next and is interrupted before its row is filled must find nothing drawn in it.
+        # The next sequence in this row may be interrupted before the row is filled; then it must read back no tokens.
         self.start[index] = self.host.length[index]
         width = max(counts)
         tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
@@ -251,8 +251,8 @@ class InputBatch:
     def drawn_since(
         self, sequences: Series[Sequence], first: Series[int]
     ) -> list[tuple[list[int], list[float], list[float]]]:
-        """Returns tokens, raw and sampling log-probabilities of the completions ``sequences``, which have rows, from token number
-        ``first[i]`` on. Nothing is read back."""
+        """Returns the tokens, raw and sampling log-probabilities of ``sequences``, which have rows, from completion token ``first[i]`` on,
+        without reading them back."""
         index = torch.tensor([sequence.row for sequence in sequences])
         counts = (self.host.length[index] - self.start[index]).tolist()
         columns = [max(0, at - len(sequence.token_ids)) for sequence, at in zip(sequences, first, strict=True)]
@@ -261,14 +261,14 @@ class InputBatch:
         place = (torch.tensor(columns).unsqueeze(1) + torch.arange(width)).clamp_(max=last)
         tokens = self.drawn_tokens[index.unsqueeze(1), place].tolist()
         raw, sampling = self.drawn_logprobs[:, index.unsqueeze(1), place].tolist()
-        found = []
+        drawn = []
         for i, (sequence, at) in enumerate(zip(sequences, first, strict=True)):
             new = counts[i] - columns[i]
-            found.append(
+            drawn.append(
                 (
                     sequence.token_ids[at:] + tokens[i][:new],
                     sequence.raw_logprobs[at:] + raw[i][:new],
                     sequence.sampling_logprobs[at:] + sampling[i][:new],
                 )
             )
-        return found
+        return drawn

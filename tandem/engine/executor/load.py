@@ -1,4 +1,4 @@
-"""A decoder that is ready for an engine: from a folder, or with random weights of a folder's shapes."""
+"""Loads the decoder of an engine: from a model folder, or with random weights in the shapes of one."""
 
 from pathlib import Path
 from typing import Literal
@@ -21,14 +21,14 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 def check_quantization(model: str | Path, quantization: str | None, ranks: int = 1, deterministic: bool = True) -> CheckpointFormat | None:
-    """The format of a quantised folder, ``None`` for a plain one. Raises ``UserError`` for what cannot go together."""
+    """Returns the format of a quantised checkpoint, ``None`` for a plain one. Raises ``UserError`` for options that cannot be combined."""
     stored = read_format(model)
     if quantization is not None:
         scheme_named(quantization)
     if stored is not None and quantization is not None:
         raise UserError(f"'{model}' is quantised already ({stored.layout}); leave quantization out, or take the float checkpoint")
     if (stored is not None or quantization is not None) and ranks > 1 and not deterministic:
-        # A scale belongs to a row, or a part of it: a cut through the columns would give a rank others than one process has.
+        # A scale belongs to a row or a part of it, so a rank with a slice of the columns would have different scales than one process.
         raise UserError("quantised weights are cut by rows only, which deterministic=False is not; leave it out or use tensor_parallel_size 1")
     return stored
 
@@ -38,11 +38,25 @@ def load_decoder(
     group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
     attention: AttentionBackend = "auto", precision: Precision = "fp32",
 ) -> Decoder:
-    """The model in the folder ``model``, or with ``dummy`` its shapes and random weights; with a ``group`` one rank's
-    part. ``pack``: weights of a folder are packed for inference as they are read. ``quantization``: how plain matrices are
-    rounded when the decoder is packed, now and after every update; a quantised folder says it itself. ``deterministic``: of kernels that
-    can do without. ``attention``: of whole prompts, as ``EngineArgs`` has it. ``precision``: that of the trainer whose bits the
-    decoder is to have; emulated, so on a CPU only."""
+    """Returns the model in the folder ``model``.
+
+    Args:
+        model: A Hugging Face folder.
+        kernels: The kernels to use.
+        dtype: The dtype of weights and activations.
+        device: The device of the weights.
+        load_format: ``dummy``: random weights in the shapes of the folder.
+        seed: The seed of random weights.
+        group: The tensor-parallel group, of which this rank loads its shard.
+        pack: Whether the weights of a folder are packed for inference as they are read.
+        quantization: How plain matrices are rounded whenever the decoder is packed. A quantised checkpoint has its own format.
+        deterministic: Whether kernels keep the same bits for every batch.
+        attention: The attention backend of whole prompts, as in ``EngineArgs``.
+        precision: The precision of the trainer whose bits the decoder reproduces; emulated, on a CPU only.
+
+    Raises:
+        UserError: Options that cannot be combined.
+    """
     assert precision == "fp32" or is_emulated(precision, device), "the trainer's precision is emulated on a CPU"
     chosen = in_precision(select(kernels, dtype, device, deterministic, attention), precision, device)
     stored = check_quantization(model, quantization) if group is None else check_quantization(model, quantization, group.cut.size, group.cut.deterministic)

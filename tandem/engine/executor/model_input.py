@@ -1,4 +1,4 @@
-"""The tensors that one step feeds to the model: decoding rows first, then prefill chunks."""
+"""The model input of one step: decoding rows first, then prefill chunks."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from tandem.model.lora import LoraBatch
 
 
 class ModelInput(NamedTuple):
-    """``tokens[T]`` and ``positions[T]`` int64. ``logit_rows`` (on the CPU): the rows of the hidden state whose logits are needed, one for
+    """``tokens[T]`` and ``positions[T]`` int64. ``logit_rows`` (on the CPU): the rows of the hidden states whose logits are needed, one for
     each row that draws; ``None``: all, in order. ``lora``: the tokens with an adapter."""
 
     tokens: Tensor
@@ -23,7 +23,7 @@ class ModelInput(NamedTuple):
 
 
 def decode_input(rows: RowTensors, index: Tensor, width: int) -> ModelInput:
-    """Returns the next token of each of the rows ``index[R]``, with block tables of ``width`` columns. Nothing waits for the device."""
+    """Returns the next token of each of the rows ``index[R]``, with block tables of ``width`` columns. Never waits for the device."""
     return ModelInput(*rows.next_tokens(index, width), None)
 
 
@@ -35,7 +35,7 @@ def empty_input(device: torch.device) -> ModelInput:
 
 
 def advance(last: ModelInput, tokens: Tensor) -> ModelInput:
-    """Returns the input after ``last``, which is used up, for the same rows in the same blocks: everything is one token further."""
+    """Returns the input that follows ``last`` for the same rows in the same blocks, one token further. Modifies ``last`` in place."""
     last.positions.add_(1)
     last.paged.context_lens.add_(1)
     last.paged.slots.add_(1)
@@ -113,5 +113,5 @@ def input_to_device(batch: ModelInput, device: torch.device) -> ModelInput:
 def padded_tables(tables: list[tuple[int, ...]] | list[list[int]], width: int) -> Tensor:
     """Returns block tables as [S, width] int32, short ones padded with 0."""
     padded = [[*table, *[0] * (width - len(table))] for table in tables]
-    # A released block is never read, but its number must be valid.
+    # A null block is never read, but its number must be a valid index.
     return torch.tensor(padded, dtype=torch.int32).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""From a scheduler output through the model to one token for every row that draws."""
+"""The model runner: executes a scheduler output and samples one token for every row that draws."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from tandem.engine.executor.input_batch import InputBatch, SelectedRows
 from tandem.engine.executor.model_input import ModelInput, add_prefills, advance, decode_input, empty_input, span_input
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.executor.step_message import encode_step
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.sample.logprobs import PromptLogprobs
@@ -29,18 +29,17 @@ from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
 StopCheck = Callable[[tuple[int, ...]], list[int]]
-"""Asked of rows that have just drawn a token which of them end for a reason that is neither length nor a stop token."""
+"""Maps rows that have just drawn a token to those that end for a reason other than length or a stop token."""
 
 
 class ModelRunner:
     """Executes scheduler outputs on ``decoder`` over ``caches``.
 
-    ``execute_model`` launches a step and ``synchronize`` waits for it and records its tokens. A step may be launched before the one before is
-    synchronized: its tokens never leave the device in between. A row that turns out to have ended is then computed once more, in the block that it
-    holds until then, and the result is dropped; steps run in the order in which they were launched, so the next owner of that block writes after
-    it.
+    ``execute_model`` launches a step; ``synchronize`` waits for it and records its tokens. A step may be launched before the previous one is
+    synchronized: the tokens stay on the device in between. A row that proves to have ended is then computed once more, in a block that it
+    still holds, and the result is dropped; steps run in launch order, so the next owner of that block writes after it.
 
-    While no sequence joins, leaves or enters another block, the input of the last step is kept and moved on by one token. ``host``: the swap
+    While no sequence joins, leaves or enters another block, the input of the last step is kept and advanced by one token. ``host``: the swap
     space, a layer for each of ``caches`` and of the proposer's. ``graphs``: replays steps in which every row only decodes.
     """
 
@@ -59,7 +58,7 @@ class ModelRunner:
         self.device = decoder.embed_tokens.device
         self.graphs: DecodeGraphs | None = None
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
-        """By request: where the log-probabilities of its prompt are collected, until they are complete."""
+        """The prompt log-probabilities that are being collected, by request id."""
         self._selected: SelectedRows | None = None
         self._last: tuple[SelectedRows, ModelInput] | None = None
         self._uniforms: tuple[SelectedRows | None, list[Tensor]] = (None, [])
@@ -68,7 +67,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> InFlightStep:
-        """Launches one step. The rows that join with it are in the batch already."""
+        """Launches one step. The rows that join with it must be in the batch already."""
         moves = Moves(output.swap_outs, output.swap_ins, output.block_copies)
         apply_moves(self._all_caches, self.host, moves)
         self.batch.update(output.block_changes, output.joined_rows + output.resumed_rows)
@@ -97,9 +96,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def synchronize(self, step: InFlightStep, ended: list[int], stopped: StopCheck) -> list[DraftOutput]:
-        """Waits for ``step`` and records what it drew; returns what became of its draft tokens.
-
-        Rows that end are added to ``ended`` as they are found, also where the call fails later."""
+        """Waits for ``step`` and records the tokens it drew; returns how many draft tokens were accepted. Adds each row that ends to ``ended``
+        at once, so that ``ended`` is valid even if the call fails later."""
         selected, sampled = step.selected, step.sampled
         if selected is None:
             return []
@@ -110,7 +108,7 @@ class ModelRunner:
             step.done.synchronize()
         held = [place for place, (row, sequence) in enumerate(zip(selected.rows, selected.sequences, strict=True)) if sequence.row == row]
         if len(held) < len(selected.rows):
-            # Those that left have ended with the step before.
+            # The rows that left ended in the previous step.
             if not held:
                 return []
             selected = self.batch.narrow(selected, held)
@@ -120,7 +118,7 @@ class ModelRunner:
         return []
 
     def decode(self, index: Tensor, width: int) -> SampledRows:
-        """A step in which each of the rows ``index[R]`` feeds one token. Nothing waits for the device: this is what a graph holds."""
+        """Computes a step in which each of the rows ``index[R]`` feeds one token. Never waits for the device, so that a graph can capture it."""
         rows = self.batch.on_device
         computed = forward(self.decoder, self.caches, decode_input(rows, index, width), draws=True, scores=False)
         assert computed.logits is not None
@@ -129,19 +127,19 @@ class ModelRunner:
         return sampled
 
     def make_graphs(self, capture: Callable[[Replay], Replay] | None = None) -> DecodeGraphs:
-        """Lets decoding steps be replayed from graphs, for a batch with a padding row. ``capture``: as ``DecodeGraphs`` has it."""
+        """Enables graphs for decoding steps, for a batch with a padding row. ``capture``: as in ``DecodeGraphs``."""
         rows = self.batch.on_device
         most = Bucket(rows.padding, rows.block_tables.shape[1])
         self.graphs = DecodeGraphs(self.decode, rows.padding, most, self.device, lambda: (*self.decoder.packed, self.caches), capture)
         return self.graphs
 
-    # -- its input -----------------------------------------------------------------------------------------------------
+    # -- the input -----------------------------------------------------------------------------------------------------
 
     def _select(self, output: SchedulerOutput) -> SelectedRows:
-        """The rows that draw: those that decode, and those that join with this step."""
+        """Returns the rows that draw: those that decode, and those that join with this step."""
         kept, joined = self._selected, output.joined_rows
         if kept is None or joined or kept.rows is not output.decode_rows:
-            # The tuple of the next step is another object after a join, so a kept selection is never stale.
+            # After a join the next step has a new tuple of rows, so a kept selection is never stale.
             self._selected = kept = self.batch.select(output.decode_rows + joined if joined else output.decode_rows)
         return kept
 
@@ -166,13 +164,13 @@ class ModelRunner:
         return model_input
 
     def _propose_drafts(self, output: SchedulerOutput) -> list[list[int]]:
-        """The draft tokens that each decoding row feeds after its last token; empty where no row has any."""
-        asked = [(i, row, count) for i, (row, count) in enumerate(zip(output.decode_rows, output.num_draft_tokens, strict=False)) if count]
-        if self.proposer is None or not asked:
+        """Returns the draft tokens that each decoding row feeds after its last token; empty if no row has any."""
+        drafting = [(i, row, count) for i, (row, count) in enumerate(zip(output.decode_rows, output.num_draft_tokens, strict=False)) if count]
+        if self.proposer is None or not drafting:
             return []
-        proposed = self.proposer.propose([self.batch.speculating[row] for _, row, _ in asked], [count for _, _, count in asked])
+        proposed = self.proposer.propose([self.batch.speculating[row] for _, row, _ in drafting], [count for _, _, count in drafting])
         drafts: list[list[int]] = [[] for _ in output.decode_rows]
-        for (i, _, _), tokens in zip(asked, proposed, strict=True):
+        for (i, _, _), tokens in zip(drafting, proposed, strict=True):
             drafts[i] = tokens
         return drafts if any(drafts) else []
 
@@ -180,24 +178,24 @@ class ModelRunner:
         adapted, slot = self.batch.with_adapter, self.adapters.slot
         slots = []
         for i, row in enumerate(output.decode_rows):
-            own = slot(adapted[row].request.adapter) if row in adapted else -1
-            slots += [own] * (1 + (len(drafts[i]) if drafts else 0))
+            adapter_slot = slot(adapted[row].request.adapter) if row in adapted else -1
+            slots += [adapter_slot] * (1 + (len(drafts[i]) if drafts else 0))
         for chunk in output.prefills:
             slots += [slot(chunk.adapter) if chunk.adapter else -1] * len(chunk.tokens)
         return self.adapters.batch(slots)
 
     def _forward(self, moves: Moves, model_input: ModelInput, draws: bool, scores: bool) -> Computed:
-        """Computes ``model_input`` on every rank; the others make ``moves`` first, which are made here already."""
+        """Computes ``model_input`` on every rank. The other ranks make ``moves`` first; this rank has made them already."""
         own = partial(forward, self.decoder, self.caches, model_input, draws, scores)
         if self.ranks is None:
             return own()
         meta, blobs = encode_step(moves, model_input, draws, scores)
         return self.ranks.run("step", meta, own, blobs)
 
-    # -- its tokens ----------------------------------------------------------------------------------------------------
+    # -- the tokens ----------------------------------------------------------------------------------------------------
 
     def _sample(self, logits: Tensor, selected: SelectedRows) -> SampledRows:
-        """Draws a token for every selected row from ``logits[R, V]``; the next step feeds them."""
+        """Draws a token for every selected row from ``logits[R, V]`` and appends it to the rows on the device."""
         positions = self.batch.positions_to_process(selected)
         metadata = SamplingMetadata(selected.temperature, selected.top_k, selected.top_p, selected.min_p, self._next_uniforms(selected))
         sampled = self.sampler(logits, metadata, positions)
@@ -206,7 +204,7 @@ class ModelRunner:
         return sampled
 
     def _record(self, selected: SelectedRows, sampled: SampledRows, ended: list[int], stopped: StopCheck) -> None:
-        """Records what every selected row has drawn, which is on the CPU; rows that end by it are added to ``ended``."""
+        """Records the drawn tokens of the selected rows, which are on the CPU. Adds rows that end to ``ended``."""
         if not math.isfinite(float(sampled.raw.sum())):
             raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
         has_ended = self.batch.record(selected, *sampled)
@@ -217,10 +215,12 @@ class ModelRunner:
     def _verify_drafts(
         self, logits: Tensor, selected: SelectedRows, drafts: list[list[int]], ended: list[int], stopped: StopCheck
     ) -> list[DraftOutput]:
-        """Draws a token for every selected row, and again for the rows whose draft token was the token drawn, as long as there are any.
+        """Verifies draft tokens: draws a token for every selected row, then again for the rows whose draft token equals the drawn one, until
+        there are none.
 
-        Row r's ``len(drafts[r]) + 1`` positions follow one another in ``logits``. Each round draws what a step of its own would, so
-        stop conditions, logits processors and streams see one token at a time."""
+        Row r's ``len(drafts[r]) + 1`` positions are contiguous in ``logits``. Each round draws the same tokens as a separate step would, so
+        stop conditions, logits processors and streams see one token at a time.
+        """
         starts, at = [], 0
         for draft in drafts:
             starts.append(at)
@@ -232,23 +232,23 @@ class ModelRunner:
             own = torch.tensor([starts[place] + accepted[place] for place in places], device=self.device)
             sampled = SampledRows(*(values.to("cpu") for values in self._sample(logits.index_select(0, own), current)))
             self._record(current, sampled, ended, stopped)
-            over = set(ended)
-            more = []
+            ended_rows = set(ended)
+            matching = []
             for place, token in zip(places, sampled.tokens.tolist(), strict=True):
                 draft, count = drafts[place], accepted[place]
                 if count < len(draft) and draft[count] == token:
                     accepted[place] += 1
-                    if selected.rows[place] not in over:
-                        more.append(place)
-            places = more
-            if more:
-                current = self.batch.narrow(selected, more)
+                    if selected.rows[place] not in ended_rows:
+                        matching.append(place)
+            places = matching
+            if matching:
+                current = self.batch.narrow(selected, matching)
         return [
             DraftOutput(row, len(draft), count) for row, draft, count in zip(selected.rows, drafts, accepted, strict=True) if draft
         ]
 
     def _next_uniforms(self, selected: SelectedRows) -> Tensor:
-        """The random number of each row at its position. A kept selection computes those of a block of positions at a time."""
+        """Returns the random number of each row at its position. For a kept selection, computes those of one block of positions at a time."""
         if selected.is_greedy:
             return torch.zeros(len(selected.rows), dtype=torch.float64, device=self.device)
         kept, ahead = self._uniforms
@@ -261,12 +261,12 @@ class ModelRunner:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
-        """Logits of rows ``first`` to ``last - 1`` of the step."""
+        """Returns the logits of rows ``first`` to ``last - 1`` of the step's hidden states."""
         own = partial(self.decoder.logits, hidden[first:last])
         return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
 
     def _score_prompts(self, output: SchedulerOutput, hidden: Tensor, start: int) -> None:
-        """``start``: the first chunk's row of ``hidden``."""
+        """Collects prompt log-probabilities. ``start``: the row of ``hidden`` at which the first chunk begins."""
         for chunk in output.prefills:
             scores = self.prompt_logprobs.get(chunk.request_id)
             if scores is not None:
@@ -283,11 +283,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_swap(self, num_blocks: int) -> float:
-        """Returns the seconds that copying ``num_blocks`` blocks to host memory takes; the cache is only read."""
+        """Returns the seconds to copy ``num_blocks`` blocks to host memory. The cache is only read."""
         host = host_pool(self._all_caches, num_blocks)
         moves = Moves(swap_outs=[BlockCopy(block, block) for block in range(num_blocks)])
         seconds = math.inf
-        # The first copies touch new memory.
+        # The first copy also pays for page faults in the new memory, so the fastest counts.
         for _ in range(3):
             self._wait_for_device()
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank's slices of published weights, read out of shared memory by the rank itself."""
+"""Reads a rank's slices of published weights from shared memory."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class StagedWeights(NamedTuple):
-    """Weights that every rank has read and verified, and none has applied."""
+    """Weights that every rank has read and verified, and that are not applied yet."""
 
     updated: Updated
 
 
 class RankWeights:
-    """The reader of one rank. What was read last is staged in memory of its own, until ``apply`` puts it into ``decoder``."""
+    """Reads the weights of one rank. They are staged in private memory until ``apply`` loads them into ``decoder``."""
 
     def __init__(self, decoder: Decoder, source: WeightSource) -> None:
-        # The digests need xxhash, which an engine that loads folders does without.
+        # The digests need xxhash, which an engine that only loads folders does not.
         from tandem.weight_transfer.cut import wanted_by
         from tandem.weight_transfer.update import WeightReader
 
@@ -35,7 +35,7 @@ class RankWeights:
         self._staged: Weights | None = None
 
     def read(self, version: WeightVersion) -> "Weights":
-        """Reads and verifies ``version``. Raises what ``WeightReader.read`` raises."""
+        """Reads, verifies and stages ``version``. Raises the errors of ``WeightReader.read``."""
         self._staged = None
         weights = self._reader.read(version)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors}
@@ -46,7 +46,7 @@ class RankWeights:
         return weights
 
     def answer(self, version: WeightVersion) -> dict[str, Any]:
-        """``read`` in plain values. An error is returned and not raised, so that the engine and its old weights stay."""
+        """As ``read``, with a reply of plain values. Returns an error instead of raising it, so that the rank keeps running."""
         try:
             weights = self.read(version)
         except (UserError, CallError) as error:
@@ -54,7 +54,7 @@ class RankWeights:
         return {"error": None, "size_bytes": weights.size_bytes, "rereads": list(weights.rereads)}
 
     def apply(self) -> None:
-        """Puts what was read last into the decoder, and packs it."""
+        """Loads the staged weights into the decoder, and packs it."""
         assert self._staged is not None
         load_parts(self.decoder, dict(self._staged.tensors), pack=True)
         self._staged = None

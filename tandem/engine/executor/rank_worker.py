@@ -1,4 +1,4 @@
-"""A rank of a tensor-parallel engine but the first: ``python -m tandem.engine.executor.rank_worker --threads N --channel FD``."""
+"""A tensor-parallel rank other than rank 0: ``python -m tandem.engine.executor.rank_worker --threads N --channel FD``."""
 
 import argparse
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankWorker:
-    """The calls that ``Ranks`` makes, in its order."""
+    """Answers the calls of ``Ranks``, in the order in which it makes them."""
 
     settings: RankSettings
     group: RankGroup
@@ -52,15 +52,15 @@ class RankWorker:
             try:
                 answer = function(meta, blobs)
             except (RuntimeError, RunError) as error:
-                # What an exchange raises when another rank has died: the first rank determines which.
+                # An exchange fails when another rank has died; rank 0 determines which one.
                 logger.exception("a call failed")
-                raise RunError(f"a rank could not go on: {str(error).splitlines()[0]}") from None
+                raise RunError(f"a rank could not continue: {str(error).splitlines()[0]}") from None
             return answer or {}, {}
 
         return call
 
     def hello(self, meta: Meta, blobs: Blobs) -> None:
-        """Answered once everything is imported."""
+        """Replies once all imports are done."""
 
     def join(self, meta: Meta, blobs: Blobs) -> None:
         self.settings = RankSettings(**meta["settings"])
@@ -72,7 +72,7 @@ class RankWorker:
         self.adapters, self.lora_layers = [], []
 
     def allocate(self, meta: Meta, blobs: Blobs) -> None:
-        """The key-value cache and its swap space."""
+        """Allocates the KV cache and its swap space."""
         self.caches = make_cache(self.decoder, int(meta["num_blocks"]), meta["kv_cache_dtype"])
         self.host = host_pool(self.caches, int(meta["swap_blocks"]))
 
@@ -88,7 +88,7 @@ class RankWorker:
 
     @torch.inference_mode()
     def logits(self, meta: Meta, blobs: Blobs) -> None:
-        """Of rows of the last step."""
+        """Takes part in computing the logits of rows ``first`` to ``last - 1`` of the last step."""
         self.decoder.logits(self.hidden[meta["first"] : meta["last"]])
 
     def fill_slot(self, meta: Meta, blobs: Blobs) -> None:

@@ -1,7 +1,7 @@
-"""The other ranks of a tensor-parallel engine, seen from the first, which schedules, samples and talks to the caller.
+"""The other ranks of a tensor-parallel engine, as rank 0 drives them. Rank 0 schedules, samples and serves the caller.
 
-Every rank holds its part of the weights and of the key-value cache. A step is decided once; its plain values go to the
-other ranks, and all compute it together (see ``forward``).
+Every rank holds its shard of the weights and of the KV cache. Rank 0 schedules a step and sends its plain values to the other ranks, and all
+ranks compute it together (see ``forward``).
 """
 
 import shutil
@@ -33,13 +33,13 @@ from tandem.runtime.rpc.calls import Blobs, CallError, RpcTimeout, WorkerDied, r
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 _GRACE_S = 5.0
-"""After a failure: how long the ranks have to say, or to show, which of them is dead."""
+"""Seconds after a failure in which calls may still report which rank died."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What every rank must know. ``deadline_s``: of one step, one exchange, or the start; a rank that takes longer is stuck."""
+    """Settings of every rank. ``deadline_s``: limit of one step, one exchange, or the start; a rank that takes longer counts as stuck."""
 
     model: str
     kernels: KernelChoice
@@ -55,15 +55,15 @@ class RankSettings:
     precision: Precision = "fp32"
 
     def device_of(self, rank: int) -> torch.device:
-        """CPUs are shared; each rank has a GPU of its own."""
+        """Returns the device of ``rank``: the shared CPU, or a separate GPU."""
         return torch.device(self.device if self.device == "cpu" else f"{self.device.split(':')[0]}:{rank}")
 
     def join(self, rank: int, rendezvous: Path) -> RankGroup:
-        """Meet the other ranks."""
+        """Joins the process group of all ranks."""
         return RankGroup(ShardSpec(rank, self.size, self.deterministic), rendezvous, self.device_of(rank), self.deadline_s)
 
     def load(self, group: RankGroup) -> Decoder:
-        """This rank's part of the model."""
+        """Loads this rank's shard of the model."""
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
             quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
@@ -71,9 +71,9 @@ class RankSettings:
 
 
 class Ranks:
-    """Starts ranks 1 to size - 1 as processes that die with this one. ``decoder``: this rank's part of the model.
+    """Starts ranks 1 to size - 1 as processes that die with this one. ``decoder``: this rank's shard of the model.
 
-    A rank that dies or is stuck ends them all: the call under way and every later one raise ``RunError`` naming it.
+    If a rank dies or is stuck, all ranks are stopped: the current call and every later one raise ``RunError`` naming it.
     """
 
     def __init__(self, settings: RankSettings) -> None:
@@ -90,7 +90,7 @@ class Ranks:
         self._callers = ThreadPoolExecutor(len(others), "rank")
         self._lock = threading.Lock()
         try:
-            # Every rank has imported what it needs before any of them waits for another.
+            # All ranks finish their imports before any of them waits for another under a deadline.
             self.run("hello", {}, lambda: None)
             where = self._folder / "rendezvous"
             meta = {"settings": asdict(settings), "rendezvous": str(where)}
@@ -104,15 +104,15 @@ class Ranks:
         self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Blobs | None = None,
         per_rank: bool = False,
     ) -> T:
-        """Make the call ``name`` on every other rank and meanwhile ``own()`` here; returns its result. ``per_rank``: the
-        rank's number goes with the call."""
+        """Calls ``name`` on every other rank and meanwhile ``own()`` here; returns its result. ``per_rank``: adds the rank's number to
+        ``meta``."""
         return self._together(name, meta, own, blobs, per_rank)[0]
 
     def _together(
         self, name: str, meta: Mapping[str, Any], own: Callable[[], T], blobs: Blobs | None = None,
         per_rank: bool = False,
     ) -> tuple[T, list[Mapping[str, Any]]]:
-        """``run``; returns what the other ranks answered too, by rank."""
+        """As ``run``; also returns the replies of the other ranks, in order."""
         with self._lock:
             if self._broken:
                 raise RunError(self._broken)
@@ -127,7 +127,7 @@ class Ranks:
             except Exception as error:
                 raise self._end(name, calls, error) from error
             except BaseException:
-                # Interrupted in the middle: the ranks are out of step for good.
+                # After an interrupted call the ranks are out of sync for good.
                 self._end(name, calls, InterruptedError("it was interrupted"), grace_s=0.0)
                 raise
             for call in calls:
@@ -137,27 +137,27 @@ class Ranks:
             return result, [call.result().meta for call in calls]
 
     def _end(self, name: str, calls: "list[Future[Any]]", error: BaseException, grace_s: float = _GRACE_S) -> Exception:
-        """Kill every rank; returns what the caller is told: who died or was stuck, else the first thing that went wrong."""
+        """Kills every rank. Returns the error for the caller: the rank that died or was stuck, else the first failure."""
         wait(calls, grace_s)
         failures = [call.exception() for call in calls if call.done()]
         self._kill()
-        found: list[BaseException] = [failure for failure in failures if isinstance(failure, WorkerDied | RpcTimeout)]
-        found += [failure for failure in (error, *failures) if isinstance(failure, UserError)]
-        first = found[0] if found else error
+        causes: list[BaseException] = [failure for failure in failures if isinstance(failure, WorkerDied | RpcTimeout)]
+        causes += [failure for failure in (error, *failures) if isinstance(failure, UserError)]
+        first = causes[0] if causes else error
         if isinstance(first, UserError) and not isinstance(first, RunError):
-            told: UserError = first
+            raised: UserError = first
         else:
             text = str(first) if isinstance(first, UserError | CallError) else f"tensor-parallel '{name}' failed: {first}"
-            told = RunError(f"{text}; the engine has ended, make it again")
+            raised = RunError(f"{text}; the engine has stopped, create a new one")
         if isinstance(first, CallError) and self._log_of(first.peer).stat().st_size:
             self._remove_folder.detach()
-            told = RunError(f"{told} (log: {self._log_of(first.peer)})")
-        self._broken = str(told)
-        return told
+            raised = RunError(f"{raised} (log: {self._log_of(first.peer)})")
+        self._broken = str(raised)
+        return raised
 
     def read_weights(self, source: WeightSource, version: WeightVersion) -> StagedWeights:
-        """Have every rank read its own slices of the published ``version`` and verify them; ``update_weights`` applies them. Raises what
-        ``WeightReader.read`` raises where any rank cannot; the engine keeps its weights then."""
+        """Reads and verifies on every rank its own slices of the published ``version``; ``update_weights`` applies them. Raises the errors of
+        ``WeightReader.read`` if any rank fails; the engine keeps its weights."""
         if self._weights is None or self._weights.source != source:
             self._weights = RankWeights(self.decoder, source)
         weights, meta = self._weights, {"source": asdict(source), "version": list(version)}
@@ -170,8 +170,8 @@ class Ranks:
         return StagedWeights(Updated(version, sum(answer["size_bytes"] for answer in answers), tuple(rereads)))
 
     def update_weights(self, tensors: Any) -> None:
-        """Give every rank its part of a whole set of weights, or have each apply what ``read_weights`` has staged. Raises ``UserError``
-        where the set does not fit the model, and nothing has changed then."""
+        """Sends every rank its shard of a whole set of weights, or lets each apply what ``read_weights`` has staged. Raises ``UserError``, and
+        changes nothing, if the set does not fit the model."""
         if isinstance(tensors, StagedWeights):
             assert self._weights is not None
             self.run("apply_weights", {}, self._weights.apply)
@@ -193,7 +193,7 @@ class Ranks:
         self.run("update_weights", {"dtypes": dtypes}, send)
 
     def fill_slot(self, slot: int, adapter: Adapter | None, slots: int, max_rank: int, own: Callable[[], None]) -> None:
-        """Put ``adapter`` into one of the ``slots`` on every other rank (``None``: free it), and call ``own()`` here."""
+        """Loads ``adapter`` into ``slot`` of ``slots`` on every other rank (``None``: frees the slot), and calls ``own()`` here."""
         pairs = {} if adapter is None else adapter.matrices
         matrices = [[*at, list(a.shape), list(b.shape)] for at, (a, b) in pairs.items()]
         meta = {"slot": slot, "slots": slots, "max_rank": max_rank, "matrices": matrices, "r": 0 if adapter is None else adapter.rank}
@@ -208,8 +208,8 @@ class Ranks:
         self.run("fill_slot", meta, send)
 
     def close(self) -> None:
-        """End the other ranks."""
-        self._broken = self._broken or "the engine was closed; make another"
+        """Stops the other ranks."""
+        self._broken = self._broken or "the engine was closed; create a new one"
         for worker in self._workers:
             worker.stop()
         self._callers.shutdown(wait=True)

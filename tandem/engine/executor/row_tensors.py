@@ -1,11 +1,11 @@
-"""The part of the input batch that a step reads on its device: one row a sequence, one tensor a property."""
+"""The part of the input batch that a step reads on its device: one row per sequence, one tensor per property."""
 
 from collections.abc import Sequence as Series
 
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.block_table import BlockChange
+from tandem.engine.kv_cache.block_pool import BlockChange
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import SamplingMetadata
 from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
@@ -14,9 +14,9 @@ from tandem.kernels.api import BLOCK_TOKENS, PagedBatch
 class RowTensors:
     """``rows`` sequences, each with a block table of ``columns`` entries.
 
-    ``length[r]``: known tokens of row r, prompt included; the last one, ``last_token[r]``, is the next to be fed. The tensors keep their
-    memory, so that a captured graph finds them. With ``scratch_block`` there is one more row, ``padding``, that fills up batches: it stays
-    one token long, in that block, which belongs to no sequence.
+    ``length[r]``: known tokens of row r, prompt included; the last one, ``last_token[r]``, is fed next. The tensors keep their addresses for
+    captured graphs. With ``scratch_block`` there is one more row, ``padding``, that pads batches: it stays one token long, in that block,
+    which no sequence owns.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device, scratch_block: int | None = None) -> None:
@@ -40,7 +40,7 @@ class RowTensors:
         self._numbers.index_copy_(1, index, numbers)
 
     def copy_rows(self, source: "RowTensors", rows: Series[int]) -> None:
-        """Copies ``rows`` from ``source``, which has them in host memory."""
+        """Copies ``rows`` from ``source``, which is in host memory."""
         if rows:
             index = torch.tensor(rows)
             integers, numbers = source.gather(index)
@@ -54,6 +54,7 @@ class RowTensors:
         return self._integers.index_select(1, index), self._numbers.index_select(1, index)
 
     def change_blocks(self, changes: Series[BlockChange]) -> None:
+        """Applies ``changes`` to the block tables."""
         if changes:
             row, column, block = to_device(torch.tensor(changes), self.device).unbind(1)
             self.block_tables[row, column] = block.int()
@@ -70,7 +71,7 @@ class RowTensors:
         return self.last_token.index_select(0, index), positions, PagedBatch(starts, lengths.int(), tables, slots)
 
     def sampling_metadata(self, index: Tensor) -> SamplingMetadata:
-        """Returns what the rows ``index[R]`` sample with, each with the random number of its own position."""
+        """Returns the sampling settings of the rows ``index[R]``, with the random number of each row's position."""
         temperature, top_p, min_p = self._numbers.index_select(1, index)
         uniform = uniforms(self.random_key.index_select(0, index), self.length.index_select(0, index))
         return SamplingMetadata(temperature, self.top_k.index_select(0, index), top_p, min_p, uniform)
@@ -82,5 +83,5 @@ class RowTensors:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Returns ``x`` on ``device`` without waiting for the device: through page-locked memory, which the copy may read later."""
+    """Returns ``x`` on ``device`` without waiting for the device: the copy to a GPU goes through page-locked memory."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)

@@ -1,4 +1,4 @@
-"""One step as a call of the other ranks: its tensors are blobs under their names, everything else is meta."""
+"""A step as a call to the other ranks: its tensors are blobs by name, everything else is meta."""
 
 import ctypes
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.executor.model_input import ModelInput
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves
 from tandem.kernels.api import PagedBatch
 from tandem.runtime.rpc.calls import Blobs, Meta
@@ -20,14 +20,14 @@ _INT32 = ("query_start", "context_lens", "block_tables")
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """What a rank computes in a step, on the CPU.
+    """The work of a rank in a step; its tensors are on the CPU.
 
     Args:
-        moves: block copies made before the step.
-        batch: the step's tensors, without adapters.
-        draws: whether logits are computed.
-        scores: whether the hidden states are kept for log-probabilities of prompts.
-        adapted: rows [R] and bounds [S + 1] of a ``LoraBatch``; ``None``: no row has an adapter.
+        moves: Block copies made before the step.
+        batch: The step's tensors, without adapters.
+        draws: Whether logits are computed.
+        scores: Whether the hidden states are kept for log-probabilities of prompts.
+        adapted: Rows [R] and bounds [S + 1] of a ``LoraBatch``; ``None``: no row has an adapter.
     """
 
     moves: Moves
@@ -51,7 +51,7 @@ def encode_step(moves: Moves, batch: ModelInput, draws: bool, scores: bool) -> t
 
 
 def decode_step(meta: Meta, blobs: Blobs) -> StepMessage:
-    """Returns what ``encode_step`` was given. Its tensors use the memory of ``blobs``, which must be writable."""
+    """Decodes what ``encode_step`` returned. The tensors share the memory of ``blobs``, which must be writable."""
     tensors = {name: _from_bytes(blob, _dtype(name)) for name, blob in blobs.items()}
     tables = tensors["block_tables"].view(-1, meta["width"])
     paged = PagedBatch(tensors["query_start"], tensors["context_lens"], tables, tensors["slots"])
@@ -71,5 +71,5 @@ def _to_bytes(tensor: Tensor, dtype: torch.dtype) -> bytes:
 
 
 def _from_bytes(blob: Buffer, dtype: torch.dtype) -> Tensor:
-    # An empty buffer is refused by torch.
+    # torch rejects an empty buffer.
     return torch.frombuffer(blob, dtype=dtype) if len(blob) else torch.empty(0, dtype=dtype)

@@ -1,14 +1,68 @@
-"""The pool of KV-cache blocks: reference counts, free list and hashes, in O(1) a call.
+"""Blocks of the KV cache: entries of block tables, hashes of full blocks, and the pool that allocates and caches them.
 
-A block is *held* (by one or more tables), *cached* (held by none, but its hash can still be looked up) or *free*. Free blocks
-are given out first, the last one freed first, since its memory is warm; then cached ones, the least recently used first.
+``table[i]`` is the block that holds tokens ``16 i .. 16 i + 15`` of a sequence. A block is *held* (by one or more tables), *cached* (held by
+none, but its hash is in the prefix cache) or *free*. Free blocks are allocated first, the most recently freed first, since its memory is
+warm; then cached blocks are evicted in least-recently-used order.
+
+The hash of a full block is a digest of the hash before it and of the block's own tokens; the first one follows from
+``(weight_version, adapter, salt)``. A hash therefore identifies everything that the block's content depends on: a block of other weights can
+never match, and correctness needs no flush after an update.
 """
 
+import hashlib
+from array import array
 from collections import OrderedDict
+from typing import NamedTuple
+
+from tandem.kernels.api import BLOCK_TOKENS
+from tandem.types import WeightVersion
+
+_DIGEST_BYTES = 16
+
+
+class BlockChange(NamedTuple):
+    """Entry ``column`` of the table in ``row`` becomes ``block``."""
+
+    row: int
+    column: int
+    block: int
+
+
+class BlockCopy(NamedTuple):
+    """Block ``source`` is copied to block ``target`` before the step writes anything."""
+
+    source: int
+    target: int
+
+
+NULL_BLOCK = -1
+"""The entry of a block table whose block was freed because its tokens are outside every layer's attention window."""
+
+
+def blocks_for(tokens: int) -> int:
+    """Returns the number of blocks that hold ``tokens`` tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def root_hash(version: WeightVersion, adapter: str = "", salt: str = "") -> bytes:
+    """Returns the hash that the chain of a sequence starts from."""
+    text = f"{version.incarnation}\0{version.step}\0{len(adapter)}\0{adapter}\0{salt}"
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def block_hashes(root: bytes, tokens: list[int], known: list[bytes] | None = None) -> list[bytes]:
+    """Returns the hashes of all full blocks of ``tokens``; ``known``: the first of them, if computed before."""
+    hashes = list(known or ())
+    last = hashes[-1] if hashes else root
+    for end in range((len(hashes) + 1) * BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+        content = array("q", tokens[end - BLOCK_TOKENS : end]).tobytes()
+        last = hashlib.blake2b(last + content, digest_size=_DIGEST_BYTES).digest()
+        hashes.append(last)
+    return hashes
 
 
 class BlockPool:
-    """Hands out ``num_blocks`` blocks by number. Holds no tensors."""
+    """Allocates ``num_blocks`` blocks by number, in O(1) per block. Holds no tensors."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -20,12 +74,12 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that ``get_new_block`` can give out: free and cached ones."""
+        """The number of blocks that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that is held."""
+        """The fraction of the blocks that is held."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     def ref_count(self, block: int) -> int:
@@ -33,7 +87,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def get_new_block(self) -> int:
-        """Returns a block with one reference and undefined content. The caller checks ``num_free_blocks`` before."""
+        """Returns a block with one reference and undefined content. The caller checks ``num_free_blocks`` first."""
         if self._free:
             block = self._free.pop()
         else:
@@ -43,8 +97,8 @@ class BlockPool:
         return block
 
     def get_contiguous_blocks(self, count: int) -> list[int] | None:
-        """Returns ``count`` adjacent blocks, the first at a multiple of ``count``, or ``None`` where there is no such run.
-        Takes O(num_blocks): for caches that are divided into equal reservations."""
+        """Returns ``count`` adjacent blocks, the first at a multiple of ``count``, or ``None`` if there is no such run. Takes O(num_blocks): for
+        caches that are divided into equal reservations."""
         for first in range(0, self.num_blocks - count + 1, count):
             run = range(first, first + count)
             if not any(self._ref_counts[block] for block in run):
@@ -59,7 +113,7 @@ class BlockPool:
         self._ref_counts[block] += 1
 
     def free_block(self, block: int) -> None:
-        """Drops a reference. With the last one the block becomes cached where it has a hash, else free."""
+        """Drops a reference. With the last one the block becomes cached if it has a hash, else free."""
         assert self._ref_counts[block] > 0, block
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
@@ -69,14 +123,14 @@ class BlockPool:
                 self._cached[block] = None
 
     def free_blocks(self, table: list[int]) -> None:
-        """Drops a reference to each block of a table (negative entries are skipped), the last first: the start of a sequence is
-        the most likely to be reused."""
+        """Drops a reference to each block of a table except ``NULL_BLOCK``, in reverse: the start of a sequence is the most likely to be
+        reused, so it is evicted last."""
         for block in reversed(table):
             if block >= 0:
                 self.free_block(block)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
-        """Gives a held block a hash. Where another block has that hash already, this one stays without."""
+        """Sets the hash of a held block, unless another block has that hash already."""
         assert self._ref_counts[block] > 0, block
         if block_hash not in self._by_hash and self._hashes[block] is None:
             self._by_hash[block_hash] = block

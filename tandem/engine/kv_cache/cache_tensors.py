@@ -1,6 +1,6 @@
-"""The tensors of keys and values: the cache, the swap space, and copies of blocks between them.
+"""The tensors of the KV cache and the swap space, and copies of blocks between them.
 
-Whatever a ``KVLayer`` holds, the first axis of each of its tensors numbers the blocks.
+The first axis of each tensor of a ``KVLayer`` is the block.
 """
 
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.block_table import BlockCopy
+from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.kernels import KVLayer, empty_cache, stored_dtype
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
 
 def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVLayer]:
-    """Returns an empty cache of ``blocks`` blocks for the heads that ``decoder`` has on its rank, a layer for each of its own."""
+    """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank."""
     local, weights = decoder.local, decoder.embed_tokens
     sizes = (blocks, local.num_key_value_heads, local.head_dim)
     return empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, weights.dtype), weights.device)
 
 
 def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
-    """Returns ``blocks`` blocks of host memory for each layer of ``caches``; page-locked where those are on a GPU."""
+    """Returns ``blocks`` blocks of host memory for each layer of ``caches``; page-locked if those are on a GPU."""
 
     def like(tensor: Tensor | None) -> Any:
         if tensor is None:
@@ -34,7 +34,7 @@ def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:
 
 
 class Moves(NamedTuple):
-    """Copies that a step makes before it computes anything, in this order: out to host memory, in from there, and within the cache."""
+    """Block copies that a step makes before it computes anything, in this order: to host memory, from host memory, within the cache."""
 
     swap_outs: Sequence[BlockCopy] = ()
     swap_ins: Sequence[BlockCopy] = ()
@@ -42,7 +42,7 @@ class Moves(NamedTuple):
 
 
 def apply_moves(caches: Sequence[KVLayer], host: Sequence[KVLayer], moves: Moves) -> None:
-    """Makes ``moves`` between ``caches`` and the layers of ``host`` memory that belong to them."""
+    """Makes ``moves`` between ``caches`` and ``host``, layer by layer."""
     for sources, targets, copies in (
         (caches, host, moves.swap_outs), (host, caches, moves.swap_ins), (caches, caches, moves.copies),
     ):
@@ -51,8 +51,8 @@ def apply_moves(caches: Sequence[KVLayer], host: Sequence[KVLayer], moves: Moves
 
 
 def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies: Sequence[BlockCopy]) -> None:
-    """Copies block ``copy.source`` of each source layer to block ``copy.target`` of the target layer, through one staging
-    tensor for each tensor of a layer: one transfer between devices, however the blocks are scattered."""
+    """Copies block ``copy.source`` of each source layer to block ``copy.target`` of the target layer. Each tensor of a layer goes through one
+    staging tensor, so that scattered blocks need only one transfer between devices."""
     source, target = torch.tensor(copies).unbind(1)
     for old, new in zip(sources, targets, strict=True):
         for from_tensor, to_tensor in zip(old.tensors(), new.tensors(), strict=True):
@@ -62,5 +62,5 @@ def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns numbers of 8 bits as bytes: torch cannot copy float8 by index on a CPU."""
+    """Returns 8-bit numbers viewed as bytes, since torch cannot copy float8 by index on a CPU."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,4 +1,4 @@
-"""The adapters that an engine holds: slots, names, and what may replace what."""
+"""The LoRA adapters that an engine holds, in slots by name."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,7 @@ Signature = list[tuple[int, int] | None]
 
 
 class Adapters:
-    """Up to ``max_loras`` adapters of up to ``max_rank`` for ``decoder``, and for the other ``ranks`` of its model."""
+    """Holds up to ``max_loras`` adapters of rank ``max_rank`` or less for ``decoder``, and on the other tensor-parallel ``ranks``."""
 
     def __init__(self, decoder: Decoder, max_loras: int, max_rank: int, ranks: Ranks | None = None) -> None:
         self.max_loras, self.max_rank = max_loras, max_rank
@@ -29,16 +29,16 @@ class Adapters:
         self._stack()
 
     def digests(self) -> dict[str, str]:
-        """The digest of each adapter's content by name."""
+        """Returns the digest of each adapter's content by name."""
         return {held[0].lora_name: held[1].digest for held in self._slots if held is not None}
 
     def key(self, name: str) -> str:
-        """What the prefix cache knows the adapter by: its name and its content, so that a block of an older content
-        cannot match. Empty for no adapter."""
+        """Returns the adapter's key in the prefix cache: its name and the digest of its content, so that blocks of an older content cannot
+        match. Empty for no adapter."""
         return f"{name}\0{self.digests()[name]}" if name else ""
 
     def slot(self, name: str) -> int:
-        """The slot of the adapter ``name``. Raises ``UserError`` where there is none."""
+        """Returns the slot of the adapter ``name``. Raises ``UserError`` if it is not loaded."""
         for slot, held in enumerate(self._slots):
             if held is not None and held[0].lora_name == name:
                 self._used[slot] = next(self._clock)
@@ -46,8 +46,8 @@ class Adapters:
         raise UserError(f"adapter '{name}' is not loaded; load it first (loaded: {', '.join(self.digests()) or 'none'})")
 
     def holds(self, request: LoRARequest) -> bool:
-        """Whether this very adapter is loaded. Raises ``UserError`` for an id that another name has, and the other way
-        round."""
+        """Returns whether the adapter of ``request`` is loaded. Raises ``UserError`` if its id belongs to another name, or its name to another
+        id."""
         for held in self._slots:
             if held is not None and (held[0].lora_name == request.lora_name) != (held[0].lora_int_id == request.lora_int_id):
                 other = held[0]
@@ -58,22 +58,22 @@ class Adapters:
         return any(held is not None and held[0] == request for held in self._slots)
 
     def is_current(self, request: LoRARequest) -> bool:
-        """Whether it is loaded and its folder has not changed since, by the time and size of its files."""
+        """Returns whether it is loaded and its folder has not changed since, by modification time and size of its files."""
         return self.holds(request) and self._signatures.get(request.lora_name) == _signature(request.lora_path)
 
     def read(self, request: LoRARequest) -> Adapter:
-        """The adapter in the request's folder. Raises ``UserError`` where it cannot be used."""
+        """Loads the adapter from the request's folder. Raises ``UserError`` if it cannot be used."""
         if not self.max_loras:
-            raise UserError(f"adapter '{request.lora_name}' is asked for and this engine takes none; start it with enable_lora=True")
+            raise UserError(f"adapter '{request.lora_name}' is requested and this engine takes none; start it with enable_lora=True")
         signature = _signature(request.lora_path)
         adapter = load_adapter(request.lora_path, self._decoder.shapes, self.max_rank)
-        # Taken before the files were read: what is written meanwhile counts as a change.
+        # Taken before the files were read, so that a write in between counts as a change.
         self._signatures[request.lora_name] = signature
         return adapter
 
     def put(self, request: LoRARequest, adapter: Adapter, in_use: set[str]) -> None:
-        """Take ``adapter`` into the slot of its name, a free one, or that of the adapter used least recently that is not
-        ``in_use``. Raises ``UserError`` where all are, and changes nothing then."""
+        """Puts ``adapter`` into the slot of its name, else into a free one, else into that of the least recently used adapter that is not
+        ``in_use``. Raises ``UserError``, and changes nothing, if all are in use."""
         self.holds(request)
         names = [None if held is None else held[0].lora_name for held in self._slots]
         if request.lora_name in names:
@@ -82,22 +82,22 @@ class Adapters:
             free = [s for s, name in enumerate(names) if name is None or name not in in_use]
             if not free:
                 raise UserError(
-                    f"adapter '{request.lora_name}' has no place: {self.max_loras} adapters are in use; raise max_loras or wait"
+                    f"adapter '{request.lora_name}' has no free slot: {self.max_loras} adapters are in use; raise max_loras or wait"
                 )
             slot = min(free, key=lambda s: (names[s] is not None, self._used[s]))
         self._fill(slot, (request, adapter))
         self._used[slot] = next(self._clock)
 
     def remove(self, name: str) -> None:
-        """Free the slot of ``name``."""
+        """Frees the slot of ``name``."""
         self._fill(self.slot(name), None)
 
     def batch(self, slots: list[int]) -> LoraBatch | None:
-        """For a flat batch whose tokens have these ``slots`` (-1: no adapter)."""
-        found = lora_batch(self._layers, torch.tensor(slots), self.max_loras)
-        if found is None or self._like.device.type == "cpu":
-            return found
-        return found._replace(rows=found.rows.to(self._like.device), bounds=found.bounds.to(self._like.device))
+        """Returns the LoRA batch of tokens with these ``slots`` (-1: no adapter), ``None`` if none has an adapter."""
+        batch, device = lora_batch(self._layers, torch.tensor(slots), self.max_loras), self._like.device
+        if batch is None or device.type == "cpu":
+            return batch
+        return batch._replace(rows=batch.rows.to(device), bounds=batch.bounds.to(device))
 
     @property
     def _like(self) -> Tensor:
@@ -116,11 +116,12 @@ class Adapters:
 
 
 def _signature(folder: str) -> Signature:
-    found: Signature = []
+    """Returns modification time and size of the adapter's files, ``None`` for a missing file."""
+    signature: Signature = []
     for name in (CONFIG, WEIGHTS):
         try:
             status = (Path(folder) / name).stat()
-            found.append((status.st_mtime_ns, status.st_size))
+            signature.append((status.st_mtime_ns, status.st_size))
         except OSError:
-            found.append(None)
-    return found
+            signature.append(None)
+    return signature

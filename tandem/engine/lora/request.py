@@ -1,4 +1,4 @@
-"""Which adapter a request wants, with vLLM's names."""
+"""``LoRARequest``: the adapter of a request, with vLLM's names."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from tandem.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The adapter ``lora_name``, a PEFT folder at ``lora_path``. ``lora_int_id``: as vLLM numbers them, from 1; an id and a
-    name belong together."""
+    """The adapter ``lora_name``, a PEFT folder at ``lora_path``. ``lora_int_id``: vLLM's number of the adapter, from 1; each name has one
+    id."""
 
     lora_name: str
     lora_int_id: int

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine does now. ``num_requests_running``: sequences that hold a row. ``num_requests_waiting``: those that hold none.
-    ``kv_cache_usage``: the share of the cache's blocks that is held. ``num_preemptions``: since the start.
-    ``step_tokens``: tokens that the last step computed. ``num_requests``: requests that are not finished yet. ``num_swaps``: of
-    the preemptions, those by swap. ``num_drafts``: proposals of ``num_draft_tokens`` tokens in all, of which
-    ``num_accepted_tokens`` were accepted, since the start."""
+    """Current statistics. ``num_requests_running``: sequences that hold a row. ``num_requests_waiting``: those that hold none.
+    ``kv_cache_usage``: the fraction of the cache's blocks that is held. ``num_preemptions``: since the start. ``step_tokens``: tokens that the
+    last step computed. ``num_requests``: unfinished requests. ``num_swaps``: preemptions by swap. ``num_drafts``: proposals since the start, of
+    ``num_draft_tokens`` tokens in total, of which ``num_accepted_tokens`` were accepted."""
 
     num_requests_running: int
     num_requests_waiting: int
@@ -35,11 +34,10 @@ class SpecDecodeStats:
 
 @dataclass(frozen=True, slots=True)
 class CumulativeStats:
-    """What an engine has done since it started. ``computed_tokens`` went through the model, ``drawn_tokens`` were drawn from it. ``busy_s``:
-    wall time of all steps. ``padding_tokens``: those that a static batch spends on prompts shorter than its longest and on rows that ended
-    before it; they are counted, not computed. ``kv_slots``: token slots of the cache that sequences held, summed over samples,
-    and ``kv_unused`` those of them that were empty. ``first_token_s``: from a request's arrival to its first token, the latest
-    4,096."""
+    """Statistics since the start. ``computed_tokens``: inputs of the model. ``drawn_tokens``: sampled tokens. ``busy_s``: wall time of all
+    steps. ``padding_tokens``: tokens that a padded static batch would spend on prompts shorter than its longest and on finished rows; they
+    are counted, not computed. ``kv_slots``: token slots of the cache that sequences held, summed over samples; ``kv_unused``: those of them
+    that were empty. ``first_token_s``: time to first token of the latest 4,096 requests."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -53,10 +51,10 @@ class CumulativeStats:
 
     @property
     def padding(self) -> float:
-        """The share of padding in all tokens that a padded batch computes."""
+        """The fraction of padding in all tokens that a padded batch would compute."""
         return self.padding_tokens / max(1, self.padding_tokens + self.computed_tokens)
 
     @property
     def kv_waste(self) -> float:
-        """The share of the held slots that is empty."""
+        """The fraction of the held slots that is empty."""
         return self.kv_unused / self.kv_slots if self.kv_slots else 0.0

@@ -1,4 +1,4 @@
-"""Collects what an engine does, step by step."""
+"""The stats logger: collects the statistics of an engine step by step."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from tandem.engine.metrics.stats import CumulativeStats, EngineStats, SpecDecode
 from tandem.kernels.api import BLOCK_TOKENS
 
 _SAMPLE_EVERY = 4
-"""Steps between two samples of the cache: a sample costs as much as there are sequences."""
+"""Steps between two samples of the cache, whose cost grows with the number of sequences."""
 _REMEMBERED = 4096
 
 
 class StatsLogger:
-    """Counts what goes into ``CumulativeStats``."""
+    """Collects ``CumulativeStats``."""
 
     def __init__(self) -> None:
         self._steps = self._computed = self._drawn = self._padding = self._slots = self._unused = 0
@@ -33,7 +33,7 @@ class StatsLogger:
         """Records a step of ``seconds`` before the sequences that ended in it leave; ``drafts``: (row, proposed, accepted)."""
         self._steps += 1
         self._busy_s += seconds
-        self._computed += output.num_scheduled_tokens
+        self._computed += output.total_num_scheduled_tokens
         self._drawn += len(output.decode_rows)
         for chunk in output.prefills:
             self._drawn += len(chunk.rows)
@@ -81,7 +81,7 @@ class StatsLogger:
         unused = sum(len(s.blocks) * BLOCK_TOKENS - (s.offset + scheduler.step + 1) for s in running.by_row.values())
         unused += sum(len(table) * BLOCK_TOKENS for _, table in scheduler.batching.held)
         if running.prefilling is not None:
-            unused += len(running.prefilling.blocks) * BLOCK_TOKENS - running.prefilling.computed
+            unused += len(running.prefilling.blocks) * BLOCK_TOKENS - running.prefilling.num_computed_tokens
         self._slots += (pool.num_blocks - pool.num_free_blocks) * BLOCK_TOKENS
         self._unused += unused
 
@@ -105,7 +105,7 @@ def engine_stats(scheduler: Scheduler, num_open: int, num_requests: int, step_to
 
 
 def counts_of(scheduler: Scheduler, open_sequences: Iterable[Sequence]) -> dict[State, int]:
-    """Returns how many sequences are in each state; all that were ever ``completed`` count."""
+    """Returns the number of sequences in each state; ``completed`` counts all since the start."""
     counts = Counter(sequence.state for sequence in open_sequences)
     counts[State.COMPLETED] = sum(scheduler.counts[transition] for transition in ENDS.values())
     return {state: counts[state] for state in State}

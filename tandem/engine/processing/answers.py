@@ -1,4 +1,4 @@
-"""From a sequence that ended to the answer that its caller gets."""
+"""Builds the outputs of a request from its finished sequences."""
 
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tandem.types import FinishReason
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The completions of a request as they come in; ``open`` are the sequences that still run or wait."""
+    """The state of an unfinished request: its ``completions`` so far, and its unfinished sequences, ``open``."""
 
     request: Request
     completions: list[CompletionOutput | None]
@@ -22,11 +22,11 @@ class Answer:
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     prompt_was_shown: bool = False
-    """Whether a stream of deltas has handed out the prompt's log-probabilities."""
+    """Whether a stream of deltas has returned the prompt's log-probabilities."""
 
 
 def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
-    """The answer to a request, with the completions that are there."""
+    """Returns the output of a request, with its finished completions."""
     completions = [completion for completion in answer.completions if completion is not None]
     request, scores = answer.request, answer.prompt_logprobs if with_prompt_logprobs else None
     return RequestOutput(
@@ -41,13 +41,12 @@ def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs:
 
 
 def is_hidden_stop(request: Request, token: int) -> bool:
-    """Whether ``token`` ends the completion and is no part of its text."""
+    """Returns whether ``token`` ends the completion and is excluded from its text."""
     return token in request.stop_token_ids and not request.params.include_stop_str_in_output
 
 
 def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
-    """Why a sequence ended, and its ``stop_reason``: the stop text, or the stop token that is no end-of-sequence
-    token."""
+    """Returns the finish reason of a sequence and its ``stop_reason``: the stop text, or a stop token other than an end-of-sequence token."""
     request = sequence.request
     if not sequence.token_ids:
         return FinishReason.LENGTH, None
@@ -62,7 +61,7 @@ def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
 def completion_of(
     sequence: Sequence, reason: FinishReason, stop_reason: int | str | None, tokenizer: Tokenizer | None
 ) -> CompletionOutput:
-    """What a sequence has become; all its tokens were read back."""
+    """Returns the completion of a finished sequence, all of whose tokens were read back."""
     logprobs = None
     if sequence.request.params.logprobs is not None:
         logprobs = [logprobs_of(entries, tokenizer) for entries in sequence.top_logprobs]
@@ -92,7 +91,7 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
 
 
 def logprobs_of(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """One position's entries (token id, log-probability, rank) as they are answered."""
+    """Returns the output form of one position's entries (token id, log-probability, rank)."""
 
     def decoded(token: int) -> str | None:
         return None if tokenizer is None else text_of(tokenizer, [token], skip_special_tokens=False)

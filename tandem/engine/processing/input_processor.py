@@ -1,4 +1,4 @@
-"""From what a caller asks for to a request that the scheduler can queue, or to one line that says why not."""
+"""Validates what a caller asks for and builds the request and the sequences that the scheduler queues."""
 
 from collections.abc import Sequence as Series
 
@@ -15,7 +15,7 @@ from tandem.types import UserError
 
 
 class InputProcessor:
-    """Makes requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed, ``None``: none are."""
+    """Builds requests for a model of ``vocab_size`` tokens. ``speculative``: how draft tokens are proposed; ``None``: not at all."""
 
     def __init__(
         self, settings: EngineSettings, tokenizer: Tokenizer | None, vocab_size: int, speculative: SpeculativeConfig | None
@@ -32,7 +32,7 @@ class InputProcessor:
         self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None, key: int | None = None,
         first_index: int = 0, priority: int = 0, cache_salt: str = "", adapter: str = "", num_draft_tokens: int | None = None,
     ) -> Request:
-        """What ``Engine.add_request`` is asked for. Raises ``UserError`` where the engine cannot serve it."""
+        """Returns the request for the arguments of ``Engine.add_request``. Raises ``UserError`` if the engine cannot serve it."""
         tokens = self._truncated(prompt_token_ids, params)
         processors = self._check(tokens, params)
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_tokens)
@@ -57,7 +57,7 @@ class InputProcessor:
         )
 
     def start(self, request: Request) -> list[Sequence]:
-        """The completions of a request that is taken: the next one arrives after it."""
+        """Accepts a request and returns its sequences, one for each completion."""
         self._arrivals += 1
         params, processors = request.params, request.logits_processors
         keys = [random_key(request.seed, request.key, request.first_index + i) for i in range(params.n)]
@@ -71,11 +71,11 @@ class InputProcessor:
         return sequences
 
     def check(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
-        """Raise ``UserError`` for a request that the engine cannot serve."""
+        """Raises ``UserError`` for a request that the engine cannot serve."""
         self._check(self._truncated(prompt_token_ids, params), params)
 
     def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitsProcessors | None:
-        """As ``check`` for a prompt that is truncated already; returns its logits processors."""
+        """As ``check``, for a truncated prompt; returns the logits processors of the request."""
         length, longest, vocab = len(prompt_token_ids), self._settings.max_model_len, self._vocab_size
         if not length:
             raise UserError("the prompt is empty; give it at least one token")
@@ -94,7 +94,7 @@ class InputProcessor:
         return make_logits_processors(params, prompt_token_ids, end_tokens, vocab, self._tokenizer, self._structured_outputs)
 
     def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
-        """The end of the prompt that ``truncate_prompt_tokens`` asks for."""
+        """Returns the last tokens of the prompt, as ``truncate_prompt_tokens`` asks for."""
         limit = params.truncate_prompt_tokens
         if limit is not None and limit < 0:
             room = 1 if params.max_tokens is None else params.max_tokens
@@ -102,7 +102,7 @@ class InputProcessor:
         return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
 
     def _draft_tokens(self, asked: int | None) -> int:
-        """Returns the draft tokens in one step for a request that asks for ``asked`` of them."""
+        """Returns the maximum number of draft tokens in one step for a request that asks for ``asked`` of them."""
         most = 0 if self._speculative is None else self._speculative.num_speculative_tokens
         if asked is not None and not 0 <= asked <= most:
             raise UserError(

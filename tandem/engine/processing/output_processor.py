@@ -1,4 +1,4 @@
-"""Running requests, from their arrival to the outputs that are handed out."""
+"""The output processor: tracks unfinished requests and builds their outputs."""
 
 import time
 
@@ -17,7 +17,7 @@ from tandem.types import FinishReason
 
 
 class OutputProcessor:
-    """Collects completions until their request is answered. ``answers``: by the ids of the requests that are not. ``synchronous``: those of them
+    """Collects completions until their request is finished. ``answers``: the unfinished requests by id. ``synchronous``: the ids of those
     whose steps cannot be launched ahead."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, logger: StatsLogger) -> None:
@@ -31,11 +31,11 @@ class OutputProcessor:
         self._streams = Streams(tokenizer)
 
     def open_sequences(self) -> list[Sequence]:
-        """Those that still run or wait."""
+        """Returns the unfinished sequences of all requests."""
         return [sequence for answer in self.answers.values() for sequence in answer.open]
 
     def expect(self, request: Request, sequences: list[Sequence]) -> None:
-        """Takes a request that has arrived; ``sequences`` are its completions."""
+        """Adds a request that has arrived, with its ``sequences``."""
         params = request.params
         answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
         self.answers[request.id] = answer
@@ -46,14 +46,14 @@ class OutputProcessor:
             self._runner.prompt_logprobs[request.id] = answer.prompt_logprobs
 
     def note_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
-        """Notes that a step computes these."""
+        """Records that a step with these ``chunks`` was scheduled."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.answers[chunk.request_id].times
             times.scheduled_s = times.scheduled_s or now
 
     def note_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
-        """Notes that a step has computed these; sequences that drew from them drew their first token, or the first since a preemption."""
+        """Records that a step has computed ``chunks``, from which requests may have drawn their first token."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.answers[chunk.request_id].times
@@ -62,28 +62,28 @@ class OutputProcessor:
                 self._logger.record_first_token(now - times.arrival_s)
 
     def note_running(self) -> None:
-        """Notes that rows have drawn: those that are streamed have new tokens."""
+        """Collects the new tokens of streamed requests after a step."""
         self._streams.running(self.answers, self._runner.batch, self._scheduler.kv_cache.weight_version)
 
     def end(self, sequence: Sequence) -> None:
-        """Completes a sequence that has ended by itself and left its row."""
+        """Completes a sequence that has finished and left its row."""
         if sequence.request.params.max_tokens == 0:
             sequence.discard_output()
         self._complete(sequence, *finish_of(sequence))
 
     def abort(self, sequence: Sequence) -> None:
-        """Completes an aborted sequence, which holds neither row nor blocks, with the tokens it has."""
+        """Completes an aborted sequence, which holds neither row nor blocks, with its tokens so far."""
         self._complete(sequence, FinishReason.ABORT, None)
 
     def _complete(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Note one completion; with its last one the request is answered."""
+        """Records one completion; the last one finishes the request."""
         move(sequence, ENDS[reason], self._scheduler.counts)
         request = sequence.request
         answer = self.answers[request.id]
         completion = completion_of(sequence, reason, stop_reason, self._tokenizer)
         answer.completions[sequence.index] = completion
         answer.open.remove(sequence)
-        answer.cached_tokens = max(answer.cached_tokens, sequence.cached)
+        answer.cached_tokens = max(answer.cached_tokens, sequence.num_cached_tokens)
         is_streamed = request.params.is_streamed
         if is_streamed:
             self._streams.ended(answer, completion, sequence)
@@ -96,10 +96,10 @@ class OutputProcessor:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``take`` has something to hand out."""
+        """Whether ``take`` has something to return."""
         return bool(self._ready or self._streams.has_news)
 
     def take(self) -> list[RequestOutput]:
-        """Hand out the requests that are answered, and what is new of those that are streamed."""
+        """Removes and returns the outputs of finished requests, and the new part of streamed ones."""
         ready, self._ready = self._ready, []
         return ready + self._streams.take()

@@ -1,4 +1,4 @@
-"""What the engine answers, with vLLM's field names."""
+"""The outputs of the engine, with vLLM's field names."""
 
 from dataclasses import dataclass, field
 
@@ -17,13 +17,13 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One completion. ``token_ids``, ``raw_logprobs``, ``sampling_logprobs`` and ``weight_versions`` have one entry a
-    token; the end token, where one was drawn, is among them.
+    """One completion. ``token_ids``, ``raw_logprobs``, ``sampling_logprobs`` and ``weight_versions`` have one entry per token, including the
+    end token if one was drawn.
 
-    ``raw_logprobs``: temperature 1, nothing filtered or biased. ``sampling_logprobs``: in the distribution that the
-    token was drawn from (0.0 where greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``; ``None`` while it goes on. ``stop_reason``: the
-    stop text or the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each
-    position the asked number of most likely tokens and the drawn one, or ``None`` where none were asked for. """
+    ``raw_logprobs``: at temperature 1, without filters and biases. ``sampling_logprobs``: in the distribution that the token was drawn from
+    (0.0 if greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``; ``None`` while it is unfinished. ``stop_reason``: the stop text or
+    the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each position the requested number of most likely
+    tokens and the drawn one, or ``None`` if not requested."""
 
     index: int
     text: str
@@ -42,8 +42,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request was added, when its first chunk was in a step and when its first token was drawn: seconds of the
-    system's monotonic clock, 0 where that is still to come."""
+    """When a request was added, first scheduled, and drew its first token: seconds of the system's monotonic clock, 0 if not yet."""
 
     arrival_s: float
     scheduled_s: float = 0.0
@@ -52,13 +51,13 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` where token ids
-    were given. ``num_cached_tokens``: prompt tokens that the prefix cache held when the prompt was first read.
-    ``prompt_logprobs``: for each token of the prompt but the first (``None``) the asked number of most likely tokens and
-    the prompt's own, under the weights that first read it; ``None`` where none were asked for.
+    """The output of one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` if token ids were given.
+    ``num_cached_tokens``: prompt tokens that the prefix cache held when the request was first admitted. ``prompt_logprobs``: for each prompt
+    token except the first (``None``) the requested number of most likely tokens and the prompt's own, with the weights that first computed
+    it; ``None`` if not requested.
 
-    A request that is streamed (``SamplingParams.output_kind``) has several outputs, the last of which is ``finished``.
-    Each lists the completions that have news; with deltas the first alone has ``prompt_logprobs``. """
+    A streamed request (``SamplingParams.output_kind``) has several outputs, the last of which is ``finished``. Each lists the completions with
+    new tokens; with deltas only the first has ``prompt_logprobs``."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""The text of a completion as its tokens come, for stop texts and for streams."""
+"""Detokenizes a completion incrementally, for stop texts and streams."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tandem.text.tokenizer import Tokenizer
 class StopChecker:
     """Checks one completion for stop texts. ``stopped``: the stop text that ended it, ``None`` while it runs.
 
-    A stop text counts where it ends after ``min_tokens``, as in vLLM: it may begin before.
+    A stop text ends the completion if it ends after ``min_tokens``; as in vLLM, it may begin before.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -26,19 +26,19 @@ class StopChecker:
         return self._matcher.stopped
 
     def push(self, token: int) -> str | None:
-        """Takes one more token; returns ``stopped``."""
+        """Appends a token; returns ``stopped``."""
         piece = self._detokenizer.push(token) if token < self._tokenizer.vocab_size else ""
         self._unwatched -= 1
         self._pieces.append(self._matcher.push(piece, may_stop=self._unwatched < 0))
         return self.stopped
 
     def shown(self) -> str:
-        """Returns the text that no later token can change: without a partial character and without the beginning of a stop text."""
+        """Returns the text that no later token can change: without a partial character or the beginning of a stop text."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
     def text(self) -> str:
-        """Returns the whole text, cut at the stop text where there is one. No token may follow."""
+        """Returns the whole text, cut at the stop text if there is one. No token may follow."""
         if self.stopped is None:
             self._pieces += [self._matcher.push(self._detokenizer.finish(), may_stop=False)]
             self._pieces += [self._matcher.finish()]
@@ -46,6 +46,6 @@ class StopChecker:
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Returns the text of ``token_ids``. A model may have more ids than its tokenizer; such ids have no text."""
+    """Returns the text of ``token_ids``. Ids beyond the tokenizer's vocabulary, which a model may have, have no text."""
     known = [token for token in token_ids if token < tokenizer.vocab_size]
     return tokenizer.decode(known, skip_special_tokens)

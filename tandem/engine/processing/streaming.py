@@ -1,4 +1,4 @@
-"""Requests that are streamed: what a step makes known of them, cut to what was not handed out yet."""
+"""Streamed requests: collects their new tokens and builds incremental outputs."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,21 +13,21 @@ from tandem.types import WeightVersion
 
 
 class Streams:
-    """Collects, between two calls of ``take``, the completions that have news."""
+    """Collects the completions with new tokens between two calls of ``take``."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._news: dict[str, tuple[Answer, list[CompletionOutput]]] = {}
 
     def ended(self, answer: Answer, completion: CompletionOutput, sequence: Sequence) -> None:
-        """Note a completion that has ended."""
+        """Adds a completion that has finished."""
         news = completion
         if _is_delta(sequence):
             news = _rest(completion, sequence)
         self._note(answer, news)
 
     def running(self, answers: dict[str, Answer], batch: InputBatch, version: WeightVersion) -> None:
-        """Note what the streamed rows of ``batch`` have drawn, all of it under ``version`` where it was not read back."""
+        """Adds what the streamed rows of ``batch`` have drawn, with the weights ``version`` unless it was read back."""
         sequences = list(batch.streamed.values())
         if not sequences:
             return
@@ -40,7 +40,7 @@ class Streams:
                 self._note(answers[sequence.request.id], completion)
 
     def take(self) -> list[RequestOutput]:
-        """An output for every request with news."""
+        """Removes and returns an output for every request with new tokens."""
         outputs = [self._output(answer, completions) for answer, completions in self._news.values()]
         self._news.clear()
         return outputs
@@ -93,7 +93,7 @@ def _is_delta(sequence: Sequence) -> bool:
 
 
 def _rest(completion: CompletionOutput, sequence: Sequence) -> CompletionOutput:
-    """What of a whole completion was not handed out."""
+    """Returns the part of a finished completion that was not returned yet."""
     at = sequence.streamed_tokens
     return replace(
         completion,

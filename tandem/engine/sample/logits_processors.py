@@ -1,7 +1,7 @@
-"""Logits processors: what a request does to its logits before a token is drawn.
+"""Logits processors: the changes that a request makes to its logits before a token is drawn.
 
-Every processor is a function of the request and of the tokens drawn before the position, so it can be worked out for any
-position, in any order and again: after a preemption, or for several positions of one sequence in one step.
+Every processor is a function of the request and of the tokens before the position, so it can be evaluated for any position, in any order and
+repeatedly: after a preemption, or for several positions of one sequence in one step.
 """
 
 import math
@@ -21,9 +21,9 @@ from tandem.types import UserError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsProcessors:
-    """A request's logits processors, resolved to token ids. ``bias``: (ids, values). ``seen[P]``: the prompt's distinct tokens, where
-    ``repetition`` is not 1. ``allowed[W]``: the bits of the permitted tokens, 32 a word. ``bad_words``: the tokens of
-    each. ``end_tokens`` cannot be drawn before ``min_tokens``. ``grammar``: a compiled matcher."""
+    """A request's logits processors, resolved to token ids. ``bias``: (ids, values). ``seen[P]``: the prompt's distinct tokens, if
+    ``repetition`` is not 1. ``allowed[W]``: a bit mask of the permitted tokens, 32 per word. ``bad_words``: the token ids of each word.
+    ``end_tokens`` cannot be drawn before ``min_tokens``. ``grammar``: a compiled matcher."""
 
     bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
     repetition: float = 1.0
@@ -41,12 +41,12 @@ class LogitsProcessors:
         return self.frequency != 0 or self.presence != 0
 
     def cursor(self) -> GrammarCursor | None:
-        """Returns the state of the grammar for one sequence, ``None`` where there is no grammar."""
+        """Returns the state of the grammar for a new sequence, ``None`` without a grammar."""
         return None if self.grammar is None else GrammarCursor(self.grammar)
 
 
 class Position(NamedTuple):
-    """Row ``row`` of the logits is for the token after ``output[L]`` int64 (on the CPU), which ``processors`` apply to."""
+    """Row ``row`` of the logits predicts the token after ``output[L]`` int64 (on the CPU); ``processors`` apply to it."""
 
     row: int
     processors: LogitsProcessors
@@ -58,7 +58,7 @@ def make_logits_processors(
     params: SamplingParams, prompt: Sequence[int], end_tokens: Iterable[int], vocab_size: int, tokenizer: Tokenizer | None,
     structured_outputs: StructuredOutputManager,
 ) -> LogitsProcessors | None:
-    """Returns the logits processors of a request, ``None`` where its logits are not changed. ``end_tokens``: all that can end a completion.
+    """Returns the logits processors of a request, ``None`` if it does not change its logits. ``end_tokens``: all that can end a completion.
     Raises ``UserError`` for bad words without a tokenizer and for a grammar that cannot be compiled."""
     bias = params.logit_bias or {}
     end = tuple(sorted(end_tokens)) if params.min_tokens else ()
@@ -81,7 +81,7 @@ def make_logits_processors(
 
 
 def apply_logits_processors(logits: Tensor, positions: Sequence[Position]) -> Tensor:
-    """Returns a copy of ``logits[R, V]`` with every processor applied. A row's bits depend on its own position alone."""
+    """Returns a copy of ``logits[R, V]`` with every processor applied. A row's bits depend only on its own position."""
     rows = torch.tensor([position.row for position in positions], device=logits.device)
     own = logits.index_select(0, rows).to(torch.promote_types(logits.dtype, torch.float32))
     _add_biases(own, positions)
@@ -101,7 +101,7 @@ def _add_biases(own: Tensor, positions: Sequence[Position]) -> None:
 
 
 def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
-    """The three penalties, in vLLM's order."""
+    """Applies the three penalties, in vLLM's order."""
     repeats = [(i, p) for i, p in enumerate(positions) if p.processors.seen is not None]
     if repeats:
         seen = [torch.cat((p.processors.seen, p.output)) for _, p in repeats if p.processors.seen is not None]
@@ -118,9 +118,8 @@ def _penalise(own: Tensor, positions: Sequence[Position]) -> None:
 
 
 def _padded(own: Tensor, rows: list[int], tokens: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows[P, 1], tokens[P, L], ordered[P, L]): ``tokens`` of each of ``rows``, none empty, short ones filled with their
-    first token, and sorted with the padding at the end. A token that occurs several times is read and written several times
-    with the same value."""
+    """Returns (rows[P, 1], tokens[P, L], ordered[P, L]): the non-empty ``tokens`` of each of ``rows``, padded with their first token; and
+    sorted, with the padding at the end. A token that occurs several times is read and written several times with the same value."""
     past = own.shape[1]
     padded = pad_sequence(tokens, batch_first=True, padding_value=past).to(own.device)
     filled = torch.where(padded < past, padded, padded[:, :1])
@@ -128,7 +127,7 @@ def _padded(own: Tensor, rows: list[int], tokens: list[Tensor]) -> tuple[Tensor,
 
 
 def _mask(own: Tensor, positions: Sequence[Position]) -> None:
-    """-inf for what allowed tokens and grammars do not permit."""
+    """Sets the logits of tokens that allowed tokens and grammars forbid to -inf."""
     masked = [(i, p) for i, p in enumerate(positions) if p.processors.allowed is not None or p.cursor is not None]
     if not masked:
         return
@@ -138,7 +137,7 @@ def _mask(own: Tensor, positions: Sequence[Position]) -> None:
             position.cursor.fill(position.output.tolist(), row)
         if position.processors.allowed is not None:
             both = row & position.processors.allowed
-            # A grammar's end token, or the one way on that it leaves, is never forbidden by a list.
+            # If no token satisfies both, the grammar wins: its end token or only continuation stays possible.
             row.copy_(both if bool(both.any()) else row)
     forbidden = _missing(words.to(own.device), own.shape[1])
     if len(masked) == len(own):
@@ -149,15 +148,15 @@ def _mask(own: Tensor, positions: Sequence[Position]) -> None:
 
 
 def _ban(own: Tensor, positions: Sequence[Position]) -> None:
-    """-inf for bad words and early end tokens, except in a row that would have nothing left."""
+    """Sets the logits of bad words and early end tokens to -inf, except in a row in which no token would be left."""
     banned = [(i, token) for i, p in enumerate(positions) for token in _banned(p)]
     if not banned:
         return
     rows, tokens = torch.tensor(banned, device=own.device).unbind(1)
     before = own[rows, tokens]
     own[rows, tokens] = -math.inf
-    nothing_left = own.amax(1) == -math.inf
-    own[rows, tokens] = before.masked_fill(~nothing_left[rows], -math.inf)
+    is_empty = own.amax(1) == -math.inf
+    own[rows, tokens] = before.masked_fill(~is_empty[rows], -math.inf)
 
 
 def _banned(position: Position) -> list[int]:
@@ -175,8 +174,7 @@ def _ends_with(tail: list[int], tokens: tuple[int, ...]) -> bool:
 
 
 def _spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """The tokens of ``word``, and of ``word`` after a space where that is another way to write it in as many tokens, as
-    vLLM reads it."""
+    """Returns the tokens of ``word``, and of ``word`` after a space if that is a different spelling with as many tokens, as vLLM does."""
     if tokenizer is None:
         raise UserError("sampling bad_words need a tokenizer and this engine has none; use logit_bias")
     plain = tuple(tokenizer.encode(word.lstrip() or word))
@@ -188,7 +186,7 @@ def _spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
 
 
 def _words(vocab_size: int) -> int:
-    """32-bit words that hold a bit for each token."""
+    """Returns the number of 32-bit words with a bit for each token."""
     return -(-vocab_size // 32)
 
 
@@ -199,7 +197,7 @@ def _packed(tokens: Sequence[int], vocab_size: int) -> Tensor:
 
 
 def _missing(words: Tensor, vocab_size: int) -> Tensor:
-    """``words[A, W]`` int32 -> bool [A, V], true where bit ``t % 32`` of word ``t // 32``, token t's, is not set."""
+    """Maps ``words[A, W]`` int32 to bool [A, V], true where the bit of token t, bit ``t % 32`` of word ``t // 32``, is not set."""
     octets = words.view(torch.uint8).unsqueeze(2)
     bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=words.device)
     return ((octets & bits) == 0).flatten(1)[:, :vocab_size]

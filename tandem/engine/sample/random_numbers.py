@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a function of key and position only."""
+"""Counter-based random numbers: functions of key and position only."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Returns float64 [R] in [0, 1) for ``keys[R]`` and ``positions[R]`` int64: number ``positions[r]`` of the SplitMix64 stream
-    that starts from ``keys[r]``, whatever the other rows are."""
+    that starts from ``keys[r]``, independently of the other rows."""
     z = keys + (positions + 1) * _GAMMA
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2

@@ -1,4 +1,4 @@
-"""From logits to one token a row."""
+"""The sampler: draws one token per row of logits."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from tandem.kernels.api import Kernels, SampledRows
 
 
 class SamplingMetadata(NamedTuple):
-    """What R rows sample with, as ``Kernels.sample_rows`` takes it: ``temperature[R]``, ``top_p[R]`` and ``min_p[R]`` fp32, ``top_k[R]``
+    """Sampling settings of R rows, in the form of ``Kernels.sample_rows``: ``temperature[R]``, ``top_p[R]`` and ``min_p[R]`` fp32, ``top_k[R]``
     int64, and the random number of each row's position, ``uniform[R]`` float64."""
 
     temperature: Tensor

@@ -1,4 +1,4 @@
-"""How a completion is drawn, with vLLM's names, meanings and defaults."""
+"""``SamplingParams``: the settings of a request, with vLLM's names, meanings and defaults."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ _MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_to
 
 
 class RequestOutputKind(Enum):
-    """What a step hands out of a request, with vLLM's names. ``FINAL_ONLY``: the whole answer at its end. ``DELTA``: what
-    is new since the last output. ``CUMULATIVE``: all that is known so far."""
+    """What a step returns of a request, with vLLM's names. ``FINAL_ONLY``: the whole output at its end. ``DELTA``: the tokens since the last
+    output. ``CUMULATIVE``: all tokens so far."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -29,23 +29,23 @@ class SamplingParams:
     """Settings of one request. Every value is checked here; ``UserError`` names the one that is wrong.
 
     ``n``: completions of the prompt. ``temperature``: 0 is greedy. ``top_k``: 0 or -1 is off. ``top_p``: 1 is off.
-    ``min_p``: 0 is off. ``seed``: ``None`` takes the engine's. ``stop``: texts that end a completion; the text is cut
-    before the one found, or after it with ``include_stop_str_in_output``. ``stop_token_ids``: tokens that end a
-    completion besides the tokenizer's end tokens, which ``ignore_eos`` turns off. ``min_tokens``: end tokens cannot be
-    drawn and stop texts do not count before this many. ``max_tokens``: ``None`` goes on to the end of the context; 0
-    scores the prompt and draws nothing (with ``prompt_logprobs``).
-    ``logprobs``: as many of the most likely tokens' raw log-probabilities are returned for each position; -1: all.
-    ``prompt_logprobs``: the same for the prompt's tokens, which are all computed, whatever the prefix cache holds.
+    ``min_p``: 0 is off. ``seed``: ``None`` uses the engine's. ``stop``: texts that end a completion; its text is cut
+    before the stop text, or after it with ``include_stop_str_in_output``. ``stop_token_ids``: tokens that end a
+    completion in addition to the tokenizer's end tokens, which ``ignore_eos`` turns off. ``min_tokens``: number of tokens
+    before which end tokens cannot be drawn and stop texts are ignored. ``max_tokens``: ``None`` continues to the end of the
+    context; 0 scores the prompt and draws nothing (with ``prompt_logprobs``).
+    ``logprobs``: number of most likely tokens whose raw log-probabilities are returned for each position; -1: all.
+    ``prompt_logprobs``: the same for the prompt's tokens, all of which are computed, without the prefix cache.
 
-    What is done to the logits, in this order: ``logit_bias`` is added to the token ids it names, cut to -100 .. 100 as
-    OpenAI does. ``repetition_penalty`` divides (above 0) or multiplies (below) the logits of tokens that stand in the
-    prompt or in what was drawn (Keskar et al., 2019); 1 is off. ``frequency_penalty`` is subtracted as often as a token
-    was drawn, ``presence_penalty`` once if it was (OpenAI's; -2 .. 2; the prompt does not count). ``structured_outputs``
-    and ``allowed_token_ids`` leave only the tokens they permit; ``bad_words`` keeps the last token of each such text
-    from being drawn after its others, except where nothing else is left.
+    The logits are changed in this order: ``logit_bias`` is added to the token ids it names, clamped to -100 .. 100 as
+    OpenAI does. ``repetition_penalty`` divides (above 0) or multiplies (below) the logits of tokens that occur in the
+    prompt or the completion (Keskar et al., 2019); 1 is off. ``frequency_penalty`` is subtracted once per occurrence of a
+    token in the completion, ``presence_penalty`` once if it occurs (OpenAI's; -2 .. 2; the prompt does not count).
+    ``structured_outputs`` and ``allowed_token_ids`` leave only the tokens they permit; ``bad_words`` forbids the last token
+    of each such text after its other tokens, unless no other token is left.
 
-    ``truncate_prompt_tokens``: only so many of the prompt's last tokens are read; -1: as many as leave room for
-    ``max_tokens``. ``best_of`` is refused: ask for ``n`` and choose by ``cumulative_logprob``.
+    ``truncate_prompt_tokens``: number of the prompt's last tokens that are used; -1: as many as leave room for
+    ``max_tokens``. ``best_of`` is not supported: ask for ``n`` and choose by ``cumulative_logprob``.
     """
 
     n: int = 1
@@ -150,11 +150,11 @@ class SamplingParams:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """``stop`` as a tuple, whatever form it was given in."""
+        """``stop`` as a tuple, also if it was given as one text."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ``UserError`` where a token id that the settings name does not exist."""
+        """Raises ``UserError`` for a token id outside the vocabulary."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 if not 0 <= token < vocab_size:
@@ -164,7 +164,7 @@ class SamplingParams:
 
 
 def _texts(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One text or several as a tuple. Raises ``UserError`` for an entry that is none, or empty."""
+    """Returns one text or several as a tuple. Raises ``UserError`` for an entry that is empty or not a text."""
     texts = (given,) if isinstance(given, str) else tuple(given or ())
     if any(not isinstance(text, str) or not text for text in texts):
         raise UserError(f"sampling {name} is {list(texts)}; every entry must be a text of at least one character")

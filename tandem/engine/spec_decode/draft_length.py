@@ -1,18 +1,18 @@
-"""How many draft tokens to propose for a sequence: more where they are accepted, fewer where they are rejected, none for a while where too
-few are accepted."""
+"""Adapts the number of draft tokens of a sequence: more while they are accepted, fewer when they are rejected, and pauses when too few are."""
 
 from dataclasses import dataclass
 
 _MEMORY = 0.8
-"""The weight that the share of accepted first draft tokens keeps with each proposal."""
+"""The decay of the moving average of accepted first draft tokens, per proposal."""
 _LONGEST_REST = 64
+"""Maximum steps without a proposal."""
 
 
 @dataclass(slots=True)
 class DraftLength:
-    """Of one sequence. ``most``: tokens to propose at most. ``worth``: the share of proposals whose first token must be accepted to pay
-    for them; below it each proposal is followed by a rest, twice as long as the one before. ``length``: tokens to propose next. ``hits``: that
-    share lately. ``rest``: steps without a proposal that are left."""
+    """The draft length of one sequence. ``most``: maximum tokens to propose. ``worth``: the fraction of proposals whose first token must be
+    accepted to pay for them; below it each proposal is followed by a rest twice as long as the one before. ``length``: tokens to propose
+    next. ``hits``: moving average of that fraction. ``rests``: consecutive rests. ``rest``: remaining steps of the current rest."""
 
     most: int
     worth: float
@@ -26,14 +26,14 @@ class DraftLength:
         self.length = self.most
 
     def next(self) -> int:
-        """Tokens to propose in this step."""
+        """Returns the number of tokens to propose in this step."""
         if self.rest:
             self.rest -= 1
             return 0
         return self.length
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Take in what became of a proposal."""
+        """Adapts to a proposal of ``proposed`` tokens, of which ``accepted`` were accepted."""
         if not self.is_adaptive or not proposed:
             return
         self.length = max(1, min(self.most, max(self.length, proposed + 1) if accepted == proposed else accepted + 1))

@@ -1,4 +1,4 @@
-"""Draft tokens from a small model of the same vocabulary, over a cache of its own in the same blocks."""
+"""Proposes draft tokens with a small model of the same vocabulary, which has a separate KV cache with the same block tables."""
 
 import torch
 
@@ -14,8 +14,8 @@ from tandem.model.decoder import Decoder
 
 
 class DraftModel:
-    """``decoder``, packed, proposes draft tokens for the sequences in the rows of ``batch``; ``Sequence.draft_computed`` of their tokens are in its
-    cache. What it holds of blocks that were written while nothing was proposed is stale: that costs acceptance and no bit."""
+    """Proposes draft tokens for the sequences in the rows of ``batch`` with ``decoder``, packed. ``Sequence.draft_computed``: tokens of a
+    sequence in its cache. Blocks that were written while nothing was proposed are stale here, which affects acceptance and no output."""
 
     def __init__(self, decoder: Decoder, caches: list[KVLayer], batch: InputBatch) -> None:
         self.decoder = decoder
@@ -24,6 +24,7 @@ class DraftModel:
         self._device = decoder.embed_tokens.device
 
     def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+        """Computes the keys and values of a prefill."""
         batch = prefill_input(chunks, self._device)
         self.decoder(batch.tokens, batch.positions, PagedContext(batch.paged, self.caches))
         for chunk in chunks:
@@ -35,7 +36,7 @@ class DraftModel:
         input_batch = self._batch
         lengths = [int(length) for length in input_batch.host.length[[s.row for s in sequences]]]
         for sequence, length in zip(sequences, lengths, strict=True):
-            # Rejected draft tokens are behind the last token that was drawn, and are computed again.
+            # Keys and values of rejected draft tokens are recomputed.
             sequence.draft_computed = min(sequence.draft_computed, length - 1)
         prompts = [len(sequence.request.prompt_token_ids) for sequence in sequences]
         first = [max(0, s.draft_computed - prompt) for s, prompt in zip(sequences, prompts, strict=True)]

@@ -1,4 +1,4 @@
-"""Draft tokens from the sequence itself: prompt lookup."""
+"""Proposes draft tokens from the sequence itself (prompt lookup)."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from tandem.kernels.api import KVLayer
 
 
 class NgramIndex:
-    """The tokens of one sequence, and where each run of ``low`` to ``high`` of them last stood before something else."""
+    """The tokens of one sequence, and the last position after each n-gram of ``low`` to ``high`` tokens that another token follows."""
 
     def __init__(self, low: int, high: int) -> None:
         self.tokens: list[int] = []
@@ -17,6 +17,7 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
+        """Appends ``tokens``."""
         for token in tokens:
             end = len(self.tokens)
             for size in self._sizes:
@@ -25,8 +26,8 @@ class NgramIndex:
             self.tokens.append(token)
 
     def propose(self, count: int) -> list[int]:
-        """``count`` tokens that followed the longest run that ends the sequence and stood before; none where none did. What would go
-        beyond the end continues with the draft tokens themselves, so a loop is followed round."""
+        """Returns the ``count`` tokens that followed the last earlier occurrence of the longest matching n-gram at the end of the sequence; empty
+        without a match. Beyond the end of the sequence they repeat periodically, so that loops are predicted."""
         for size in self._sizes:
             end = self._ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
             if end is not None:

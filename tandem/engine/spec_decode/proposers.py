@@ -1,4 +1,4 @@
-"""Which proposer an engine has, and what it must fit."""
+"""Creates the proposer of an engine, checked against its model."""
 
 from collections.abc import Iterable
 
@@ -20,8 +20,8 @@ from tandem.types import UserError
 def make_proposer(
     speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
 ) -> Proposer | None:
-    """What ``speculative`` asks for, for a model of ``shapes`` and the sequences in ``batch``; ``draft`` is packed. Raises ``UserError``
-    where the draft model does not belong to the model."""
+    """Returns the proposer of ``speculative`` for a model of ``shapes`` and the sequences in ``batch``; packs ``draft``. Raises ``UserError`` if
+    the draft model does not fit the model."""
     if (draft is not None) != (speculative is not None and speculative.method == "draft"):
         raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
     if speculative is None:
@@ -44,7 +44,7 @@ def make_proposer(
 
 
 def new_draft(proposer: Proposer | None, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
-    """A packed draft model of ``tensors``, beside the one that is used. Raises ``UserError`` where there is none or they do not fit."""
+    """Returns a new packed draft model with the weights ``tensors``. Raises ``UserError`` if the engine has none or they do not fit it."""
     if not isinstance(proposer, DraftModel):
         raise UserError("draft_tensors are given and this engine has no draft model; leave them out or use speculative method 'draft'")
     old = proposer.decoder

@@ -1,5 +1,5 @@
-"""StructuredOutputManager of structured output, compiled and followed by ``llguidance`` (the extra ``structured``), which is imported when the
-first request asks for one."""
+"""The structured output manager: compiles and follows grammars with ``llguidance`` (the extra ``structured``), which is imported when the first
+request needs it."""
 
 import json
 from collections import OrderedDict
@@ -13,12 +13,11 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 _COMPILED_GRAMMARS = 128
-"""Compiled grammars that an engine keeps, the least recently used going first."""
+"""Capacity of the cache of compiled grammars, which evicts the least recently used."""
 
 
 class StructuredOutputManager:
-    """Compiles the grammars of requests against one tokenizer, and caches them. ``vocab_size``: of the model, which may have more ids
-    than the tokenizer."""
+    """Compiles the grammars of requests for one tokenizer, and caches them. ``vocab_size``: the model's, which may exceed the tokenizer's."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -27,8 +26,8 @@ class StructuredOutputManager:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def compile(self, params: StructuredOutputsParams) -> Any:
-        """The matcher at its start; ``GrammarCursor`` follows a copy. Raises ``UserError`` in one line for what cannot be
-        compiled, without llguidance, and where there is no tokenizer or end token."""
+        """Returns a matcher in its initial state, of which ``GrammarCursor`` uses a copy. Raises ``UserError`` if the grammar cannot be
+        compiled, llguidance is not installed, or there is no tokenizer or end token."""
         key = params.key()
         if key in self._compiled:
             self._compiled.move_to_end(key)
@@ -54,8 +53,8 @@ class StructuredOutputManager:
 
 
 class GrammarCursor:
-    """The position of a sequence in its grammar. What ``fill`` writes is a function of ``output`` alone; the state kept here only
-    saves parsing again what was parsed for the position before."""
+    """The position of a sequence in its grammar. ``fill`` is a function of ``output`` only; the state kept here avoids parsing the same tokens
+    again at the next position."""
 
     def __init__(self, start: Any) -> None:
         self._start = start
@@ -63,8 +62,8 @@ class GrammarCursor:
         self._read: list[int] = []
 
     def fill(self, output: list[int], words: Tensor) -> None:
-        """Set the bits in ``words[W]`` int32 (on the CPU, contiguous) of the tokens that may follow ``output``. Only end
-        tokens may where ``output`` does not match, or where the vocabulary has no token that leads on."""
+        """Sets the bits in ``words[W]`` int32 (on the CPU, contiguous) of the tokens that may follow ``output``. Only end tokens may if
+        ``output`` does not match, or if no token of the vocabulary continues it."""
         if output[: len(self._read)] != self._read:
             kept = next((i for i, (a, b) in enumerate(zip(self._read, output, strict=False)) if a != b), len(output))
             self._matcher.rollback(len(self._read) - kept)
@@ -78,7 +77,7 @@ class GrammarCursor:
             matcher.consume_token(rest[taken])
         matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * len(words))
         if self._matcher.is_error():
-            # A matcher never leaves that state; another position may be a sound one.
+            # A matcher never leaves the error state, but another position may be valid.
             self._matcher, self._read = self._start.deep_copy(), []
 
 
@@ -91,20 +90,20 @@ def _library() -> ModuleType:
 
 
 def _grammar(library: ModuleType, params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own form. Raises ``ValueError``."""
+    """Returns the grammar in llguidance's format. Raises ``ValueError``."""
     if params.regex is not None:
-        found = library.LLMatcher.grammar_from_regex(params.regex)
+        grammar = library.LLMatcher.grammar_from_regex(params.regex)
     elif params.choice is not None:
-        found = library.grammar_from("choice", json.dumps(params.choice))
+        grammar = library.grammar_from("choice", json.dumps(params.choice))
     elif params.grammar is not None:
-        found = library.grammar_from("grammar", params.grammar)
+        grammar = library.grammar_from("grammar", params.grammar)
     else:
         options: dict[str, Any] = {"whitespace_flexible": False} if params.disable_any_whitespace else {}
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         schema = '{"type": "object"}' if params.json is None else params.json
-        found = library.LLMatcher.grammar_from_json_schema(schema, overrides=options or None)
-    return str(found)
+        grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides=options or None)
+    return str(grammar)
 
 
 def _refusal(params: StructuredOutputsParams, message: str) -> UserError:
@@ -113,7 +112,7 @@ def _refusal(params: StructuredOutputsParams, message: str) -> UserError:
 
 
 def _token_trie(library: ModuleType, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
-    """llguidance's view of the tokenizer: the bytes of every token."""
+    """Returns llguidance's form of the tokenizer: the bytes of every token."""
     if tokenizer is None:
         raise UserError("structured_outputs need a tokenizer and this engine has none")
     if not tokenizer.eos_token_ids:
@@ -131,7 +130,7 @@ def _token_trie(library: ModuleType, tokenizer: Tokenizer | None, vocab_size: in
 
 
 class _FusedTokens:
-    """A tokenizer whose text is that of its tokens one after the other, in the form that llguidance asks for."""
+    """A tokenizer whose text is the concatenation of its tokens' texts, with llguidance's interface."""
 
     bos_token_id = None
 

@@ -1,4 +1,4 @@
-"""What a completion must match: a JSON schema, a regular expression, a choice or a grammar."""
+"""``StructuredOutputsParams``: a JSON schema, regular expression, choice or grammar that a completion must match."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """What a completion must match; exactly one of these, with vLLM's names.
+    """The format that a completion must match: exactly one of these, with vLLM's names.
 
     ``json``: a JSON schema, as text or as its value. ``json_object``: any JSON object. ``regex``: a regular expression in
     Rust's syntax that the whole text matches. ``choice``: one of these texts. ``grammar``: a context-free grammar in
-    Lark's syntax, or in GBNF. For the two JSON kinds ``disable_any_whitespace`` leaves no free white space between
-    elements, and ``whitespace_pattern`` says which there may be.
+    Lark's syntax, or in GBNF. For the two JSON kinds ``disable_any_whitespace`` forbids optional white space between
+    elements, and ``whitespace_pattern`` is a regular expression of the white space that is allowed.
 
-    The end token can be drawn only where the text is complete, and where nothing can follow it is drawn, whatever
-    ``min_tokens`` says. ``max_tokens``, stop texts and stop tokens end a completion wherever it stands.
+    The end token can be drawn only when the text is complete, and is drawn when nothing can follow, even before
+    ``min_tokens``. ``max_tokens``, stop texts and stop tokens may end a completion before it is complete.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -34,8 +34,8 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = "none" if not given else " and ".join(given)
-            raise UserError(f"structured_outputs has {found}; give exactly one of {', '.join(_KINDS)}")
+            kinds = "none" if not given else " and ".join(given)
+            raise UserError(f"structured_outputs has {kinds}; give exactly one of {', '.join(_KINDS)}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise UserError(f"structured_outputs {name} is {getattr(self, name)!r}; it must be a text")
@@ -53,7 +53,7 @@ class StructuredOutputsParams:
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     def key(self) -> str:
-        """A text that is the same for equal values and no others."""
+        """Returns a text that is equal for equal values only."""
         return json.dumps([getattr(self, field.name) for field in fields(self)])
 
 

@@ -1,17 +1,16 @@
-"""Puts the parts of an engine together for one decoder."""
+"""Builds the components of an engine for one decoder: scheduler, model runner, and their caches."""
 
 from typing import NamedTuple
 
 import torch
 
 from tandem.config.engine import SpeculativeConfig
-from tandem.engine.core.preemption import PreemptionPolicy
-from tandem.engine.core.preemption_costs import PreemptionCostMeter
+from tandem.engine.core.preemption import PreemptionCostMeter, PreemptionPolicy
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.executor.ranks import Ranks
-from tandem.engine.kv_cache.block_table import blocks_for
+from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.kv_cache.cache_tensors import host_pool, make_cache
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.lora.adapters import Adapters
@@ -23,8 +22,8 @@ from tandem.model.decoder import Decoder
 from tandem.types import UserError, WeightVersion
 
 
-class Parts(NamedTuple):
-    """What plans steps and what computes them; whether a step is launched before the one before has ended; what measures costs."""
+class EngineComponents(NamedTuple):
+    """``launches_ahead``: whether a step is launched before the previous one has ended. ``cost_meter``: measures preemption costs."""
 
     scheduler: Scheduler
     runner: ModelRunner
@@ -32,12 +31,23 @@ class Parts(NamedTuple):
     cost_meter: PreemptionCostMeter
 
 
-def make_parts(
+def make_components(
     decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeConfig | None,
     draft: Decoder | None,
-) -> Parts:
-    """Returns the parts of an engine whose ``decoder``, packed, has the weights ``version``; the other ``ranks`` allocate their caches.
-    Raises ``UserError`` for settings that contradict each other."""
+) -> EngineComponents:
+    """Returns the components of an engine.
+
+    Args:
+        decoder: The packed model.
+        settings: The resolved options of the engine.
+        version: The version of the decoder's weights.
+        ranks: The other tensor-parallel ranks, which allocate their caches here.
+        speculative: How draft tokens are proposed; ``None``: not at all.
+        draft: The draft model of speculative method ``draft``.
+
+    Raises:
+        UserError: Settings that contradict each other.
+    """
     shapes, weights = decoder.shapes, decoder.embed_tokens
     launches_ahead = launches_steps_ahead(settings, weights.device, ranks is not None, speculative is not None)
     batch = InputBatch(
@@ -58,7 +68,7 @@ def make_parts(
     if ranks is not None:
         sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
         ranks.run("allocate", sizes, lambda: None)
-    caches = model_cache(decoder, settings, launches_ahead)
+    caches = allocate_kv_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
     runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer)
     if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager:
@@ -73,23 +83,24 @@ def make_parts(
     )
     policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
     scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy)
-    return Parts(scheduler, runner, launches_ahead, meter)
+    return EngineComponents(scheduler, runner, launches_ahead, meter)
 
 
-def model_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[KVLayer]:
-    """Returns an empty cache for the model. ``launches_ahead``: one block more than is handed out, for rows that only fill up a batch."""
+def allocate_kv_cache(decoder: Decoder, settings: EngineSettings, launches_ahead: bool) -> list[KVLayer]:
+    """Returns an empty KV cache for ``decoder``. With ``launches_ahead`` it has one more block than the scheduler allocates, for padding
+    rows."""
     return make_cache(decoder, settings.num_blocks + launches_ahead, settings.kv_cache_dtype)
 
 
 def widest_window(shapes: ModelShapes) -> int:
-    """Returns the tokens that the widest layer looks back; 0: all."""
+    """Returns the size of the widest layer's attention window in tokens; 0: unlimited."""
     windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
     return 0 if None in windows else max(window or 0 for window in windows)
 
 
 def launches_steps_ahead(settings: EngineSettings, device: torch.device, has_ranks: bool, has_speculation: bool) -> bool:
-    """Returns whether an engine launches steps ahead. Raises ``UserError`` where that is asked for and impossible."""
-    why = "speculation needs each token before the next step" if has_speculation else "other ranks follow each step" if has_ranks else ""
-    if settings.async_scheduling and why:
-        raise UserError(f"engine async_scheduling is on and {why}; leave it out")
-    return device.type == "cuda" and not why if settings.async_scheduling is None else settings.async_scheduling
+    """Returns whether an engine launches steps ahead. Raises ``UserError`` if ``async_scheduling`` is set and not supported."""
+    reason = "speculation needs each token before the next step" if has_speculation else "other ranks follow each step" if has_ranks else ""
+    if settings.async_scheduling and reason:
+        raise UserError(f"engine async_scheduling is on and {reason}; leave it out")
+    return device.type == "cuda" and not reason if settings.async_scheduling is None else settings.async_scheduling
