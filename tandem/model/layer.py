@@ -10,8 +10,8 @@ from tandem.model.quantization.scheme import Stored
 
 
 class Linear(nn.Module):
-    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic. ``stored``: the
-    weights as a quantised checkpoint holds them, one for each stacked projection, until the decoder is packed."""
+    """The parameters of a linear layer, ``weight[N, K]`` and optionally ``bias[N]``; kernels do the arithmetic. ``stored``: until the
+    decoder is packed, the weights as a quantized checkpoint stores them, one for each stacked projection."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -44,7 +44,7 @@ class Layer(nn.Module):
         super().__init__()
         shapes = local_shapes(whole, cut)
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
-        # A cut by output columns (see ``ShardSpec``) leaves the sum whole.
+        # A matrix sharded by output columns (see ``ShardSpec``) needs no sum over ranks.
         rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
         self.input_layernorm = Norm(hidden, dtype, device)
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
@@ -62,7 +62,7 @@ class Layer(nn.Module):
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Its linear layers in the order in which the forward pass meets them; a mixture of experts is none."""
+        """Returns its linear layers in the order of the forward pass; a mixture of experts is not one."""
         if self.gate_up_proj is None or self.down_proj is None:
             return self.qkv_proj, self.o_proj
         return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj

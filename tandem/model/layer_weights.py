@@ -1,4 +1,4 @@
-"""A layer's weights as the forward pass runs it."""
+"""A layer's weights in the form that the forward pass uses."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from tandem.model.moe import ExpertLayer
 
 
 class LayerWeights(NamedTuple):
-    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
-    ``summed_output_bias`` and ``summed_down_bias``: in place of the other two where they are added after ranks have summed."""
+    """One layer's plain tensors or packed weights, without modules, so that nothing is looked up. ``summed_output_bias`` and
+    ``summed_down_bias`` replace the other two if they are added after the sum over ranks."""
 
     input_norm: Tensor
     attention: AttentionLayer
@@ -34,10 +34,10 @@ class LayerWeights(NamedTuple):
 def layer_weights(
     layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, cut: ShardSpec, trains: bool
 ) -> LayerWeights:
-    """Layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's part, which is
-    ``cut`` so; ``trains``: together with other ranks."""
-    # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
-    # the sum, so that all have its gradient at the same moment.
+    """Returns layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's shard,
+    which is described by ``cut``; ``trains``: together with other ranks."""
+    # Partial products are summed over the ranks and a bias must be added once: by the first rank, or in training by all ranks after the
+    # sum, so that all have its gradient at the same time.
     is_summed = not cut.deterministic and cut.size > 1
     late = is_summed and trains
     biased = not is_summed or (not late and cut.rank == 0)
