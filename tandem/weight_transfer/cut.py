@@ -1,4 +1,4 @@
-"""What a rank of a tensor-parallel engine needs of published weights."""
+"""The slices of published weights that a rank of a tensor-parallel engine needs."""
 
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import ShardOffsets
@@ -8,7 +8,8 @@ from tandem.weight_transfer.parts import Wanted
 
 
 def wanted_by(shapes: ModelShapes, cut: ShardSpec) -> Wanted:
-    """The slices of the rank of ``cut``. The function raises ``RunError`` for a tensor that the model does not have in this shape."""
+    """Returns a function that gives the slices of the rank with shard spec ``cut``. The function raises ``RunError`` for a tensor that the
+    model does not have in this shape."""
     expected = dict(parameters(shapes))
 
     def box(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:

@@ -228,7 +228,7 @@ def test_a_reader_beside_ranks_that_never_wait_sees_whole_versions_only(ranks: R
 
 def test_a_rank_that_fails_fails_all_in_one_line_and_the_next_version_is_registered(ranks: Ranks, shared: Shared, tmp_path: Path) -> None:
     found = ranks.run(MeshShape(data=2), one_fails, shared.buffers.names, shared.store_path, tmp_path, "raise")
-    assert found == ["the weights of step 2 (incarnation 1) are not registered: rank 1: [Errno 5] Input/output error"] * 2
+    assert found == ["the weights of step 2 (incarnation 1) were not published: rank 1: [Errno 5] Input/output error"] * 2
     check_first(shared)
     ranks.run(MeshShape(data=2), many_versions, shared.buffers.names, shared.store_path, 3)
     assert shared.reader().read().version == WeightVersion(1, 3)
