@@ -45,15 +45,15 @@ def intersection(a: ShardOffsets, b: ShardOffsets) -> ShardOffsets | None:
     return common if all(size > 0 for size in common.shape) else None
 
 
-def flat_range(shape: tuple[int, ...], box: ShardOffsets) -> range | None:
-    """Returns the row-major indices of the elements of ``box`` in a tensor of ``shape``; ``None`` if they are not contiguous."""
+def flat_range(shape: tuple[int, ...], offsets: ShardOffsets) -> range | None:
+    """Returns the row-major indices of the elements of ``offsets`` in a tensor of ``shape``; ``None`` if they are not contiguous."""
     first, has_several = 0, False
-    for size, start, stop in zip(shape, box.start, box.stop, strict=True):
+    for size, start, stop in zip(shape, offsets.start, offsets.stop, strict=True):
         if has_several and (start, stop) != (0, size):
             return None
         has_several = has_several or stop - start != 1
         first = first * size + start
-    return range(first, first + box.numel)
+    return range(first, first + offsets.numel)
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardOffsets]:
@@ -84,22 +84,22 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Sh
         yield from of_one_row(last, 0, stop % size)
 
 
-def is_covered(box: ShardOffsets, parts: Iterable[ShardOffsets]) -> bool:
-    """Returns whether every element of ``box`` is in one of ``parts``."""
-    left = [box]
+def is_covered(offsets: ShardOffsets, parts: Iterable[ShardOffsets]) -> bool:
+    """Returns whether every element of ``offsets`` is in one of ``parts``."""
+    left = [offsets]
     for part in parts:
         left = [rest for remaining in left for rest in difference(remaining, part)]
     return not left
 
 
-def difference(box: ShardOffsets, part: ShardOffsets) -> Iterator[ShardOffsets]:
-    """Yields ``box`` without ``part`` as rectangular parts: the rest before and after ``part`` along each axis, one axis after another."""
-    common = intersection(box, part)
+def difference(offsets: ShardOffsets, part: ShardOffsets) -> Iterator[ShardOffsets]:
+    """Yields ``offsets`` without ``part`` as rectangular parts: the rest before and after ``part`` along each axis, one axis after another."""
+    common = intersection(offsets, part)
     if common is None:
-        if box.numel:
-            yield box
+        if offsets.numel:
+            yield offsets
         return
-    start, stop = list(box.start), list(box.stop)
+    start, stop = list(offsets.start), list(offsets.stop)
     for axis in range(len(start)):
         if start[axis] < common.start[axis]:
             yield ShardOffsets(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :]))

@@ -102,61 +102,61 @@ class ShardSpec:
 WHOLE = ShardSpec()
 
 
-def vocabulary_part(shapes: ModelShapes, cut: ShardSpec) -> int:
+def vocabulary_part(shapes: ModelShapes, shard_spec: ShardSpec) -> int:
     """Returns the rows of the embedding on every rank but the last, which has the rest."""
-    return -(-shapes.vocab_size // cut.size)
+    return -(-shapes.vocab_size // shard_spec.size)
 
 
-def local_shapes(shapes: ModelShapes, cut: ShardSpec) -> ModelShapes:
+def local_shapes(shapes: ModelShapes, shard_spec: ShardSpec) -> ModelShapes:
     """Returns ``shapes`` with the heads, inner sizes and vocabulary of one rank. Key-value heads are replicated if there are fewer heads
     than ranks. Raises ``ValueError`` for a model that cannot be sharded this way."""
-    if cut.size == 1 and cut.expert_size == 1:
+    if shard_spec.size == 1 and shard_spec.expert_size == 1:
         return shapes
-    cut.check(shapes)
-    part, experts = vocabulary_part(shapes, cut), shapes.experts
+    shard_spec.check(shapes)
+    part, experts = vocabulary_part(shapes, shard_spec), shapes.experts
     return replace(
         shapes,
-        vocab_size=min(part, shapes.vocab_size - cut.rank * part),
-        num_attention_heads=shapes.num_attention_heads // cut.size,
-        num_key_value_heads=max(1, shapes.num_key_value_heads // cut.size),
-        intermediate_size=shapes.intermediate_size // cut.size,
-        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // cut.size),
+        vocab_size=min(part, shapes.vocab_size - shard_spec.rank * part),
+        num_attention_heads=shapes.num_attention_heads // shard_spec.size,
+        num_key_value_heads=max(1, shapes.num_key_value_heads // shard_spec.size),
+        intermediate_size=shapes.intermediate_size // shard_spec.size,
+        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // shard_spec.size),
     )
 
 
-def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: ShardSpec) -> tuple[slice, ...]:
+def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_spec: ShardSpec) -> tuple[slice, ...]:
     """Returns the part of parameter ``name`` (whole ``shape``) that a rank holds, one slice per axis. Raises ``KeyError`` for an unknown
     name."""
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
     axis = rule.axis
-    if cut.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
+    if shard_spec.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
         axis = 0
-    if axis is None or cut.size == 1:
+    if axis is None or shard_spec.size == 1:
         return tuple(slice(0, n) for n in shape)
     length = shape[axis]
     if rule.placement == "vocabulary":
-        part = vocabulary_part(shapes, cut)
-        start = cut.rank * part
+        part = vocabulary_part(shapes, shard_spec)
+        start = shard_spec.rank * part
     elif re.search(r"\.[kv]_proj\.", name):
-        part = max(1, shapes.num_key_value_heads // cut.size) * shapes.head_dim
-        start = cut.rank * shapes.num_key_value_heads // cut.size * shapes.head_dim
+        part = max(1, shapes.num_key_value_heads // shard_spec.size) * shapes.head_dim
+        start = shard_spec.rank * shapes.num_key_value_heads // shard_spec.size * shapes.head_dim
     else:
-        part = length // cut.size
-        start = cut.rank * part
+        part = length // shard_spec.size
+        start = shard_spec.rank * part
     return tuple(slice(start, min(start + part, length)) if i == axis else slice(0, n) for i, n in enumerate(shape))
 
 
-def is_held(shapes: ModelShapes, name: str, cut: ShardSpec) -> bool:
-    """Returns whether the rank with shard spec ``cut`` holds any of parameter ``name``: all parameters except the experts of other
+def is_held(shapes: ModelShapes, name: str, shard_spec: ShardSpec) -> bool:
+    """Returns whether the rank of ``shard_spec`` holds any of parameter ``name``: all parameters except the experts of other
     ranks."""
     expert = _EXPERT.search(name)
     if expert is None or shapes.experts is None:
         return True
-    return int(expert[1]) * cut.expert_size // shapes.experts.num_experts == cut.expert_rank
+    return int(expert[1]) * shard_spec.expert_size // shapes.experts.num_experts == shard_spec.expert_rank
 
 
-def local_parameters(shapes: ModelShapes, cut: ShardSpec) -> Iterator[Parameter]:
+def local_parameters(shapes: ModelShapes, shard_spec: ShardSpec) -> Iterator[Parameter]:
     """Yields ``layout.shapes.parameters`` with the shapes that a rank holds, without parameters that it does not hold."""
     for name, shape in parameters(shapes):
-        if is_held(shapes, name, cut):
-            yield Parameter(name, tuple(s.stop - s.start for s in cut_slices(shapes, name, shape, cut)))
+        if is_held(shapes, name, shard_spec):
+            yield Parameter(name, tuple(s.stop - s.start for s in shard_slices(shapes, name, shape, shard_spec)))

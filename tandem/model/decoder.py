@@ -65,8 +65,8 @@ class Decoder(nn.Module):
         self.kernels = kernels
         self.group, self.parallel = group, parallel
         assert group is None or parallel is None, "a decoder shard either infers or trains"
-        self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
-        self.local = local = local_shapes(shapes, self.cut)
+        self.shard_spec = group.shard_spec if group is not None else WHOLE if parallel is None else parallel.shard_spec
+        self.local = local = local_shapes(shapes, self.shard_spec)
         self.spans = spans = tuple(spans) or (whole(shapes.num_hidden_layers),)
         self.dtype = dtype
         if self.holds("model.embed_tokens.weight"):
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for index in self.layer_numbers:
             # Layers keep their index in the whole model, so that parameters have the same names on every stage.
-            self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.cut))
+            self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.shard_spec))
         if self.holds("model.norm.weight"):
             self.norm = Norm(shapes.hidden_size, dtype, device)
         has_head = self.holds("lm_head.weight") and not shapes.tie_word_embeddings
@@ -161,9 +161,9 @@ class Decoder(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
-        if self.cut.size == 1:
+        if self.shard_spec.size == 1:
             return F.embedding(tokens, self.embed_tokens)
-        own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
+        own = tokens - self.shard_spec.rank * vocabulary_part(self.shapes, self.shard_spec)
         held = (own >= 0) & (own < self.local.vocab_size)
         rows = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
         # Adding -0 changes nothing, not even the sign of zeros.
@@ -184,8 +184,8 @@ class Decoder(nn.Module):
 
     @property
     def _head_part(self) -> Head:
-        part = vocabulary_part(self.shapes, self.cut)
-        return Head(self.head_weight, self.cut.rank * part, part, self.shapes.vocab_size)
+        part = vocabulary_part(self.shapes, self.shard_spec)
+        return Head(self.head_weight, self.shard_spec.rank * part, part, self.shapes.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes ``hidden[R, H]`` -> [R, V]; ranks other than the first return only their own columns."""
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
             own = head_kernels(self.kernels).linear(hidden, self.head_weight, None)
         if self.group is None:
             return own
-        return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.cut), self.shapes.vocab_size)
+        return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.shard_spec), self.shapes.vocab_size)
 
     @property
     def head_weight(self) -> Tensor:
@@ -311,7 +311,7 @@ class Decoder(nn.Module):
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
         trains = self.parallel is not None
         return [
-            layer_weights(layer, index, own, mixture, self.local, self.cut, trains)
+            layer_weights(layer, index, own, mixture, self.local, self.shard_spec, trains)
             for layer, index, own, mixture in zip(self._layers(), self.layer_numbers, matrices, experts, strict=True)
         ]
 

@@ -40,12 +40,12 @@ class Layer(nn.Module):
     down_proj: Linear | None
     experts: Experts | None
 
-    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: ShardSpec = WHOLE) -> None:
+    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, shard_spec: ShardSpec = WHOLE) -> None:
         super().__init__()
-        shapes = local_shapes(whole, cut)
+        shapes = local_shapes(whole, shard_spec)
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
         # A matrix sharded by output columns (see ``ShardSpec``) needs no sum over ranks.
-        rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
+        rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
         self.input_layernorm = Norm(hidden, dtype, device)
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
         self.q_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.experts = self.gate_up_proj = self.down_proj = None
         if experts is not None and whole_experts is not None:
             down = (rows, whole_experts.intermediate_size)
-            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // cut.expert_size)
+            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size)
         else:
             self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)

@@ -32,15 +32,15 @@ class LayerWeights(NamedTuple):
 
 
 def layer_weights(
-    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, cut: ShardSpec, trains: bool
+    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, shard_spec: ShardSpec, trains: bool
 ) -> LayerWeights:
     """Returns layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's shard,
-    which is described by ``cut``; ``trains``: together with other ranks."""
+    which is described by ``shard_spec``; ``trains``: together with other ranks."""
     # Partial products are summed over the ranks and a bias must be added once: by the first rank, or in training by all ranks after the
     # sum, so that all have its gradient at the same time.
-    is_summed = not cut.deterministic and cut.size > 1
+    is_summed = not shard_spec.deterministic and shard_spec.size > 1
     late = is_summed and trains
-    biased = not is_summed or (not late and cut.rank == 0)
+    biased = not is_summed or (not late and shard_spec.rank == 0)
     q_norm = layer.q_norm.weight if layer.q_norm is not None else None
     k_norm = layer.k_norm.weight if layer.k_norm is not None else None
     heads, scale = (shapes.num_attention_heads, shapes.num_key_value_heads, shapes.head_dim), shapes.head_dim**-0.5

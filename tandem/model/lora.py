@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import WHOLE, ShardSpec, cut_slices
+from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file
 from tandem.types import UserError
@@ -153,25 +153,25 @@ def lora_batch(layers: list[LoraLayer], slots: Tensor, count: int) -> LoraBatch 
 
 
 def stack(
-    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, cut: ShardSpec = WHOLE
+    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, shard_spec: ShardSpec = WHOLE
 ) -> list[LoraLayer]:
     """Returns the layers' stacks for ``adapters`` in their slots (``None``: a free slot), in the dtype and on the device of ``like``.
-    ``cut``: returns what the rank with this shard spec needs."""
+    ``shard_spec``: returns what the rank with this shard spec needs."""
     layers = []
     for layer in range(shapes.num_hidden_layers):
         fused = {}
         for name, parts in _FUSED.items():
             if any(adapter is not None and (layer, part) in adapter.matrices for adapter in adapters for part in parts):
-                fused[name] = _low_rank(adapters, layer, parts, shapes, kernels, max_rank, like, cut)
+                fused[name] = _low_rank(adapters, layer, parts, shapes, kernels, max_rank, like, shard_spec)
         layers.append(LoraLayer(**fused))
     return layers
 
 
 def _low_rank(
     adapters: Sequence[Adapter | None], layer: int, parts: Sequence[str], shapes: ModelShapes, kernels: Kernels,
-    max_rank: int, like: Tensor, cut: ShardSpec,
+    max_rank: int, like: Tensor, shard_spec: ShardSpec,
 ) -> LowRank:
-    held = [_held(shapes, layer, part, cut) for part in parts]
+    held = [_held(shapes, layer, part, shard_spec) for part in parts]
     sizes = [rows.stop - rows.start for rows, _ in held]
     first = like.new_zeros(len(adapters), len(parts) * max_rank, held[0][1].stop - held[0][1].start)
     second = like.new_zeros(len(adapters), sum(sizes), len(parts) * max_rank)
@@ -187,10 +187,10 @@ def _low_rank(
     return LowRank(kernels.pack_groups(first), kernels.pack_groups(second))
 
 
-def _held(shapes: ModelShapes, layer: int, part: str, cut: ShardSpec) -> tuple[slice, slice]:
+def _held(shapes: ModelShapes, layer: int, part: str, shard_spec: ShardSpec) -> tuple[slice, slice]:
     """Returns the rows and the columns of an adapted matrix that a rank holds."""
     name = f"model.layers.{layer}.{'self_attn' if part in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{part}.weight"
-    rows, columns = cut_slices(shapes, name, _shape_of(shapes, layer, part, ""), cut)
+    rows, columns = shard_slices(shapes, name, _shape_of(shapes, layer, part, ""), shard_spec)
     return rows, columns
 
 

@@ -25,10 +25,10 @@ from tandem.weight_transfer.manifest import are_partition, place
 
 
 class Part(NamedTuple):
-    """The elements ``box`` of a tensor, which rank ``owner`` writes at ``offset_bytes``."""
+    """The elements ``offsets`` of a tensor, which rank ``owner`` writes at ``offset_bytes``."""
 
     owner: int
-    box: ShardOffsets
+    offsets: ShardOffsets
     offset_bytes: int
 
 
@@ -44,19 +44,19 @@ class PlacedTensor(NamedTuple):
 
 
 class OwnPart(NamedTuple):
-    """A part that this rank writes: ``tensors[tensor].parts[part]``, of ``size_bytes``. It is ``shard``, or the elements ``box`` of it,
+    """A part that this rank writes: ``tensors[tensor].parts[part]``, of ``size_bytes``. It is ``shard``, or the elements ``offsets`` of it,
     relative to the shard's origin."""
 
     tensor: int
     part: int
     size_bytes: int
     shard: WeightShard
-    box: ShardOffsets | None
+    offsets: ShardOffsets | None
 
     def read(self) -> Tensor:
         """Returns the part, contiguous in host memory; a view if the shard is the part."""
         whole = self.shard.read()
-        return (whole if self.box is None else whole[self.box.slices]).cpu().contiguous()
+        return (whole if self.offsets is None else whole[self.offsets.slices]).cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def place_shards(
     the parts of a tensor are incomplete."""
     tensors = tuple(_placed(_owners(_gathered(ranks, shards, trouble)), order))
     for tensor in tensors:
-        if not are_partition(tensor.shape, [part.box for part in tensor.parts]):
+        if not are_partition(tensor.shape, [part.offsets for part in tensor.parts]):
             raise RunError(f"the weights' conversion is missing a part of '{tensor.name}' {list(tensor.shape)}, which no rank has")
     held: dict[str, list[WeightShard]] = {}
     for shard in shards:
@@ -112,21 +112,21 @@ def place_shards(
     for i, tensor in enumerate(tensors):
         for j, part in enumerate(tensor.parts):
             if part.owner == ranks.rank:
-                size, shard = part.box.numel * DTYPE_BYTES[tensor.dtype], _holder(part.box, held[tensor.name])
-                own.append(OwnPart(i, j, size, shard, None if shard.box == part.box else part.box.within(shard.box)))
+                size, shard = part.offsets.numel * DTYPE_BYTES[tensor.dtype], _holder(part.offsets, held[tensor.name])
+                own.append(OwnPart(i, j, size, shard, None if shard.offsets == part.offsets else part.offsets.within(shard.offsets)))
     return ConvertedWeights(ranks, tensors, tuple(own))
 
 
-def _holder(box: ShardOffsets, shards: Sequence[WeightShard]) -> WeightShard:
-    """Returns the shard that contains ``box``."""
-    return next(shard for shard in shards if shard.box == box or intersection(shard.box, box) == box)
+def _holder(offsets: ShardOffsets, shards: Sequence[WeightShard]) -> WeightShard:
+    """Returns the shard that contains ``offsets``."""
+    return next(shard for shard in shards if shard.offsets == offsets or intersection(shard.offsets, offsets) == offsets)
 
 
 def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str | None) -> list[list[Piece]]:
     """Returns every rank's pieces, by rank."""
     if ranks.size == 1 and trouble is None:
-        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.box, s.dtype) for s in shards]]
-    told = [[s.name, dtype_name(s.dtype), s.whole, *s.box] for s in shards]
+        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.offsets, s.dtype) for s in shards]]
+    told = [[s.name, dtype_name(s.dtype), s.whole, *s.offsets] for s in shards]
     return [
         [
             Piece(Key(WEIGHTS, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), getattr(torch, dtype))

@@ -25,41 +25,41 @@ def wants_all(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
 
 
 class PartCopy(NamedTuple):
-    """A part to read: ``size_bytes`` from ``offset_bytes`` of the segment on, all of which is read for its digest. ``box``: the elements
+    """A part to read: ``size_bytes`` from ``offset_bytes`` of the segment on, all of which is read for its digest. ``offsets``: the elements
     needed of the tensor, of which the part contains ``common``. ``to``: the element offset of the whole part in the row-major memory of
-    ``box``; ``None`` if it is not contiguous there."""
+    ``offsets``; ``None`` if it is not contiguous there."""
 
     entry: TensorEntry
     part: PartEntry
     offset_bytes: int
     size_bytes: int
-    box: ShardOffsets
+    offsets: ShardOffsets
     common: ShardOffsets
     to: int | None
 
     def read(self, source: int, out: Tensor) -> bool:
-        """Copies the needed elements from the segment at address ``source`` to ``out`` (of ``box``'s shape); returns whether the digest of
+        """Copies the needed elements from the segment at address ``source`` to ``out`` (of the shape of ``offsets``); returns whether the digest of
         the copied bytes is the part's."""
         source += self.offset_bytes
         if self.to is not None:
             destination = out.data_ptr() + self.to * out.element_size()
             return copy_and_digest(destination, source, self.size_bytes, of_source=False) == self.part.digest
         part = box_of(self.part)
-        return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.box).slices]) == self.part.digest
+        return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.offsets).slices]) == self.part.digest
 
 
-def part_copies(entry: TensorEntry, box: ShardOffsets) -> list[PartCopy]:
-    """Returns the parts of ``entry`` that contain elements of ``box``."""
-    if len(entry.parts) == 1 and box.shape == entry.shape:
-        return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, box, box, 0)]
+def part_copies(entry: TensorEntry, offsets: ShardOffsets) -> list[PartCopy]:
+    """Returns the parts of ``entry`` that contain elements of ``offsets``."""
+    if len(entry.parts) == 1 and offsets.shape == entry.shape:
+        return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, offsets, offsets, 0)]
     copies = []
     for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
         held = box_of(part)
-        common = intersection(held, box)
+        common = intersection(held, offsets)
         if common is not None:
-            run = flat_range(box.shape, common.within(box)) if common == held else None
+            run = flat_range(offsets.shape, common.within(offsets)) if common == held else None
             to = None if run is None else run.start
-            copies.append(PartCopy(entry, part, offset, held.numel * DTYPE_BYTES[entry.dtype], box, common, to))
+            copies.append(PartCopy(entry, part, offset, held.numel * DTYPE_BYTES[entry.dtype], offsets, common, to))
     return copies
 
 

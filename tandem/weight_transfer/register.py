@@ -97,7 +97,7 @@ def _manifest(weights: ConvertedWeights, segment: str, digests: Sequence[Sequenc
     return make_manifest(version, [
         TensorEntry(
             tensor.name, tensor.dtype, tensor.shape, segment, tensor.offset_bytes, tensor.size_bytes,
-            tuple(PartEntry(part.owner, part.box.start, part.box.stop, next(left[part.owner])) for part in tensor.parts),
+            tuple(PartEntry(part.owner, part.offsets.start, part.offsets.stop, next(left[part.owner])) for part in tensor.parts),
         )
         for tensor in weights.tensors
     ])  # fmt: skip

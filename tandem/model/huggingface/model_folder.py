@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import ExpertNames, parameters
-from tandem.layout.sharding import ShardSpec, cut_slices, is_held, local_parameters
+from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface.model_config import TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
@@ -66,7 +66,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     if decoder.is_packed:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
-    held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.holds(name)]
+    held = [name for name, _ in local_parameters(decoder.shapes, decoder.shard_spec) if decoder.holds(name)]
     tensors: dict[str, Tensor] = {}
     if "model.embed_tokens.weight" in held:
         tensors["model.embed_tokens.weight"] = decoder.embed_tokens
@@ -81,7 +81,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
         tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.experts is not None:
-            tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.cut.expert_rank * layer.experts.held)
+            tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.shard_spec.expert_rank * layer.experts.held)
         elif layer.gate_up_proj is not None and layer.down_proj is not None:
             tensors |= _unfused(
                 layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
@@ -128,7 +128,7 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pac
     ``inv_freq`` buffers of old checkpoints are skipped, and a tied head that is also listed must equal the embedding.
     """
     given = checked_tensors(decoder, tensors)
-    held = {name: tensor for name, tensor in given.items() if is_held(decoder.shapes, name, decoder.cut)}
+    held = {name: tensor for name, tensor in given.items() if is_held(decoder.shapes, name, decoder.shard_spec)}
     load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in held.items()}, pack=pack)
 
 
@@ -158,10 +158,10 @@ def _layer_of(name: str) -> int | None:
     return int(rest.partition(".")[0]) if rest else None
 
 
-def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: ShardSpec | None = None) -> Tensor:
-    """Returns the shard of a whole tensor that the rank with shard spec ``cut`` (``None``: the decoder's own) holds."""
-    cut = cut or decoder.cut
-    return tensor if cut.size == 1 else tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut)]
+def part_of(decoder: Decoder, name: str, tensor: Tensor, shard_spec: ShardSpec | None = None) -> Tensor:
+    """Returns the shard of a whole tensor that the rank of ``shard_spec`` (``None``: the decoder's own) holds."""
+    shard_spec = shard_spec or decoder.shard_spec
+    return tensor if shard_spec.size == 1 else tensor[shard_slices(decoder.shapes, name, tuple(tensor.shape), shard_spec)]
 
 
 def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -34,10 +34,10 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelParallel:
-    """The groups of one rank. ``tensor``: shards matrices as described by ``cut``; ``sequence``: the residual stream too. ``context``:
+    """The groups of one rank. ``tensor``: shards matrices as described by ``shard_spec``; ``sequence``: the residual stream too. ``context``:
     shards the tokens of a batch. ``expert``: shards the experts of a layer; its ranks see different tokens."""
 
-    cut: ShardSpec = WHOLE
+    shard_spec: ShardSpec = WHOLE
     tensor: Communicator = _ALONE
     context: Communicator = _ALONE
     expert: Communicator = _ALONE
@@ -81,7 +81,7 @@ def training_collectives(parallel: ModelParallel | None, tokens: int) -> Collect
     """Returns the collectives of one forward pass over ``tokens`` (of this context rank)."""
     if parallel is None or parallel.tensor.size == 1:
         return ALONE
-    ranks, deterministic = parallel.tensor, parallel.cut.deterministic
+    ranks, deterministic = parallel.tensor, parallel.shard_spec.deterministic
     before = (lambda x: gathered_columns(x, ranks, "inputs of a row-parallel matrix", partial=True)) if deterministic else _same
     if parallel.sequence:
         gather = lambda x: gathered_rows(x, tokens, ranks, "tokens of sequence parallelism")

@@ -14,14 +14,14 @@ from tandem.runtime.collectives.communicator import connect
 
 
 class RankGroup:
-    """The ranks of one model, as seen by ``cut.rank``. Every rank must call each method, in the same order."""
+    """The ranks of one model, as seen by ``shard_spec.rank``. Every rank must call each method, in the same order."""
 
-    def __init__(self, cut: ShardSpec, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
+    def __init__(self, shard_spec: ShardSpec, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
         """Joins the other ranks through the file ``rendezvous``, which only they can read. A dead rank ends a call with ``RunError`` at
         once, a silent one after ``deadline_s``."""
-        self.cut = cut
-        store = dist.FileStore(str(rendezvous), cut.size)
-        self._ranks = connect("tensor", cut.rank, cut.size, store, device, deadline_s)
+        self.shard_spec = shard_spec
+        store = dist.FileStore(str(rendezvous), shard_spec.size)
+        self._ranks = connect("tensor", shard_spec.rank, shard_spec.size, store, device, deadline_s)
 
     def columns(self, x: Tensor) -> Tensor:
         """Returns every rank's ``x[T, N]`` concatenated: [T, size N]."""
@@ -53,6 +53,6 @@ def collectives(group: RankGroup | None) -> Collectives:
     """Returns the engine's collectives. Deterministic: gather inputs, and the columns of outputs. Otherwise: sum the partial products."""
     if group is None:
         return ALONE
-    if group.cut.deterministic:
+    if group.shard_spec.deterministic:
         return Collectives(before=group.columns, after=group.columns, embedded=group.total)
     return Collectives(after=group.total, embedded=group.total)

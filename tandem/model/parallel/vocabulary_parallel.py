@@ -73,7 +73,7 @@ def vocabulary_logprobs(
     With deterministic sharding each rank takes some of the R rows to the whole head, gathered for this; the results have the bits of one
     rank. Otherwise each takes all rows to its own shard, and maxima and sums over the vocabulary are reduced."""
     ranks = parallel.tensor
-    if parallel.cut.deterministic:
+    if parallel.shard_spec.deterministic:
         whole = gathered_head(head.weight, head.part, head.size, ranks, "rows of the head")
         bounds = [len(hidden) * rank // ranks.size for rank in range(ranks.size + 1)]
         mine = slice(bounds[ranks.rank], bounds[ranks.rank + 1])

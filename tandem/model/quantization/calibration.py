@@ -55,7 +55,7 @@ def _text_of(line: str, number: int, path: Path) -> str:
 
 
 def sequences_of(texts: list[str], tokenizer: Tokenizer, count: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns (calibration sequences, held-out ones) of ``length`` tokens each, cut from the concatenated texts: at most ``count``, and a
+    """Returns (calibration sequences, held-out ones) of ``length`` tokens each, taken from the concatenated texts: at most ``count``, and a
     quarter as many held-out ones from the end. Raises ``UserError`` if there are fewer than two."""
     tokens: list[int] = []
     for text in texts:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.kernels.api import Kernels
 from tandem.kernels.quantized import QuantizedWeight
 from tandem.layout.shapes import ModelShapes, parameters
-from tandem.layout.sharding import cut_slices
+from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
@@ -82,7 +82,7 @@ def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
             if not _is_plain(module, stored, tensors):
                 name = f"{module}.weight"
                 whole = read_weight(module, stored, tensors, tuple(wanted[name]))
-                quantised[module] = rows_of(whole, cut_slices(decoder.shapes, name, tuple(wanted[name]), decoder.cut)[0])
+                quantised[module] = rows_of(whole, shard_slices(decoder.shapes, name, tuple(wanted[name]), decoder.shard_spec)[0])
     for name, parameter in own.items():
         if name.removesuffix(".weight") not in quantised:
             parameter.copy_(part_of(decoder, name, _plain(name, tensors, tuple(wanted[name]))))
