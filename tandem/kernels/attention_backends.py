@@ -47,10 +47,10 @@ def _flash_4(module: Any) -> Attention:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
         left = (None, None) if window is None else (window - 1, 0)
-        found = module.flash_attn_varlen_func(
+        result = module.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, softmax_scale=scale, causal=True, window_size=left
         )
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     return attend

@@ -54,7 +54,7 @@ def check_newer(version: WeightVersion, digest: str | None, published: WeightMan
 
 
 def publish(store: Store, manifest: WeightManifest, replaced: Replaceable | None = None) -> int:
-    """Publishes ``manifest`` and returns its revision. ``found``: a recent result of ``replaceable``. Raises ``RunError`` if a newer
+    """Publishes ``manifest`` and returns its revision. ``replaced``: a recent result of ``replaceable``. Raises ``RunError`` if a newer
     manifest is published, even concurrently: a stale incarnation loses every race."""
     value = to_json(manifest)
     replaced = replaced or replaceable(store)

@@ -47,7 +47,7 @@ _OUT_OF_MEMORY = -1
 
 
 _NO_MEMORY = (
-    b"a kernel found no memory for what it works with; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
+    b"a kernel could not allocate its working memory; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
     b"rollout.engine.max_num_batched_tokens)"
 )
 """A constant, because the library keeps the pointer."""
