@@ -39,7 +39,7 @@ from ranks import Ranks
 
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import parameters
-from tandem.layout.sharding import cut_slices
+from tandem.layout.sharding import shard_slices
 
 DENSE, TIED = replace(QWEN3, tie_word_embeddings=False), QWEN3
 MUON = Case(DENSE, optimizer="muon")
@@ -180,7 +180,7 @@ def together(case: Case, found: list[dict[str, Any]], kind: str) -> dict[str, to
     for one in found:
         for name, part in one[kind].items():
             whole = made.setdefault(name, torch.full(shapes[name], torch.nan, dtype=part.dtype))
-            whole[cut_slices(case.shapes, name, shapes[name], one["cut"])] = part
+            whole[shard_slices(case.shapes, name, shapes[name], one["cut"])] = part
     assert made.keys() == shapes.keys() and all(bool(tensor.isfinite().all()) for tensor in made.values())
     return made
 

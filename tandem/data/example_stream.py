@@ -1,6 +1,6 @@
-"""The endless order of examples: which one sequence ``i`` is, is a function of (dataset, seed, longest, i) and nothing else.
+"""The endless order of examples: example ``i`` is a function of (dataset, seed, longest, i) alone.
 
-Shards and examples are shuffled in every epoch as in ``stream``; an example is never cut and never joined with another.
+Shards and examples are shuffled in every epoch as in ``stream``; an example is never split and never joined with another.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from tandem.types import UserError
 
 
 class ExampleStream:
-    """Examples of at most ``longest`` tokens. ``lengths``: of the documents of each shard, in tokens. ``open_shard`` gives the reader of
-    a shard by its number."""
+    """Examples of at most ``longest`` tokens. ``lengths``: of the documents of each shard, in tokens. ``open_shard`` returns the reader of
+    a shard by its index."""
 
     def __init__(self, lengths: Sequence[Sequence[int]], open_shard: Callable[[int], ShardReader], *, seed: int, longest: int) -> None:
         self.seed, self._open_shard = seed, open_shard
@@ -29,7 +29,7 @@ class ExampleStream:
         self._shard = lru_cache(maxsize=4)(self._shard_of)
 
     def sequence(self, index: int) -> list[Piece]:
-        """Example ``index`` of the endless order, as the one piece of its sequence."""
+        """Returns example ``index`` of the endless order, as the only piece of its sequence."""
         epoch, at = divmod(index, self.examples)
         shards, starts = self._epoch(epoch)
         place = bisect_right(starts, at) - 1
@@ -40,7 +40,7 @@ class ExampleStream:
         return [Piece(shard, document, 0, reader.tokens(document, 0, length), reader.learned(document, 0, length))]
 
     def _epoch_of(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The shards of ``epoch`` in their order, and the example of the epoch at which each begins. Empty ones are left out."""
+        """Returns the non-empty shards of ``epoch`` in order, and the example of the epoch at which each begins."""
         shards = [i for i, kept in enumerate(self._kept) if kept]
         counter_random("shards", self.seed, epoch).shuffle(shards)
         return shards, list(itertools.accumulate((len(self._kept[i]) for i in shards), initial=0))[:-1]

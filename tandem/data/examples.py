@@ -1,4 +1,4 @@
-"""Examples for supervised fine-tuning, as lines of JSON hold them: a prompt with its completion, or a conversation."""
+"""Examples for supervised fine-tuning, read from lines of JSON: a prompt with its completion, or a conversation."""
 
 import json
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ ASSISTANT = "assistant"
 
 
 class BrokenExample(Exception):
-    """An example that cannot be trained on; the message says why in one line."""
+    """Raised for an example that cannot be trained on; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """``prompt`` and ``completion``, or ``messages``, each with ``role`` and ``content`` and one at least the assistant's, which may have
-    ``tool_calls`` instead. ``tools``: the tools that the assistant can call, as JSON schemas."""
+    """One example: ``prompt`` and ``completion``, or ``messages`` with ``role`` and ``content``, at least one of them the assistant's,
+    which may have ``tool_calls`` instead of content. ``tools``: the tools that the assistant can call, as JSON schemas."""
 
     prompt: str = ""
     completion: str = ""
@@ -29,8 +29,8 @@ class Example:
 
     @property
     def asked(self) -> str:
-        """The prompt before the first learned token. It decides the side of an example, so that no question is both trained on and
-        held out."""
+        """The prompt before the first learned token. It decides the split of an example, so that no question is both trained on and held
+        out."""
         if not self.messages:
             return self.prompt
         first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
@@ -43,7 +43,7 @@ def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
         raise BrokenExample("it is not a JSON object")
     if "messages" in row:
         if completion_key in row:
-            raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example is one of the two")
+            raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example must be one of the two")
         return Example(messages=_messages(row["messages"]), tools=_tools(row.get("tools")))
     for key in (prompt_key, completion_key):
         if not isinstance(row.get(key), str):
@@ -58,12 +58,12 @@ def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
         raise BrokenExample("'messages' is not a list of messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BrokenExample(f"message {number} lacks a 'role' that is a text")
+            raise BrokenExample(f"message {number} needs a 'role' that is a text")
         is_assistant, calls, content = message["role"] == ASSISTANT, message.get("tool_calls"), message.get("content")
         if calls is not None and not (is_assistant and isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise BrokenExample(f"message {number} has 'tool_calls' that are not a list of calls by the assistant")
         if not isinstance(content, str) and not (calls and content is None):
-            raise BrokenExample(f"message {number} lacks a 'content' that is a text")
+            raise BrokenExample(f"message {number} needs a 'content' that is a text")
         if is_assistant and not content and not calls:
             raise BrokenExample(f"message {number} is the assistant's and empty, so there is nothing to learn")
     if not any(message["role"] == ASSISTANT for message in messages):

@@ -1,4 +1,4 @@
-"""Batches in the order of the steps, read ahead in a thread so that compute never waits, and the seconds it did."""
+"""Batches in the order of the steps, prefetched by a thread, with a measure of how long compute waited for data."""
 
 import queue
 import threading
@@ -19,8 +19,8 @@ def batch_indices(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> 
 
 
 class Loader(Generic[T]):
-    """Batches of ``sequence(i)`` from ``first_step`` on, up to ``ahead`` of them waiting. ``idle_s``: seconds that the consumer
-    has waited after the first batch. Close it, or leave its ``with``, to end the thread."""
+    """Batches of ``sequence(i)`` from ``first_step`` on, up to ``ahead`` of them prefetched. ``idle_s``: seconds that the consumer has
+    waited after the first batch. Close it, or leave its ``with`` block, to end the thread."""
 
     def __init__(
         self, sequence: Callable[[int], T], batch_size: int, *, first_step: int = 0, rank: int = 0, ranks: int = 1, ahead: int = 4
@@ -36,7 +36,7 @@ class Loader(Generic[T]):
         self._thread.start()
 
     def __iter__(self) -> Iterator[tuple[int, list[T]]]:
-        """(step, this rank's sequences), without end. What reading raised is raised here."""
+        """Yields (step, this rank's sequences) without end. Raises what reading raised."""
         step = self._step
         while True:
             began = perf_counter()

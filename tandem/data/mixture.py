@@ -1,4 +1,4 @@
-"""Several streams in given proportions, as one: which stream sequence ``i`` comes from is a function of (weights, seed, i)."""
+"""Mixes several streams in given proportions: the stream of sequence ``i`` is a function of (weights, seed, i)."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ HALF = Fraction(1, 2)
 
 
 class Mixture:
-    """``weights[d]``: the share of stream d, any positive numbers. After n sequences each stream has given its share of n to
-    within one block; inside a block of about 1,024 the order is random. The k-th sequence taken from a stream is its k-th."""
+    """``weights[d]``: the share of stream d, any positive numbers. After n sequences each stream has contributed its share of n to within
+    one block; within a block of about 1,024 the order is random. The k-th sequence taken from a stream is its k-th."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         if not weights:
@@ -23,23 +23,23 @@ class Mixture:
         for weight in weights:
             if not 0 < weight < float("inf"):
                 raise UserError(f"the weight of a dataset is {weight}; it must be above 0, and finite")
-        # As they are written: 0.1 is a tenth, not the binary fraction next to it.
+        # Exact decimal fractions: 0.1 is a tenth, not the nearest binary fraction.
         exact = [Fraction(str(weight)) for weight in weights]
         self._shares = [weight / sum(exact) for weight in exact]
         self.seed = seed
         self._block = lru_cache(maxsize=4)(self._block_of)
 
     def place(self, index: int) -> tuple[int, int]:
-        """(stream, which of its sequences) of sequence ``index``."""
+        """Returns (stream, index in that stream) of sequence ``index``."""
         block = index // BLOCK
-        # Rounding makes a block a few sequences longer or shorter than BLOCK, never more than the streams there are.
+        # Because of rounding a block may differ from BLOCK by at most the number of streams.
         block = bisect_right(range(block + len(self._shares) + 2), index, key=lambda b: sum(self._taken(b))) - 1
         streams, counts = self._block(block)
         nth = index - sum(self._taken(block))
         return streams[nth], counts[nth]
 
     def _taken(self, block: int) -> list[int]:
-        """Sequences of each stream in the blocks before ``block``: its share, rounded, which never falls."""
+        """Returns the number of sequences of each stream in the blocks before ``block``: its share, rounded, which never decreases."""
         return [floor(share * BLOCK * block + HALF) for share in self._shares]
 
     def _block_of(self, block: int) -> tuple[list[int], list[int]]:
@@ -55,7 +55,7 @@ class Mixture:
 
 
 def mixed(streams: Sequence[Callable[[int], object]], weights: Sequence[float], seed: int) -> Callable[[int], object]:
-    """Sequence ``i`` of the mixture of ``streams``, each a function of its own index."""
+    """Returns sequence ``i`` of the mixture of ``streams`` as a function; each stream is a function of its own index."""
     mixture = Mixture(weights, seed)
 
     def sequence(index: int) -> object:

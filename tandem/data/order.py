@@ -1,4 +1,4 @@
-"""Which prompts a step gets. Depends on the step alone, so a resume needs no state."""
+"""The prompts of each step, as a function of the step alone, so that a resume needs no state."""
 
 from functools import lru_cache
 

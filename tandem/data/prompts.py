@@ -1,5 +1,4 @@
-"""From a task's instances to the prompts of a run: rendered, tokenised once, and refused before work begins where they
-do not fit the context."""
+"""The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +14,7 @@ RenderChat = Callable[[list[dict[str, str]]], str]
 
 
 class EncodedDemonstration(NamedTuple):
-    """A demonstration as the trainer wants it: the prompt's tokens, then the completion's with the end of sequence."""
+    """A tokenized demonstration: the prompt's tokens, then the completion's with the end of sequence."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -24,11 +23,11 @@ class EncodedDemonstration(NamedTuple):
 
 
 class PromptSource:
-    """The prompts of a run. Every prompt is a function of ``seed`` and its position, so a resume needs no state.
+    """The prompts of a run. Every prompt is a function of ``seed`` and its position, so that a resume needs no state.
 
-    ``encode``: text to token ids, with the special tokens that the model expects first. ``render_chat``: messages to the text of
-    the tokenizer's chat template, up to where the answer begins (required if ``config.chat`` is set). A prompt may have at
-    most ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole here. Raises ``UserError``.
+    ``encode``: text to token ids, with the special tokens that the model expects first. ``render_chat``: messages to the text of the
+    tokenizer's chat template, up to where the answer begins (required if ``config.chat`` is set). A prompt may have at most
+    ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole in the constructor. Raises ``UserError``.
     """
 
     def __init__(
@@ -61,32 +60,32 @@ class PromptSource:
 
     @property
     def fingerprint(self) -> str:
-        """Changes where any prompt of the run would: a resume compares it."""
+        """A digest that changes whenever a prompt of the run would; a resume compares it."""
         return f"{self.task.fingerprint} {self.config.prompt_template!r} {self.config.chat} {self.config.system_prompt!r}"
 
     def for_step(self, step: int) -> list[Prompt]:
-        """The training prompts of ``step``."""
+        """Returns the training prompts of ``step``."""
         indices = prompt_indices(step, self.prompts_per_step, self.seed, self.task.size)
         return [self.prompt(f"train-{index}", self.task.train_prompt(index)) for index in indices]
 
     def held_out(self, count: int) -> list[Prompt]:
-        """The prompts of the evaluations, the same for every step; fewer where the task has no more."""
+        """Returns the prompts of the evaluations, the same for every step; fewer if the task has fewer."""
         return self._evaluation("held_out", count)
 
     def fresh(self, count: int) -> list[Prompt]:
-        """The prompts of the final figure: neither trained on nor seen by an earlier evaluation, unless the task has
-        one evaluation file for both."""
+        """Returns the prompts of the final accuracy: neither trained on nor seen by an earlier evaluation, unless the task has one
+        evaluation file for both."""
         return self._evaluation("final", count)
 
     def demonstrations(self, seed: int, corrupted_share: float, end_of_sequence: int) -> Iterator[EncodedDemonstration]:
-        """The demonstrations of a warm-up, without end; ``corrupted_share`` of them are wrong."""
+        """Yields the demonstrations of supervised fine-tuning without end; ``corrupted_share`` of them are wrong."""
         index = 0
         while True:
             yield self.demonstration(index, seed, corrupted_share, end_of_sequence)
             index += 1
 
     def demonstration(self, index: int, seed: int, corrupted_share: float, end_of_sequence: int) -> EncodedDemonstration:
-        """Demonstration ``index``, which the run's seed and ``seed`` determine."""
+        """Returns demonstration ``index``, determined by the run's seed and ``seed``."""
         shown = self.task.demonstration(index, self.seed * 1_000_003 + seed, corrupted_share)
         prompt = self.prompt(f"demonstration-{index}", shown.item)
         completion = (*self._encode_completion(prompt, shown.completion), end_of_sequence)
@@ -98,8 +97,7 @@ class PromptSource:
         return EncodedDemonstration(prompt.id, prompt.token_ids, completion, shown.correct)
 
     def prompt(self, id: str, item: TaskItem) -> Prompt:
-        """``item`` rendered and tokenised. Raises ``UserError`` where it is empty or too long, naming where it
-        stands."""
+        """Returns ``item`` rendered and tokenized. Raises ``UserError`` with its location if it is empty or too long."""
         text = self._render(item.text)
         token_ids = tuple(self._encode(text))
         if not token_ids:
@@ -113,7 +111,7 @@ class PromptSource:
         return Prompt(id, text, token_ids, item.ground_truth, self.task.name, item.columns)
 
     def close(self) -> None:
-        """End what the task started."""
+        """Ends the processes that the task started."""
         self.task.close()
 
     def _check_all(self) -> None:
@@ -138,7 +136,7 @@ class PromptSource:
         return self._evaluations[split, count]
 
     def _render(self, text: str) -> str:
-        # Not str.format: a prompt or template may hold braces of its own.
+        # Not str.format, because a prompt or template may contain braces.
         filled = self.config.prompt_template.replace("{prompt}", text)
         if not self.config.chat:
             return filled
@@ -149,8 +147,8 @@ class PromptSource:
         return self._render_chat(messages)
 
     def _encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
-        # The completion's tokens are what the tokenizer adds to the prompt, so that nothing is prepended twice (a
-        # beginning-of-sequence token) and the boundary is where it is in rollout.
+        # The completion's tokens are those that the tokenizer adds to the prompt, so that nothing is prepended twice (a
+        # beginning-of-sequence token) and the boundary is the same as in rollout.
         whole = tuple(self._encode(prompt.text + completion))
         start = len(prompt.token_ids)
         if whole[:start] != prompt.token_ids:

@@ -43,7 +43,7 @@ class ShardFiles:
         for shard in self.dataset.shards:
             for name, size in ((f"{shard.name}.tar", shard.size), (f"{shard.name}.lengths", shard.documents * LENGTH_BYTES)):
                 if name not in sizes:
-                    raise UserError(f"'{self.storage.url}' lacks {name}; {AGAIN}")
+                    raise UserError(f"'{self.storage.url}' has no {name}; {AGAIN}")
                 if sizes[name] != size:
                     raise UserError(f"{name} in '{self.storage.url}' has {sizes[name]} bytes and was written with {size}; remove it, and {AGAIN}")
 
@@ -53,14 +53,14 @@ class ShardFiles:
         try:
             return read_lengths(read(self.storage, f"{shard.name}.lengths"), shard)
         except FileNotFoundError:
-            raise RunError(f"'{self.storage.url}' lacks {shard.name}.lengths; {AGAIN}") from None
+            raise RunError(f"'{self.storage.url}' has no {shard.name}.lengths; {AGAIN}") from None
 
     def _file(self, name: str, shard: Shard) -> Path:
         local = self.storage.local(name)
         if local is not None:
             return local
         if self.cache is None:
-            raise RunError(f"'{self.storage.url}' is not on this machine; name a folder that its shards can be brought to")
+            raise RunError(f"'{self.storage.url}' is not on this machine; name a folder to download its shards to")
         path = self.cache / name
         if not path.exists():
             self._bring(name, path, shard)

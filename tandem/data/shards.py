@@ -1,8 +1,8 @@
-"""Shards of token ids in the WebDataset format: a tar file with one ``KEY.npy`` a document, and its lengths beside it. Of examples
-for supervised fine-tuning a ``KEY.learned.npy`` follows each: a byte a token, 1 where the token is to be learned.
+"""Shards of token ids in the WebDataset format: a tar file with one ``KEY.npy`` per document, and a file of their lengths. For supervised
+fine-tuning each is followed by a ``KEY.learned.npy``: one byte per token, 1 if the token is learned.
 
-Any reader of WebDataset reads them (``webdataset.WebDataset(url).decode()`` gives an array a document). Because every entry is
-an array of a known dtype, where a document lies follows from the lengths before it, and a reader of ours needs no scan.
+Any WebDataset reader can read them (``webdataset.WebDataset(url).decode()`` returns an array per document). Because every entry is an array
+of a known dtype, the offset of a document follows from the preceding lengths, and our reader needs no scan.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from tandem.types import RunError
 BLOCK_BYTES = 512
 NPY_HEADER_BYTES = 128
 LENGTH_BYTES = array("I").itemsize
-AGAIN = "give the command that made it (tandem tokenize) again"
+AGAIN = "run the command that made it (tandem tokenize) again"
 MASK_DTYPE = "uint8"
 TYPE_CODES: dict[str, Literal["B", "H", "I"]] = {MASK_DTYPE: "B", "uint16": "H", "uint32": "I"}
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The narrowest dtype that holds every id below ``vocab_size``."""
+    """Returns the narrowest dtype that holds every id below ``vocab_size``."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A committed shard: ``NAME.tar`` and ``NAME.lengths``. ``digest``: BLAKE2b-128 of the tar file, ``lengths_digest`` of the
-    other, in hexadecimal. ``size``: bytes of the tar file. ``skipped``: broken documents of its source, which are not in it.
-    ``learned``: tokens that are to be learned (``None``: the shard does not say which)."""
+    """A committed shard: ``NAME.tar`` and ``NAME.lengths``. ``digest``: BLAKE2b-128 of the tar file, ``lengths_digest`` of the other, in
+    hexadecimal. ``size``: bytes of the tar file. ``skipped``: broken documents of its source that are left out. ``learned``: number of
+    learned tokens (``None``: the shard has no masks)."""
 
     name: str
     documents: int
@@ -59,8 +59,8 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes ``NAME.tar`` and ``NAME.lengths`` to ``folder``. Bytes depend on the documents and ``dtype`` alone: no time, no
-    owner. ``has_masks``: every document comes with what is to be learned of it."""
+    """Writes ``NAME.tar`` and ``NAME.lengths`` to ``folder``. The bytes depend on the documents and ``dtype`` alone: no time, no owner.
+    ``has_masks``: every document comes with a mask of the learned tokens."""
 
     def __init__(self, folder: Path, name: str, dtype: str, has_masks: bool = False) -> None:
         self.folder, self.name, self.dtype, self.has_masks = folder, name, dtype, has_masks
@@ -71,7 +71,7 @@ class ShardWriter:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add(self, tokens: Sequence[int], learned: Sequence[int] = ()) -> None:
-        """One document. ``learned``: 1 for each token that is to be learned and 0 for the others, where the shard has masks."""
+        """Adds one document. ``learned``: 1 for each learned token and 0 for the others, if the shard has masks."""
         self._add_member("npy", self.dtype, tokens)
         if self.has_masks:
             assert len(learned) == len(tokens)
@@ -87,7 +87,7 @@ class ShardWriter:
         self._write(header + npy_header(dtype, len(values)) + content + bytes(-member.size % BLOCK_BYTES))
 
     def close(self) -> Shard:
-        """Finish both files."""
+        """Finishes both files and returns the shard."""
         self._write(bytes(2 * BLOCK_BYTES))
         self._file.close()
         lengths = self.lengths.tobytes()
@@ -105,7 +105,7 @@ class ShardWriter:
 
 
 def npy_header(dtype: str, count: int) -> bytes:
-    """The header of NumPy's format 1.0 for a flat array of ``count`` little-endian numbers, padded to 128 bytes."""
+    """Returns the header of NumPy's format 1.0 for a flat array of ``count`` little-endian numbers, padded to 128 bytes."""
     letter = {MASK_DTYPE: "|u1", "uint16": "<u2", "uint32": "<u4"}[dtype]
     text = f"{{'descr': '{letter}', 'fortran_order': False, 'shape': ({count},), }}"
     length = NPY_HEADER_BYTES - 10
@@ -130,7 +130,7 @@ class ShardReader:
         with tar.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(self._memory) != shard.size or self.starts[-1] + 2 * BLOCK_BYTES != shard.size:
-            raise RunError(f"the shard '{tar}' has {len(self._memory)} bytes and should have {shard.size}; remove it, and {AGAIN}")
+            raise RunError(f"the shard '{tar}' has {len(self._memory)} bytes instead of {shard.size}; remove it, and {AGAIN}")
 
     def tokens(self, document: int, start: int, stop: int) -> "memoryview[int]":
         """Returns tokens ``start .. stop - 1`` of a document, as a view into the file."""

@@ -1,7 +1,6 @@
-"""Which instances are trained on and which are held out, decided by the instance itself.
+"""Splits instances into training and held-out sets, decided by the instance itself.
 
-The side of an instance is a hash of its text, so training, evaluation and the final figure are disjoint for any
-seed.
+The split of an instance is a hash of its text, so that training, evaluation and the final accuracy are disjoint for any seed.
 """
 
 import hashlib
@@ -18,8 +17,7 @@ def split_position(text: str) -> float:
 
 
 def split_of(text: str, held_out_share: float) -> Split:
-    """Returns the split of ``text``: ``held_out_share`` of all texts for the evaluations of a run, as many for its final
-    figure."""
+    """Returns the split of ``text``: ``held_out_share`` of all texts for the evaluations of a run, and as many for its final accuracy."""
     position = split_position(text)
     if position < held_out_share:
         return "held_out"

@@ -1,6 +1,6 @@
-"""The endless order of a tokenized dataset: sequence ``i`` is a function of (dataset, seed, length, i) and nothing else.
+"""The endless order of a tokenized dataset: sequence ``i`` is a function of (dataset, seed, length, i) alone.
 
-Every epoch shuffles the shards and the documents of each shard. The documents are concatenated and cut every ``length`` tokens. The only
+Every epoch shuffles the shards and the documents of each shard. The documents are concatenated and split every ``length`` tokens. The only
 cursor of a run is the number of sequences it has read, so a run resumes with any number of ranks without losing or repeating a token.
 """
 
@@ -32,13 +32,13 @@ Sequence = list[Piece]
 
 
 class TokenStream:
-    """Sequences of ``length`` tokens from ``dataset``; ``open_shard`` gives the reader of a shard by its number."""
+    """Sequences of ``length`` tokens from ``dataset``; ``open_shard`` returns the reader of a shard by its index."""
 
     def __init__(self, dataset: TokenizedDataset, open_shard: Callable[[int], ShardReader], *, seed: int, length: int) -> None:
         if length < 2:
             raise UserError(f"the length of a training sequence is {length} tokens; it must be at least 2, the first predicts the second")
         if dataset.tokens == 0:
-            raise UserError("the dataset has no tokens; tokenize a source that holds text")
+            raise UserError("the dataset has no tokens; tokenize a source that contains text")
         self.dataset, self.seed, self.length = dataset, seed, length
         self._open_shard = open_shard
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)

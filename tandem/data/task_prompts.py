@@ -11,7 +11,7 @@ from tandem.text.tokenizer import Tokenizer
 def task_prompts(
     task: TaskConfig, folder: Path, *, seed: int, prompts_per_step: int = 1, context_tokens: int, max_new_tokens: int = 0
 ) -> PromptSource:
-    """The prompts of ``task``, tokenised for the model in ``folder``. A chat template writes its own special tokens."""
+    """Returns the prompts of ``task``, tokenized for the model in ``folder``. A chat template adds its own special tokens."""
     tokenizer = Tokenizer.from_folder(folder)
     return PromptSource(
         task,

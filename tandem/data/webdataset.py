@@ -1,7 +1,7 @@
-"""Samples of WebDataset shards: tar files whose neighbouring members form a sample when they share the name before the first dot.
+"""Samples of WebDataset shards: tar files in which neighbouring members with the same name before the first dot form a sample.
 
-Names are split as https://github.com/webdataset/webdataset splits them: ``a/b.c.txt`` is the member ``.c.txt`` of the sample ``a/b``, in
-lower case; names without a dot, directories, links and metadata (``__name__``) belong to no sample.
+Names are split as in https://github.com/webdataset/webdataset: ``a/b.c.txt`` is the member ``.c.txt`` of the sample ``a/b``, in lower case;
+names without a dot, directories, links and metadata (``__name__``) belong to no sample.
 """
 
 import re
@@ -19,7 +19,7 @@ Sample = dict[str, tuple[str, bytes]]
 
 
 class _Header(tarfile.TarInfo):
-    """A header that raises where the archive ends without its end-of-archive marker; ``tarfile`` takes that for the end."""
+    """A header that raises if the archive ends without its end-of-archive marker, which ``tarfile`` would accept as the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -43,7 +43,7 @@ def samples(file: BinaryIO, kinds: Collection[str]) -> Iterator[Sample]:
     sample: Sample = {}
     with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as archive:
         while (member := archive.next()) is not None:
-            # tarfile keeps every header that it has read.
+            # tarfile keeps every header it has read.
             cast(Any, archive).members.clear()
             parts = _MEMBER.fullmatch(member.name)
             if parts is None or not member.isreg() or _METADATA.match(member.name):
@@ -56,7 +56,7 @@ def samples(file: BinaryIO, kinds: Collection[str]) -> Iterator[Sample]:
             if kind not in kinds:
                 continue
             if kind in sample:
-                raise ValueError(f"the member '{member.name}' is there twice")
+                raise ValueError(f"the member '{member.name}' occurs twice")
             content = archive.extractfile(member)
             assert content is not None
             sample[kind] = (member.name, content.read())

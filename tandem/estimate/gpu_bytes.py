@@ -1,4 +1,4 @@
-"""Bytes of a GPU, and of the host's memory beside it, that one training process takes. Imports no torch."""
+"""Bytes of GPU memory, and of host memory with it, that one training process needs. Imports no torch."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -8,18 +8,18 @@ from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.shapes import ModelShapes
 
 PIECE_BYTES = 16 << 20
-"""Of offloaded moments: one piece of one moment (``trainer.adamw_host``)."""
+"""One piece of one offloaded moment (``trainer.optimizers.adamw_host``)."""
 PIECES_ON_GPU = 6
 
 
 def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """``training_bytes`` where the process computes on a GPU."""
+    """Returns ``training_bytes`` for a process that computes on a GPU."""
     weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
     is_away = trainer.offload != "none"
     moments = 0 if is_away else state_bytes(shapes, trainer) // parallel.tensor
     at_work = PIECES_ON_GPU * PIECE_BYTES if is_away else working_bytes(shapes, trainer, parallel)
     held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero)
-    # Every matrix is there once more in 16 bits until the backward has passed it.
+    # Every matrix exists once more in 16 bits until its backward pass.
     copies = weights // 2 if trainer.precision != "fp32" else 0
     saved = gpu_saved_bytes(shapes, trainer, tokens)
     logits = gpu_logits_bytes(tokens, shapes.vocab_size)
@@ -27,7 +27,8 @@ def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int,
 
 
 def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
-    """What the layers save for the backward: in 16 bits all but the residual stream and the sums of attention's weights."""
+    """Returns the bytes that the layers save for the backward pass: 16 bits per element, except for the residual stream and attention's
+    log-sum-exp."""
     if trainer.precision == "fp32":
         return saved_bytes(shapes, trainer, tokens)
     hidden, layers = shapes.hidden_size, []
@@ -46,5 +47,5 @@ def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) ->
 
 
 def host_bytes_beside_gpu(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """Pinned memory of all ranks together: the staged copy of a checkpoint, and moments that are offloaded to the host."""
+    """Returns the pinned memory of all ranks together: the staged copy of a checkpoint, and moments offloaded to the host."""
     return checkpoint_bytes(shapes, trainer) + (optimizer_bytes(shapes, trainer.optimizer) if trainer.offload == "cpu" else 0)

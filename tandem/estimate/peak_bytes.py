@@ -1,4 +1,4 @@
-"""Peak resident bytes of one training process: the process itself, what training holds, and what ranks exchange. Imports no torch."""
+"""Peak resident bytes of one training process: the process itself, training state, and communication buffers. Imports no torch."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -7,32 +7,32 @@ from tandem.estimate.training_bytes import ONE_PROCESS, checkpoint_bytes, traini
 from tandem.layout.shapes import ModelShapes
 
 TRAINING_PROCESS_BYTES = 390 * 2**20
-"""Measured, torch 2.13 on a CPU: a rank that has loaded torch and the kernels and joined its process groups, less its weights; 160 MiB are pages
-of libraries, which ranks of one machine share and which count as resident in each."""
+"""Measured, torch 2.13 on a CPU: a rank that has loaded torch and the kernels and joined its process groups, without its weights; 160 MiB
+are pages of libraries, which ranks of one machine share and which count as resident in each."""
 KEPT_SHARE = 0.1
-"""Measured: the part of a rank's memory that was freed and is kept, in pieces that nothing fits in."""
+"""Measured: the share of a rank's memory that is freed but kept by the allocator because of fragmentation."""
 BUCKETS_UNDER_WAY = 2
-"""Sums of gradients that are under way at once (``trainer.parallel.gradient_reducer``); each has what is sent and what arrives."""
+"""Gradient reductions in flight (``trainer.parallel.gradient_reducer``); each has a send and a receive buffer."""
 WHOLE_LAYERS = 2
-"""Layers whose weights ZeRO 3 has whole at once: the one at work and the next."""
+"""Layers whose weights ZeRO 3 has gathered at once: the current one and the next."""
 
 
 def peak_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """Returns the predicted peak resident bytes of one process of the mesh that runs micro-batches of ``tokens`` on a CPU, from its start to its last
-    checkpoint. Batches that are read ahead are not counted (``training_bytes.batch_bytes``)."""
+    """Returns the predicted peak resident bytes of one process of the mesh that runs micro-batches of ``tokens`` on a CPU, from its start
+    to its last checkpoint. Batches that are read ahead are not included (``training_bytes.batch_bytes``)."""
     working = training_bytes(shapes, trainer, tokens, parallel) + exchange_bytes(shapes, trainer, parallel)
     return TRAINING_PROCESS_BYTES + int((1 + KEPT_SHARE) * working) + staging_bytes(shapes, trainer, parallel)
 
 
 def staging_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """Returns the bytes of the copy that a checkpoint is written from while training goes on, which all ranks divide. Beside offloaded moments
+    """Returns the bytes of the staged copy that a checkpoint is written from during training, which all ranks share. With offloaded moments
     it is in a file."""
     return 0 if trainer.offload == "nvme" else checkpoint_bytes(shapes, trainer) // parallel.world
 
 
 def exchange_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
-    """Returns the bytes of what a rank of data parallelism holds beside its part: gradients of layers, and of what is outside of them, whose
-    sums are under way; under ZeRO 2 and 3 the gradients that a backward pass has not yet summed; and under ZeRO 3 the weights that are whole meanwhile."""
+    """Returns the bytes that a data-parallel rank holds in addition to its part: gradients of layers, and of parameters outside them, that
+    are being reduced; under ZeRO 2 and 3 the gradients that a backward pass has not yet reduced; and under ZeRO 3 the gathered weights."""
     if parallel.data * parallel.context == 1 or trainer.offload_parameters == "nvme":
         return 0
     outside = held_outside_layers(shapes)

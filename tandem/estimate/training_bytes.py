@@ -1,4 +1,4 @@
-"""Bytes of a training process and of what it writes, by optimizer, precision and offload. Imports no torch."""
+"""Bytes of a training process and of its files, by optimizer, precision and offload. Imports no torch."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig
@@ -19,23 +19,24 @@ from tandem.layout.shapes import ModelShapes
 
 ONE_PROCESS = ParallelConfig()
 STAGING_BYTES = 16 << 20
-"""Of a pager's two buffers for two moments (``trainer.pager``); those for weights and gradients beside them take as much again."""
+"""A pager's two buffers for two moments (``trainer.offload.pager``); those for weights and gradients take as much again."""
 ACTIVATIONS_IN_FLIGHT_BYTES = 32 << 20
-"""Of offloaded activations so many are at most on their way to the file, and as many on their way back (``trainer.offload.activations``)."""
+"""Offloaded activations being written, at most, and as many being prefetched (``trainer.offload.activations``)."""
 
 SEQUENCE_BYTES, TOKEN_BYTES = 550, 100
-"""Measured: a sequence that waits in a batch (views of its shard), and each token of the batch at work (``TrainSequence`` and ``MicroBatch``)."""
+"""Measured: a sequence that waits in a batch (views of its shard), and each token of the current batch (``TrainSequence`` and
+``MicroBatch``)."""
 
 
 def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """Resident bytes of one rank's batches: those that are read ahead, the one that is being read and the one at work."""
+    """Returns the resident bytes of one rank's batches: those read ahead, the one being read and the current one."""
     sequences = -(-data.global_batch_size // parallel.data)
     return sequences * ((data.read_ahead + 2) * SEQUENCE_BYTES + data.sequence_length * TOKEN_BYTES)
 
 
 def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """Resident bytes of one process of the mesh besides what any process takes: weights and gradients, the optimizer's state and what its
-    step works with, and what a forward of ``tokens`` saves for its backward."""
+    """Returns the resident bytes of one process of the mesh in addition to those of any process: weights and gradients, the optimizer's
+    state and working memory, and what a forward pass of ``tokens`` saves for its backward pass."""
     weights, replicas = weight_bytes(shapes, trainer.dtype, parallel.tensor), parallel.data * parallel.context
     if trainer.offload_parameters == "nvme":
         held = _paged_bytes(shapes, trainer, parallel)
@@ -44,67 +45,69 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
     else:
         moments = state_bytes(shapes, trainer) // parallel.tensor
         held = cut_by_zero(weights, moments, replicas, parallel.zero) // parallel.pipeline + working_bytes(shapes, trainer, parallel)
-    # Emulated precision holds every rounded matrix until the backward has passed it.
+    # Emulated precision holds every rounded matrix until its backward pass.
     copies = weights // parallel.pipeline if trainer.precision != "fp32" else 0
     saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel)
     if trainer.offload_activations == "nvme":
-        # A layer's own are there while it computes, and in the backward pass as many gradients of them.
+        # A layer's own weights are in memory while it computes, and in the backward pass as many gradients.
         at_work = 2 * tokens * largest_layer_activation_bytes_per_token(shapes) // token_sharing(parallel)
         saved = min(saved, 2 * ACTIVATIONS_IN_FLIGHT_BYTES + at_work)
     return held + copies + saved + head_bytes(shapes, tokens, parallel)
 
 
 def head_bytes(shapes: ModelShapes, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """What one process of the mesh holds at most for the log-probabilities of a forward of ``tokens`` and their backward."""
+    """Returns the bytes that one process of the mesh holds at most for the log-probabilities of a forward pass of ``tokens`` and their
+    backward pass."""
     rows, vocabulary = -(-tokens // parallel.context), shapes.vocab_size
     if parallel.tensor == 1:
         return logits_bytes(rows, vocabulary, shapes.hidden_size)
     if not parallel.deterministic:
         return parallel_logits_bytes(rows, -(-vocabulary // parallel.tensor))
-    # Each rank takes some of the rows to the whole head, which is gathered for that, and so is its gradient.
+    # Each rank takes some of the rows to the whole head, which is gathered for this, as is its gradient.
     gathered = 2 * 4 * vocabulary * shapes.hidden_size if tokens else 0
     return gathered + logits_bytes(-(-rows // parallel.tensor), vocabulary, shapes.hidden_size)
 
 
 def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """What the layers of one process of the mesh save of one forward of ``tokens`` for its backward."""
+    """Returns the bytes that the layers of one process of the mesh save in one forward pass of ``tokens`` for its backward pass."""
     each = activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer)
     return tokens * each // (token_sharing(parallel) * parallel.pipeline)
 
 
 def waiting_passes(parallel: ParallelConfig, stage: int = 0) -> int:
-    """Forward passes that wait for their backward at once on a rank of pipeline stage ``stage``, under 1F1B."""
+    """Returns the number of forward passes that await their backward pass at once on a rank of pipeline stage ``stage``, under 1F1B."""
     return parallel.pipeline - stage
 
 
 def token_sharing(parallel: ParallelConfig) -> int:
-    """Among how many ranks the tokens of a forward are divided."""
+    """Returns the number of ranks that share the tokens of a forward pass."""
     return parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
 
 
 def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
-    """Weights, gradients and moments where the layers' are in a file: what stands outside of layers, the weights of two layers, the gradients of
-    one that are on their way, two more gradients, and the pager's buffers. Where ranks cut them: this rank's part of the weights and gradients
-    outside of layers beside the whole ones, and of two layers the part that is read ahead and that of gradients on their way."""
+    """Returns the bytes of weights, gradients and moments if the layers' are in a file: parameters outside layers, the weights of two
+    layers, the gradients of one layer being written, two more gradients, and the pager's buffers. Under ZeRO: this rank's part of the
+    weights and gradients outside layers in addition to the whole ones, and the prefetched part of two layers and that of gradients being
+    written."""
     layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
     largest = max(sum(count for count, _ in held) for held in layers)
     parameter = max(count for held in layers for count, _ in held)
     outside, replicas = 2 * sum(held_outside_layers(shapes)), parallel.data * parallel.context
     numbers = outside + 3 * largest + 2 * parameter
     if parallel.world > 1:
-        # A layer's gradients lie end to end once more while they are summed.
+        # A layer's gradients have a second, contiguous copy while they are reduced.
         numbers = outside + outside // replicas + 4 * largest + 4 * largest // replicas
     return numbers // parallel.tensor * DTYPE_BYTES[trainer.dtype] + 2 * STAGING_BYTES
 
 
 def state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """What the optimizer of one process holds in memory from one step to the next."""
+    """Returns the bytes that the optimizer of one process holds in memory from one step to the next."""
     return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer)
 
 
 def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """What the optimizer at most needs besides in its step: one matrix at a time, which Muon has whole on every rank; where ZeRO cuts its
-    momentum, the directions of a layer too."""
+    """Returns the bytes that the optimizer additionally needs in its step: one matrix at a time, which Muon has whole on every rank; if
+    ZeRO shards its momentum, the directions of a layer too."""
     if trainer.offload == "nvme":
         return 0
     largest = 4 * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
@@ -115,41 +118,41 @@ def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Paralle
 
 
 def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """Bytes of one checkpoint: weights and the optimizer's state; the tokenizer beside them is not counted."""
+    """Returns the bytes of one checkpoint: weights and the optimizer's state, without the tokenizer's files."""
     return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer)
 
 
 def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """What all ranks of one machine have in ``trainer.offload_folder`` where a forward has ``tokens``: moments, of each rank those that it
-    updates, and the staged copy of a checkpoint, which all ranks divide; weights and gradients of the layers, and the copy from which a model
-    that is cut is exported; activations."""
-    found, here, world = 0, parallel.ranks_of_a_node, parallel.world
-    # Without ZeRO the ranks that hold the same weights update all of them.
+    """Returns the bytes of all ranks of one machine in ``trainer.offload_folder`` for a forward pass of ``tokens``: each rank's moments,
+    and the staged copy of a checkpoint, which all ranks share; weights and gradients of the layers, and the copy from which a sharded model
+    is exported; activations."""
+    total, here, world = 0, parallel.ranks_of_a_node, parallel.world
+    # Without ZeRO every rank that holds the same weights updates all of them.
     copies = 1 if parallel.zero else parallel.data * parallel.context
     if trainer.offload == "nvme":
-        found += (copies * optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)) * here // world
+        total += (copies * optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)) * here // world
     if trainer.offload_parameters == "nvme":
         layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
-        found += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held) * here // world
-        found += weight_bytes(shapes, trainer.dtype) if world > 1 else 0
+        total += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held) * here // world
+        total += weight_bytes(shapes, trainer.dtype) if world > 1 else 0
     if trainer.offload_activations == "nvme":
         passes = sum(waiting_passes(parallel, stage) for stage in range(parallel.pipeline))
-        found += passes * saved_bytes(shapes, trainer, tokens, parallel) * here // parallel.pipeline
-    return found
+        total += passes * saved_bytes(shapes, trainer, tokens, parallel) * here // parallel.pipeline
+    return total
 
 
 def run_bytes_on_disk(
     shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool, tokens: int = 0, parallel: ParallelConfig = ONE_PROCESS
 ) -> int:
-    """What a run writes at its fullest moment: the checkpoints that stay, one more while it is committed, the exported model, the start
-    model where the run makes it, and what is offloaded to the run's own folder where a forward has ``tokens``."""
+    """Returns the largest size of a run's files: the checkpoints that are kept, one more while it is committed, the exported model, the
+    initial model if the run creates it, and what is offloaded to the run's own folder for a forward pass of ``tokens``."""
     weights = weight_bytes(shapes, trainer.dtype)
     offloaded = 0 if trainer.offload_folder else offloaded_bytes(shapes, trainer, tokens, parallel)
     return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + (2 if is_created else 1) * weights + offloaded
 
 
 def _rounded_bytes_per_token(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """Emulated precision saves each linear layer's input rounded, beside what fp32 saves."""
+    """Returns the bytes per token of each linear layer's rounded input, which emulated precision saves in addition to fp32."""
     if trainer.precision == "fp32":
         return 0
     hidden, total = shapes.hidden_size, shapes.hidden_size

@@ -1,4 +1,4 @@
-"""The arithmetic. ``select`` names the set of kernels that a device, a dtype and a machine allow."""
+"""The arithmetic. ``select`` returns the kernels for a device, a dtype and a machine."""
 
 from typing import Literal
 
@@ -44,18 +44,18 @@ def select(
     choice: KernelChoice = "auto", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", deterministic: bool = True,
     attention: str = "auto",
 ) -> Kernels:
-    """Returns the kernels for ``choice``. ``auto`` takes the C++ kernels for fp32 on a CPU if they can be built, and Triton's on a CUDA device
-    if they are installed (else it logs why not), otherwise the reference. ``deterministic``: keep the law of ``api``, which only Triton's
-    kernels can relax. ``attention``: ``auto`` is their own, else packed attention of another package
+    """Returns the kernels for ``choice``. ``auto`` selects the C++ kernels for fp32 on a CPU if they can be built, and Triton's on a CUDA
+    device if they are installed (else it logs why not), otherwise the reference. ``deterministic``: guarantees the invariance law of
+    ``api``, which only Triton's kernels can relax. ``attention``: ``auto`` is their own, else packed attention of another package
     (``attention_backends``). Raises ``UserError`` if a requested ``cpu``, ``triton`` or ``attention`` is unavailable."""
-    found = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
+    kernels = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
     if attention == "auto":
-        return found
+        return kernels
     from tandem.kernels.attention_backends import check_device, load_backend, with_attention
 
     load_backend(attention)
     check_device(attention, torch.device(device))
-    return with_attention(found, attention, dtype, torch.device(device), deterministic)
+    return with_attention(kernels, attention, dtype, torch.device(device), deterministic)
 
 
 def _select(choice: KernelChoice, dtype: torch.dtype, on_gpu: bool, deterministic: bool) -> Kernels:

@@ -1,12 +1,12 @@
-"""What a set of kernels does: the arithmetic of a decoder, and nothing else.
+"""The interface of a set of kernels: the arithmetic of a decoder, and nothing else.
 
-Three sets exist: ``tandem.kernels.reference`` (plain torch, any dtype and device), ``tandem.kernels.cpu`` (C++, fp32) and
-``tandem.kernels.triton`` (CUDA; fp32, bf16 and fp16).
-Shapes: T tokens of a flat batch, S sequences, H hidden, D head size, Hq and Hkv query and key-value heads, N blocks.
+There are three sets: ``tandem.kernels.reference`` (plain torch, any dtype and device), ``tandem.kernels.cpu`` (C++, fp32) and
+``tandem.kernels.triton`` (CUDA; fp32, bf16 and fp16). Shapes: T tokens of a flat batch, S sequences, H hidden, D head size, Hq and Hkv
+query and key-value heads, N blocks.
 
-The law of this room: the bits of a result for one token depend on that token, its absolute position and the tokens
-before it in its own sequence, never on the number of other rows, on chunking, on the block table or on the thread
-count (for the reference kernels: at one thread count, since torch's products may split otherwise at another).
+The invariance law: the bits of a result for one token depend on that token, its absolute position and the tokens before it in its own
+sequence, never on the number of other rows, on chunking, on the block table or on the thread count (for the reference kernels: at a fixed
+thread count, since torch may split products differently at another).
 """
 
 import math
@@ -26,8 +26,8 @@ BLOCK_TOKENS = 16
 
 
 class PackedWeight(NamedTuple):
-    """A linear weight in the layout its kernel wants. ``data`` belongs to the kernel set; ``rows`` x ``columns`` is the
-    shape [N, K] of the plain weight."""
+    """A linear weight in its kernel's layout. ``data`` belongs to the kernel set; ``rows`` x ``columns`` is the shape [N, K] of the plain
+    weight."""
 
     data: Tensor
     rows: int
@@ -35,8 +35,8 @@ class PackedWeight(NamedTuple):
 
 
 class PackedGroups(NamedTuple):
-    """The weights of G groups in the layout that ``grouped_linear_packed`` wants; each plain one is ``rows`` x
-    ``columns``, and ``data[g]`` is group g's."""
+    """The weights of G groups in the layout of ``grouped_linear_packed``; each plain one is ``rows`` x ``columns``, and ``data[g]`` is
+    group g's."""
 
     data: Tensor
     rows: int
@@ -44,9 +44,9 @@ class PackedGroups(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where T tokens go in a mixture of E experts. ``gates[T, k]``, the largest first, and ``experts[T, k]`` int64. Sorted
-    by expert, the rows ``bounds[e]:bounds[e + 1]`` (int64 [E + 1]) are expert e's; row i there is place ``order[i]`` of the
-    flat [T k], and place j is in row ``inverse[j]``. Only the gates carry gradient."""
+    """The routing of T tokens in a mixture of E experts. ``gates[T, k]``, the largest first, and ``experts[T, k]`` int64. Sorted by expert,
+    the rows ``bounds[e]:bounds[e + 1]`` (int64 [E + 1]) are expert e's; row i there is index ``order[i]`` of the flat [T k], and index j is
+    in row ``inverse[j]``. Only the gates carry gradient."""
 
     gates: Tensor
     experts: Tensor
@@ -56,9 +56,9 @@ class Routing(NamedTuple):
 
 
 class KVLayer(NamedTuple):
-    """One layer's cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register
-    holds one component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``; where they are codes of 8 bits, their
-    fp32 scales ``key_scales`` and ``value_scales`` [N, Hkv, BLOCK_TOKENS] (see ``kv_dtype``)."""
+    """One layer's KV cache. ``keys[N, Hkv, D, BLOCK_TOKENS]`` (a block's keys are transposed, so that one vector register holds one
+    component of BLOCK_TOKENS keys), ``values[N, Hkv, BLOCK_TOKENS, D]``; for 8-bit codes also their fp32 scales ``key_scales`` and
+    ``value_scales`` [N, Hkv, BLOCK_TOKENS] (see ``kv_dtype``)."""
 
     keys: Tensor
     values: Tensor
@@ -66,13 +66,13 @@ class KVLayer(NamedTuple):
     value_scales: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """All that a block consists of; the first axis of each is the block."""
+        """Returns all tensors of the cache; the first axis of each is the block."""
         return [tensor for tensor in self if tensor is not None]
 
 
 class TokenLogprobs(NamedTuple):
-    """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the asked temperature; the same tensor where
-    that is 1) and the ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
+    """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the requested temperature; the same tensor if that is 1) and the
+    ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
 
     raw: Tensor
     scaled: Tensor
@@ -80,8 +80,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """One drawn token a row: ``tokens[R]`` int64, their ``raw[R]`` log-probability (temperature 1, unfiltered; the
-    bits of ``logits_logprobs``) and their ``sampling[R]`` log-probability in the distribution they were drawn from."""
+    """One sampled token per row: ``tokens[R]`` int64, their ``raw[R]`` log-probability (temperature 1, unfiltered; the bits of
+    ``logits_logprobs``) and their ``sampling[R]`` log-probability in the distribution they were drawn from."""
 
     tokens: Tensor
     raw: Tensor
@@ -90,11 +90,11 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Where the tokens of an engine's flat batch stand.
+    """The sequences and cache slots of the tokens of an engine's flat batch.
 
-    ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are
-    the last of its ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: where each new
-    token's key and value go, ``block * BLOCK_TOKENS + offset``.
+    ``query_start[S + 1]`` int32: sequence s's new tokens are rows ``query_start[s]:query_start[s + 1]``, and they are the last of its
+    ``context_lens[s]`` (int32) tokens. ``block_tables[S, B]`` int32. ``slots[T]`` int64: the slot of each new token's key and value,
+    ``block * BLOCK_TOKENS + offset``.
     """
 
     query_start: Tensor
@@ -104,73 +104,72 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels a model computes with. All but ``pack``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
-    ``pack_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows``
-    are differentiable in their floating tensors."""
+    """The set of kernels that a model computes with. All but ``pack``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
+    ``pack_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
+    differentiable in their floating tensors."""
 
     name: str
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x[T, K] @ weight[N, K].T + bias[N]`` -> [T, N]. Same bits as ``linear_packed`` of the same weight."""
+        """Computes ``x[T, K] @ weight[N, K].T + bias[N]`` -> [T, N]. Same bits as ``linear_packed`` of the same weight."""
         ...
 
     def pack(self, weight: Tensor) -> PackedWeight:
-        """``weight[N, K]`` copied into the kernel's own layout."""
+        """Copies ``weight[N, K]`` into the kernel's own layout."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
-        """A quantised weight in the kernel's own layout, for ``linear_packed``."""
+        """Converts a quantized weight to the kernel's own layout, for ``linear_packed``."""
         ...
 
     def linear_packed(
         self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
     ) -> Tensor:
-        """As ``linear``, for weights that are used many times between changes, and for quantised ones. No gradient."""
+        """Does ``linear`` with weights that are used many times between changes, and with quantized ones. No gradient."""
         ...
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
     ) -> Tensor:
-        """``linear_packed`` by gate_up [2 F, H], ``silu_mul`` and ``linear_packed`` by down [H, F], with their bits:
-        [T, H] -> [T, H]. No gradient."""
+        """Computes ``linear_packed`` by gate_up [2 F, H], ``silu_mul`` and ``linear_packed`` by down [H, F], with their bits: [T, H] -> [T,
+        H]. No gradient."""
         ...
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-        """``linear`` with a weight for each of G groups: rows ``bounds[g]:bounds[g + 1]`` of ``x[R, K]`` times
-        ``weight[G, N, K][g]`` -> [R, N]. ``bounds[G + 1]`` int64 starts at 0 and ends at R. A row has the bits of
-        ``linear`` with its group's weight."""
+        """Computes ``linear`` with a weight for each of G groups: rows ``bounds[g]:bounds[g + 1]`` of ``x[R, K]`` times ``weight[G, N,
+        K][g]`` -> [R, N]. ``bounds[G + 1]`` int64 starts at 0 and ends at R. A row has the bits of ``linear`` with its group's weight."""
         ...
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
-        """The experts with the largest probabilities under ``softmax(logits[T, E])``, in fp32 at least, of equals those of
-        the lowest ids; ``normalised`` gates are divided by their sum, which is taken in their order."""
+        """Selects the experts with the largest probabilities under ``softmax(logits[T, E])``, in at least fp32; ties go to the lowest ids.
+        ``normalised`` gates are divided by their sum, which is taken in their order."""
         ...
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
-        """``weight[G, N, K]`` copied into the kernel's own layout."""
+        """Copies ``weight[G, N, K]`` into the kernel's own layout."""
         ...
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
-        """As ``grouped_linear``, for weights that are used many times between changes. No gradient."""
+        """Does ``grouped_linear`` with weights that are used many times between changes. No gradient."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019)."""
+        """Computes ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019)."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``(rms_norm(x + residual), x + residual)``, both [T, H]."""
+        """Returns ``(rms_norm(x + residual), x + residual)``, both [T, H]."""
         ...
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``qkv[T, (Hq + 2 Hkv) D]`` into ``q[T, Hq, D]``, ``k[T, Hkv, D]``, ``v[T, Hkv, D]``, norm q and k per
-        head where norms are given, and rotate them (Su et al., 2021; halves, as Llama does).
+        """Splits ``qkv[T, (Hq + 2 Hkv) D]`` into ``q[T, Hq, D]``, ``k[T, Hkv, D]``, ``v[T, Hkv, D]``, norms q and k per head if norms are
+        given, and rotates them (Su et al., 2021; halves, as in Llama).
 
-        ``heads`` is (Hq, Hkv, D). ``cos_sin[P, D]`` fp32 holds cos in the first half of a row and sin in the second,
-        and is indexed by absolute position.
+        ``heads`` is (Hq, Hkv, D). ``cos_sin[P, D]`` fp32 contains cos in the first half of a row and sin in the second, and is indexed by
+        absolute position.
         """
         ...
 
@@ -178,61 +177,59 @@ class Kernels(Protocol):
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cache: KVLayer, slots: Tensor,
     ) -> Tensor:
-        """As ``rope``, but k and v go straight to their slots of the cache; returns ``q[T, Hq, D]``. No gradient."""
+        """Does ``rope``, but writes k and v to their slots of the cache; returns ``q[T, Hq, D]``. No gradient."""
         ...
 
     def round_kv(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a cache of ``dtype`` gives back for the keys or values ``x[T, Hkv, D]``: the bits that ``paged_attention``
-        sees after ``rope_to_cache``. The gradient goes straight through."""
+        """Rounds the keys or values ``x[T, Hkv, D]`` as a cache of ``dtype`` does: to the bits that ``paged_attention`` sees after
+        ``rope_to_cache``. The gradient is straight-through."""
         ...
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention inside each of the sequences that ``cu_seqlens[S + 1]`` int32 marks; positions start at 0 in
-        each. A query at position p sees keys ``max(0, p - window + 1) .. p``. -> [T, Hq, D]. Same bits as
-        ``paged_attention``."""
+        """Computes causal attention within each of the sequences marked by ``cu_seqlens[S + 1]`` int32 -> [T, Hq, D]; positions start at 0
+        in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``."""
         ...
 
     def paged_attention(
         self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention of an engine's new tokens over the cache. -> [T, Hq, D]. No gradient."""
+        """Computes causal attention of an engine's new tokens over the cache -> [T, Hq, D]. No gradient."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate_up[:, :F]) * gate_up[:, F:]``: [T, 2 F] -> [T, F] (Shazeer, 2020)."""
+        """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``: [T, 2 F] -> [T, F] (Shazeer, 2020)."""
         ...
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
-        """Log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``. ``raw`` has the bits of
-        ``logits_logprobs``.
+        """Returns the log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``. ``raw`` has the bits
+        of ``logits_logprobs``.
 
-        Forward and backward hold a chunk of the logits [T, V] at a time, of the size that ``layout.lm_head`` gives; on CPU all of them
-        are kept for the backward pass where they are few. The size of a chunk changes no bit of the outputs and, but for Triton,
-        none of the gradients."""
+        Forward and backward hold a chunk of the logits [T, V] at a time, of the size given by ``layout.lm_head``; on CPU all of them are
+        kept for the backward pass if they are few. The size of a chunk changes no bit of the outputs nor, except for Triton, of the
+        gradients."""
         ...
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """``log_softmax(logits[T, V])[t, targets[t]]`` -> [T]. No gradient."""
+        """Computes ``log_softmax(logits[T, V])[t, targets[t]]`` -> [T]. No gradient."""
         ...
 
     def sample_rows(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> SampledRows:
-        """Draw one token from each row of ``logits[R, V]`` (biases and penalties already applied).
+        """Samples one token from each row of ``logits[R, V]`` (biases and penalties already applied).
 
-        Per row: ``temperature[R]`` fp32 (0: greedy, the lowest id among equals, ``sampling`` 0), ``top_k[R]`` int64 (0:
-        off), ``top_p[R]`` fp32 (1: off), ``min_p[R]`` fp32 (0: off), ``uniform[R]`` float64 in [0, 1). The meaning is
-        vLLM's: temperature first, then min-p, top-k and top-p, each on what the one before left; among equal logits the
-        lowest ids stay. The token is the first, in id order, whose cumulative probability exceeds ``uniform``. No
-        gradient."""
+        Per row: ``temperature[R]`` fp32 (0: greedy, the lowest id among equals, ``sampling`` 0), ``top_k[R]`` int64 (0: off), ``top_p[R]``
+        fp32 (1: off), ``min_p[R]`` fp32 (0: off), ``uniform[R]`` float64 in [0, 1). The semantics are vLLM's: temperature first, then
+        min-p, top-k and top-p, each applied to the result of the previous one; among equal logits the lowest ids are kept. The token is the
+        first, in id order, whose cumulative probability exceeds ``uniform``. No gradient."""
         ...
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros that on a CPU use memory, and the time to write it, only for the pages that are touched: the system provides new
-    pages as zeros. A pool that is never full never uses its full size."""
+    """Returns zeros that on a CPU use memory, and the time to write it, only for the pages that are touched: the system provides new pages
+    as zeros. A pool that is never full never uses its full size."""
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -240,7 +237,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The first plus the second, plus the third: torch's own sums may take another order for another shape."""
+    """Returns the first plus the second, plus the third and so on, because torch's own sums may use another order for another shape."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -248,7 +245,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def empty_cache(shapes: tuple[int, int, int], layers: int, dtype: torch.dtype, device: torch.device) -> list[KVLayer]:
-    """A zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales where ``dtype`` needs them."""
+    """Returns a zeroed cache of ``shapes`` = (blocks, Hkv, D) for each of ``layers``, with scales if ``dtype`` needs them."""
     blocks, heads, size = shapes
 
     def zeros(*shape: int, of: torch.dtype) -> Tensor:

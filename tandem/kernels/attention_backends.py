@@ -1,8 +1,8 @@
-"""Attention of other packages, where it is installed and asked for: FlashAttention 3 and 4, xFormers, and torch's own.
+"""Attention of other packages, if installed and requested: FlashAttention 3 and 4, xFormers, and torch's own.
 
-They compute packed attention: the trainer's, and whole prompts in the engine. The engine's cache has a layout of its own, which none of them reads, so
-decoding and continued prompts stay with the kernels that a backend is put before. Bits then differ between trainer and engine, unless the backend
-rounds alike: in deterministic mode it is tried before it is used, and refused where it does not.
+They compute packed attention: the trainer's, and whole prompts in the engine. None of them reads the layout of the engine's cache, so
+decoding and continued prompts use the wrapped kernels. Bits then differ between trainer and engine, unless the backend rounds in the same
+way: in deterministic mode it is tested before use, and refused if it differs.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from tandem.kernels.api import BLOCK_TOKENS, Kernels, KVLayer, PagedBatch, empty
 from tandem.types import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
-"""``packed_attention``, differentiable."""
+"""A differentiable ``packed_attention``."""
 
 
 class _Backend(NamedTuple):
@@ -27,37 +27,37 @@ class _Backend(NamedTuple):
 
 
 def _flash(module: Any) -> Attention:
-    """FlashAttention 3 (Shah et al., 2024) and its successor: (left, right) windows count the keys beside a query's own."""
+    """Returns the attention of FlashAttention 3 (Shah et al., 2024) and its successor: (left, right) windows exclude a query's own key."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
         left = (-1, -1) if window is None else (window - 1, 0)
-        found = module.flash_attn_varlen_func(
+        result = module.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
             softmax_scale=scale, causal=True, window_size=left,
         )  # fmt: skip
-        # Some versions give the log of the sum of weights beside it.
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        # Some versions also return the log-sum-exp.
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     return attend
 
 
 def _flash_4(module: Any) -> Attention:
-    """As ``_flash``; no window is ``None`` there."""
+    """Does ``_flash`` with ``None`` for no window."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
         left = (None, None) if window is None else (window - 1, 0)
-        found = module.flash_attn_varlen_func(
+        result = module.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, softmax_scale=scale, causal=True, window_size=left
         )
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     return attend
 
 
 def _xformers(module: Any) -> Attention:
-    """Block-diagonal causal attention; key-value heads are repeated for their queries."""
+    """Returns block-diagonal causal attention; key-value heads are repeated for their queries."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
         bias = module.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(cu_seqlens.diff().tolist())
@@ -71,7 +71,7 @@ def _xformers(module: Any) -> Attention:
 
 
 def _torch(module: Any) -> Attention:
-    """FlashAttention 2 (Dao, 2023) as torch has it, of 16 bits; a window counts the keys beside a query's own."""
+    """Returns torch's FlashAttention 2 (Dao, 2023), in 16 bits; a window excludes a query's own key."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
         left = -1 if window is None else window - 1
@@ -86,13 +86,13 @@ def _torch(module: Any) -> Attention:
 BACKENDS = {
     "flash3": _Backend("flash_attn_interface", "FlashAttention's hopper folder", _flash),
     "flash4": _Backend("flash_attn.cute.interface", "flash-attn-4", _flash_4),
-    "torch": _Backend("torch.nn.attention.varlen", "torch 2.13 or a later one", _torch),
+    "torch": _Backend("torch.nn.attention.varlen", "torch 2.13 or later", _torch),
     "xformers": _Backend("xformers.ops", "xformers", _xformers),
 }
 
 
 def load_backend(name: str) -> Attention:
-    """Returns the attention called ``name``. Raises ``UserError`` if the name is unknown or its package is not installed."""
+    """Returns the attention named ``name``. Raises ``UserError`` if the name is unknown or its package is not installed."""
     if name not in BACKENDS:
         raise UserError(f"attention is {name!r}; it must be one of auto, {', '.join(BACKENDS)}")
     backend = BACKENDS[name]
@@ -103,13 +103,13 @@ def load_backend(name: str) -> Attention:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raises ``UserError`` where ``device`` is not a GPU, which the backend ``name`` needs."""
+    """Raises ``UserError`` if ``device`` is not a GPU, which the backend ``name`` needs."""
     if device.type != "cuda":
         raise UserError(f"attention {name!r} needs a GPU and the device is '{device}'; set attention to auto")
 
 
 def fast_attention(head_dim: int) -> str | None:
-    """The backend that trains fastest in 16 bits on a GPU with nothing but torch; ``None`` where torch has none for heads of that size."""
+    """Returns the backend that trains fastest in 16 bits on a GPU with torch alone; ``None`` if torch has none for this head size."""
     if head_dim % 8 or head_dim > 256:
         return None
     try:
@@ -120,8 +120,8 @@ def fast_attention(head_dim: int) -> str | None:
 
 
 def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Kernels:
-    """``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` if it is unavailable, and in deterministic mode where
-    it breaks the law of ``api`` for ``dtype`` on ``device``."""
+    """Returns ``kernels`` with the packed attention of the backend ``name``. Raises ``UserError`` if it is unavailable, and in
+    deterministic mode if it breaks the invariance law of ``api`` for ``dtype`` on ``device``."""
     attention = load_backend(name)
     broken = broken_law(kernels, attention, dtype, device) if deterministic else ""
     if broken:
@@ -130,12 +130,12 @@ def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torc
 
 
 def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
-    """Returns kernels that do what ``kernels`` do, but for packed attention and for steps of whole prompts over a cache."""
+    """Returns ``kernels`` with another attention for packed sequences and for steps of whole prompts over a cache."""
     paged = kernels.paged_attention
-    checked: list[tuple[PagedBatch, int]] = []  # the last batch and its longest prompt: every layer asks again
+    checked: list[tuple[PagedBatch, int]] = []  # the last batch and its longest prompt, which every layer looks up
 
     def paged_attention(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
-        # A step that only decodes has one token a sequence: nothing is asked of the device, so that graphs can hold it.
+        # A step that only decodes has one token per sequence, which needs no device synchronization, so that CUDA graphs can capture it.
         if len(q) == len(batch.context_lens) or cache.keys.dtype != q.dtype:
             return paged(q, cache, batch, scale, window)
         if not checked or checked[0][0] is not batch:
@@ -155,7 +155,7 @@ def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
 
 
 def longest_whole_prompt(batch: PagedBatch) -> int:
-    """Returns the tokens of the longest sequence where all sequences of ``batch`` are computed from their first token on, else 0."""
+    """Returns the tokens of the longest sequence if all sequences of ``batch`` are computed from their first token on, else 0."""
     lengths = batch.query_start.diff()
     return int(lengths.max()) if len(lengths) and torch.equal(lengths, batch.context_lens) else 0
 
@@ -174,17 +174,17 @@ def broken_law(kernels: Kernels, attention: Attention, dtype: torch.dtype, devic
     scale = size**-0.5
     whole = attention(q, k, v, bounds(70, 75, 375), 300, scale, None)
     if not torch.equal(attention(q[75:], k[75:], v[75:], bounds(300), 300, scale, None), whole[75:]):
-        return "a sequence has other bits beside others than alone"
+        return "the bits of a sequence depend on the other sequences in the batch"
     if not torch.equal(attention(q[75:275], k[75:275], v[75:275], bounds(200), 200, scale, None), whole[75:275]):
-        return "a token has other bits when more tokens follow it"
+        return "the bits of a token depend on later tokens"
     own = q[75:], k[75:], v[75:]
     if not torch.equal(_decoded(kernels, *own, scale), whole[-1:]):
-        return "a decoded token has other bits over the engine's cache"
+        return "the bits of a decoded token differ over the engine's cache"
     return ""
 
 
 def _decoded(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The last of the queries over a cache that holds all keys and values."""
+    """Returns the output of the last query over a cache of all keys and values."""
     tokens, kv_heads, size = k.shape
     blocks = -(-tokens // BLOCK_TOKENS)
     (cache,) = empty_cache((blocks, kv_heads, size), 1, q.dtype, q.device)

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU's fp8 units: e4m3 operands, an e5m2 gradient (Micikevicius et al., 2022), one scale a tensor."""
+"""Linear layers on a GPU's fp8 units: e4m3 operands, an e5m2 gradient (Micikevicius et al., 2022), one scale per tensor."""
 
 from typing import Any
 
@@ -9,42 +9,42 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with fp8 units."""
 ALIGNED = 16
-"""Rows and columns of what the units multiply come in multiples of this."""
+"""The units need rows and columns in multiples of this."""
 
 
 def power_of_two_scale(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of ``x``, and the power of two that brings it nearest to the largest number of ``dtype``: scaling alone rounds
-    nothing."""
+    """Returns the largest magnitude of ``x``, and the power of two that brings it closest to the largest number of ``dtype``: scaling by it
+    is exact."""
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     exponent = torch.floor(torch.log2(LARGEST[dtype] / largest.double().clamp_min(1e-300)))
     return largest, torch.exp2(exponent.clamp(-126, 126)).to(x.dtype)
 
 
 def fits_fp8_units(weight: Tensor) -> bool:
-    """Whether ``weight[N, K]`` has sides that the units take."""
+    """Returns whether the units support the sizes of ``weight[N, K]``."""
     return not any(size % ALIGNED for size in weight.shape)
 
 
 def _codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x[R, C]`` in fp8, and the fp32 number that its codes are to be multiplied by: NaN where ``x`` is not finite, so that an overflow is seen."""
+    """Returns ``x[R, C]`` in fp8 and the fp32 factor of its codes: NaN if ``x`` is not finite, so that an overflow is visible."""
     largest, scale = power_of_two_scale(x, dtype)
     back = torch.where(largest.isfinite(), 1 / scale.float(), torch.nan)
     return (x * scale).to(dtype).contiguous(), back
 
 
 def _columns(x: Tensor) -> Tensor:
-    """``x`` with its columns end to end in memory."""
+    """Returns ``x`` with contiguous columns."""
     return x.t().contiguous().t()
 
 
 class Fp8Linear(torch.autograd.Function):
-    """``x[T, K] @ weight[N, K].T + bias[N]`` -> [T, N] bf16, N and K multiples of ``ALIGNED``. Products are summed in fp32. The gradient of the weight
-    is the fp32 product of the codes, that of x is bf16 in x's dtype."""
+    """Computes ``x[T, K] @ weight[N, K].T + bias[N]`` -> [T, N] bf16, with N and K multiples of ``ALIGNED``. Products are summed in fp32.
+    The gradient of the weight is the fp32 product of the codes, that of x is bf16 in x's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = len(x)
-        # The gradient of the weight sums over rows: 0s add nothing.
+        # The gradient of the weight sums over rows, so zero rows add nothing.
         padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % ALIGNED))
         own, own_back = _codes(padded, torch.float8_e4m3fn)
         other, other_back = _codes(weight, torch.float8_e4m3fn)

@@ -1,10 +1,10 @@
-"""Mixed precision: linear layers multiply in bf16, fp16 or fp8, while weights, residual stream, norms, attention's softmax and all gradients
-of weights stay in fp32.
+"""Mixed precision: linear layers multiply in bf16, fp16 or fp8, while weights, residual stream, norms, attention's softmax and all
+gradients of weights stay in fp32.
 
-A product of 16-bit operands with an fp32 sum is what a tensor core computes. Where the device has such units the operands are cast
-and torch multiplies them; elsewhere (``emulated``) operands and results are rounded to what 16 bits can hold and the product is an
-fp32 one of the kernels beneath, which gives the numbers of such a unit, in another order of summation, at fp32's speed and memory. fp8 has such
-units on GPUs of compute capability 8.9 and more (``fp8``).
+A product of 16-bit operands with an fp32 sum is what a tensor core computes. If the device has such units, the operands are cast and torch
+multiplies them; otherwise (``emulated``) operands and results are rounded to 16-bit values and the product is an fp32 one of the wrapped
+kernels, which gives the results of such a unit, up to the order of summation, at fp32's speed and memory. GPUs of compute capability 8.9
+and above have fp8 units (``fp8``).
 """
 
 from typing import Any, Literal
@@ -18,20 +18,20 @@ from tandem.kernels.quantized import PackedParts, PackedQuantized
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""What activations and gradients between linear layers are held to; fp8 is of the operands alone."""
+"""The precision of activations and gradients between linear layers; fp8 applies to the operands only."""
 
 
 def in_precision(kernels: Kernels, precision: Precision, device: torch.device) -> Kernels:
-    """``kernels`` under ``precision``: ``fp32`` leaves them as they are. A decoder that infers with them has the bits of one that trains, where
-    ``precision`` is emulated."""
+    """Returns ``kernels`` under ``precision``; ``fp32`` leaves them unchanged. With emulated precision a decoder that infers with them has
+    the bits of one that trains."""
     if precision == "fp32":
         return kernels
-    found: Any = MixedKernels(kernels, precision, is_emulated(precision, device))
-    return found  # type: ignore[no-any-return]
+    mixed: Any = MixedKernels(kernels, precision, is_emulated(precision, device))
+    return mixed  # type: ignore[no-any-return]
 
 
 def is_emulated(precision: Precision, device: torch.device) -> bool:
-    """Whether ``device`` has no units for ``precision``, or this module has no way to them."""
+    """Returns whether ``device`` has no units for ``precision``, or this module does not use them."""
     if precision == "fp32":
         return False
     if device.type != "cuda":
@@ -40,26 +40,26 @@ def is_emulated(precision: Precision, device: torch.device) -> bool:
 
 
 def whole_precision(kernels: Kernels) -> Kernels:
-    """Returns the kernels under mixed ones, for operations that must not be rounded, such as a router."""
-    # Looked up by name, as other kernels may wrap the mixed ones.
-    found: Kernels = getattr(kernels, "inner", kernels)
-    return found
+    """Returns the kernels wrapped by mixed ones, for operations that must not be rounded, such as a router."""
+    # Looked up by name, because other kernels may wrap the mixed ones.
+    inner: Kernels = getattr(kernels, "inner", kernels)
+    return inner
 
 
 def head_kernels(kernels: Kernels) -> Kernels:
-    """The kernels that multiply by the output head: mixed ones round its operands, and not the logits."""
-    found: Kernels = getattr(kernels, "head", kernels)
-    return found
+    """Returns the kernels for the output head: mixed ones round its operands, but not the logits."""
+    head: Kernels = getattr(kernels, "head", kernels)
+    return head
 
 
 class MixedKernels:
     """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands, as do the packed products, which are always
-    emulated; the rest is ``inner``'s. ``rounds_results``: products are rounded too.
+    emulated; everything else is ``inner``'s. ``rounds_results``: products are rounded too.
 
-    ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is
-    the fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
-    result's gradient in e5m2, each with one scale a tensor that brings its largest magnitude to the format's largest number; results in bf16; the
-    head stays in bf16."""
+    ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is the
+    fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
+    result's gradient in e5m2, each with one scale per tensor that brings its largest magnitude to the format's largest number; results in
+    bf16; the head stays in bf16."""
 
     def __init__(self, inner: Kernels, precision: Precision, emulated: bool, rounds_results: bool = True) -> None:
         self.inner, self.precision, self.emulated, self.rounds_results = inner, precision, emulated, rounds_results
@@ -70,11 +70,11 @@ class MixedKernels:
         return getattr(self.inner, name)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``inner.linear`` with rounded operands. Emulated: fp32 that 16 bits can hold; else in the compute dtype."""
+        """Does ``inner.linear`` with rounded operands. Emulated: fp32 with 16-bit values; else in the compute dtype."""
         if not self.emulated and self.precision == "fp8":
             if fits_fp8_units(weight):
                 return Fp8Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
-            # What fp8 holds, bf16 holds too.
+            # bf16 represents every fp8 value.
             x, weight = self._input(x), self._weight(weight)
         if not self.emulated:
             return torch.nn.functional.linear(x.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
@@ -82,13 +82,13 @@ class MixedKernels:
         return self._output(out)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-        """``inner.grouped_linear`` likewise."""
+        """Does ``inner.grouped_linear`` with rounded operands."""
         if not self.emulated:
             return self.inner.grouped_linear(x.to(self.dtype), weight.to(self.dtype), bounds)
         return self._output(self.inner.grouped_linear(self._input(x), self._weight(weight), bounds))
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
-        """``inner.token_logprobs`` of 16-bit operands; logits and what follows are fp32 where they are emulated."""
+        """Does ``inner.token_logprobs`` with 16-bit operands; logits and later values are fp32 if emulated."""
         if not self.emulated:
             return self.inner.token_logprobs(hidden.to(self.dtype), weight.to(self.dtype), targets, temperature)
         hidden, weight = _Round.apply(hidden, self.dtype, self.dtype), _Round.apply(weight, self.dtype, None)
@@ -96,31 +96,31 @@ class MixedKernels:
 
     @property
     def head(self) -> "MixedKernels":
-        """Those for the output head, which stays in bf16 under ``fp8``."""
+        """The kernels for the output head, which stays in bf16 under ``fp8``."""
         return MixedKernels(self.inner, "bf16" if self.precision == "fp8" else self.precision, self.emulated, rounds_results=False)
 
     def pack(self, weight: Tensor) -> PackedWeight:
-        """``inner.pack`` of the rounded weight."""
+        """Does ``inner.pack`` with the rounded weight."""
         return self.inner.pack(self._weight(weight.detach()))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None) -> Tensor:
-        """As ``linear`` where it is emulated, with its bits. No gradient."""
+        """Does ``linear`` as emulated, with its bits. No gradient."""
         with torch.no_grad():
             return self._output(self.inner.linear_packed(self._input(x), weight, bias))
 
     def gated_mlp_packed(
         self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
     ) -> Tensor:
-        """Its three steps one by one: what goes from one to the next is rounded."""
+        """Computes its three steps one by one, because intermediate values are rounded."""
         with torch.no_grad():
             return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
-        """``inner.pack_groups`` of the rounded weights."""
+        """Does ``inner.pack_groups`` with the rounded weights."""
         return self.inner.pack_groups(self._weight(weight.detach()))
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
-        """As ``grouped_linear`` where it is emulated, with its bits. No gradient."""
+        """Does ``grouped_linear`` as emulated, with its bits. No gradient."""
         with torch.no_grad():
             return self._output(self.inner.grouped_linear_packed(self._input(x), weight, bounds))
 
@@ -142,7 +142,7 @@ class MixedKernels:
 
 
 class _Round(torch.autograd.Function):
-    """x to what ``forward`` holds, its gradient to what ``backward`` holds (``None``: as it is)."""
+    """Rounds x to ``forward`` and its gradient to ``backward`` (``None``: unchanged)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
@@ -155,7 +155,7 @@ class _Round(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """The same in fp8 with a scale a tensor."""
+    """Does ``_Round`` in fp8 with one scale per tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
@@ -168,7 +168,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def round_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` to the nearest numbers that ``dtype`` holds under one scale, a power of two: scaling alone rounds nothing. A tensor
-    that is not finite becomes NaN, so that an overflow is seen and not hidden."""
+    """Rounds ``x`` to the nearest values of ``dtype`` under one power-of-two scale, which is exact. A non-finite tensor becomes NaN, so
+    that an overflow is visible."""
     largest, scale = power_of_two_scale(x, dtype)
     return torch.where(largest.isfinite(), (x * scale).to(dtype).to(x.dtype) / scale, torch.full_like(x, torch.nan))

@@ -1,4 +1,4 @@
-"""Packed weights of the kernel sets that multiply a weight as it lies: a copy is all their packing."""
+"""Packed weights of kernel sets that use plain layouts: packing is a copy."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tandem.kernels.quantized import (
 
 
 class PlainPacking:
-    """The packed half of the interface of ``api``, from the kernel set's own plain products. No gradients."""
+    """The packed half of the interface of ``api``, based on the kernel set's own plain products. No gradients."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError

@@ -25,16 +25,15 @@ CODE_DTYPES = {
 }  # fmt: skip
 INT8_MAX, FP8_MAX = 127.0, 448.0
 MOST_COLUMNS = 1 << 17
-"""Inputs of an integer product: 127 * 127 times as many still fit an int32."""
+"""Inputs of an integer product: 127 * 127 times this number still fits an int32."""
 
 
 class QuantizedWeight(NamedTuple):
-    """``codes[N, K]``: uint8 0..15 (int4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole
-    numbers or ``None`` (both ``None`` for bf16 and fp16), G = ceil(K / ``group_size``).
+    """``codes[N, K]``: uint8 0..15 (int4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole numbers or ``None``
+    (both ``None`` for bf16 and fp16), G = ceil(K / ``group_size``).
 
-    ``order[K]`` int64 (``None``: as they are): column i of ``codes`` belongs to input ``order[i]``, so that groups whose
-    columns were chosen by importance (GPTQ's ``desc_act``) stand together. ``input_group``: columns of an input row that
-    share a scale; 0: the whole row.
+    ``order[K]`` int64 (``None``: identity): column i of ``codes`` belongs to input ``order[i]``, so that the columns of groups chosen by
+    importance (GPTQ's ``desc_act``) are adjacent. ``input_group``: columns of an input row that share a scale; 0: the whole row.
     """
 
     kind: CodeKind
@@ -56,8 +55,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class PackedQuantized(NamedTuple):
-    """A ``QuantizedWeight`` in the layout its kernel wants: ``data``, ``scales`` and ``zeros`` belong to the kernel
-    set."""
+    """A ``QuantizedWeight`` in its kernel's layout: ``data``, ``scales`` and ``zeros`` belong to the kernel set."""
 
     kind: CodeKind
     data: Tensor
@@ -78,13 +76,13 @@ class PackedQuantized(NamedTuple):
 
 
 class PackedParts(NamedTuple):
-    """A weight in row blocks, one above the other, that are stored in different formats; each is packed."""
+    """A weight made of stacked row blocks that are stored in different formats; each is packed."""
 
     parts: tuple[Any, ...]
 
 
 def keep_codes(weight: QuantizedWeight) -> PackedQuantized:
-    """The layout of the reference kernels: the plain one."""
+    """Returns the layout of the reference kernels, which is the plain one."""
     _check(weight)
     own = [None if x is None else x.detach().clone() for x in (weight.codes, weight.scales, weight.zeros, weight.order)]
     codes, scales, zeros, order = own
@@ -96,7 +94,7 @@ def keep_codes(weight: QuantizedWeight) -> PackedQuantized:
 
 def check_integer_columns(columns: int) -> None:
     if columns > MOST_COLUMNS:
-        raise ValueError(f"an integer product has {columns} inputs; at most {MOST_COLUMNS} cannot overflow")
+        raise ValueError(f"an integer product has {columns} inputs; it must have at most {MOST_COLUMNS} to avoid overflow")
 
 
 def _check(weight: QuantizedWeight) -> None:
@@ -105,9 +103,9 @@ def _check(weight: QuantizedWeight) -> None:
     groups = [weight.rows, -(-weight.columns // weight.group_size)]
     for name, x in (("scales", weight.scales), ("zeros", weight.zeros)):
         if x is not None and list(x.shape) != groups:
-            raise ValueError(f"quantised weight {name} have shape {list(x.shape)}; expected {groups}")
+            raise ValueError(f"quantized weight {name} have shape {list(x.shape)}; expected {groups}")
     if (weight.scales is None) != (weight.kind in ("bfloat16", "float16")):
-        raise ValueError(f"quantised weight of {weight.kind}: it must {'have' if weight.scales is None else 'not have'} scales")
+        raise ValueError(f"quantized weight of {weight.kind}: it must {'have' if weight.scales is None else 'not have'} scales")
 
 
 def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
@@ -124,15 +122,15 @@ def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
 
 
 def plain_weight(weight: QuantizedWeight) -> Tensor:
-    """The weight [N, K] in fp32 with columns in the order of the inputs."""
+    """Returns the weight [N, K] in fp32 with columns in the order of the inputs."""
     wide = dequantize(weight)
     return wide if weight.order is None else torch.empty_like(wide).index_copy_(1, weight.order, wide)
 
 
 def round_rows(x: Tensor, kind: InputKind, group: int = 0) -> tuple[Tensor, Tensor]:
-    """``x[T, K]`` as (codes [T, K] fp32, scales [T, G]): whole numbers up to 127, or values of e4m3. The scale is the
-    largest magnitude of the row's run of ``group`` columns (0: all) over 127 or 448. Where that is infinite or undefined
-    the scale is NaN and the codes are 0."""
+    """Returns ``x[T, K]`` as (codes [T, K] fp32, scales [T, G]): whole numbers up to 127, or values of e4m3. The scale is the largest
+    magnitude of the row's run of ``group`` columns (0: all) over 127 or 448. If that is not finite, the scale is NaN and the codes are
+    0."""
     width = x.shape[1]
     group = group or width
     runs = torch.nn.functional.pad(x.float(), (0, -width % group)).view(len(x), -(-width // group), group)
@@ -148,7 +146,7 @@ def round_rows(x: Tensor, kind: InputKind, group: int = 0) -> tuple[Tensor, Tens
 
 
 def round_inputs(x: Tensor, weight: PackedQuantized) -> Tensor:
-    """The inputs as the product sees them: in the order of the codes, and rounded where ``weight`` says so."""
+    """Returns the inputs of the product: in the order of the codes, and rounded if ``weight`` requires it."""
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     if weight.inputs == "plain":
@@ -159,7 +157,7 @@ def round_inputs(x: Tensor, weight: PackedQuantized) -> Tensor:
 
 
 def int8_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tensor:
-    """``x[T, K]`` times the weight in integers. float64 holds every sum of these products exactly, in any order."""
+    """Computes ``x[T, K]`` times the weight in integers. float64 represents every sum of these products exactly, in any order."""
     assert weight.scales is not None
     check_integer_columns(weight.columns)
     codes, scales = round_rows(x, "int8")
@@ -171,6 +169,6 @@ def int8_linear(x: Tensor, weight: PackedQuantized, bias: Tensor | None) -> Tens
 def with_parts(
     linear: Callable[[Tensor, Any, Tensor | None], Tensor], x: Tensor, weight: PackedParts, bias: Tensor | None
 ) -> Tensor:
-    """The outputs of the parts side by side."""
+    """Returns the concatenated outputs of the parts."""
     out = torch.cat([linear(x, part, None) for part in weight.parts], dim=1)
     return out if bias is None else out + bias

@@ -1,11 +1,11 @@
-"""The kernels in plain torch: any dtype, any device, differentiable, and under the law of ``api`` without a compiler.
+"""The kernels in plain torch: any dtype, any device, differentiable, and under the invariance law of ``api`` without a compiler.
 
-A matrix product of torch gives a row other bits when the number of rows beside it changes, because the library picks
-its inner kernel by shape. Here every product has a shape that does not depend on the batch: linear layers multiply
-tiles of ``TILE_ROWS`` rows, and attention multiplies tiles of ``TILE_ROWS`` absolute positions in which a query stands
-at its own row. Inputs are copied to aligned memory first: alignment is the other thing that a library may look at.
+A matrix product of torch gives a row different bits when the number of rows changes, because the library selects its inner kernel by shape.
+Here every product has a shape that does not depend on the batch: linear layers multiply tiles of ``TILE_ROWS`` rows, and attention
+multiplies tiles of ``TILE_ROWS`` absolute positions in which a query has its own fixed row. Inputs are copied to aligned memory first,
+because the library may also depend on alignment.
 
-float64 is the path of truth for values and gradients; it skips the tiles unless asked.
+float64 serves as the ground truth for values and gradients; it does not use tiles unless requested.
 """
 
 import itertools
@@ -31,11 +31,11 @@ from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
 
 FEWEST_COLUMNS = 16
-"""Narrower products (2 to 11 columns were seen) give a row other bits by its place in the tile; they are padded."""
+"""Narrower products (observed with 2 to 11 columns) give a row different bits depending on its position in the tile; they are padded."""
 
 
 class ReferenceKernels(PlainPacking):
-    """``tiled``: keep the law bit for bit (slower); ``None``: for every dtype but float64."""
+    """``tiled``: guarantees the invariance law bit for bit (slower); ``None``: for every dtype but float64."""
 
     name = "reference"
 
@@ -54,7 +54,7 @@ class ReferenceKernels(PlainPacking):
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         rows = itertools.pairwise(bounds.tolist())
         parts = [self.linear(x[i:j], own, None) for own, (i, j) in zip(weight.unbind(0), rows, strict=True) if j > i]
-        # Without a row the gradient is 0, and not absent.
+        # Without rows the gradient must be 0, not missing.
         return torch.cat(parts) if parts else self.linear(x, weight[0], None)
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
@@ -135,7 +135,7 @@ class ReferenceKernels(PlainPacking):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
-        # silu sees contiguous memory, so that an element never moves between a vector and a scalar remainder.
+        # The input of silu is contiguous, so that an element never moves between a vector and a scalar remainder.
         return (gate / (1 + torch.exp(-gate.contiguous())) * up).to(gate_up.dtype)
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
@@ -159,7 +159,7 @@ class ReferenceKernels(PlainPacking):
             cumulative = weights.cumsum(-1)
             threshold = (uniform.double() * cumulative[:, -1]).unsqueeze(1)
             drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-            # The last token with weight: where rounding carries the threshold to the very end of the sum.
+            # The last token with weight is drawn if rounding moves the threshold to the very end of the sum.
             last = logits.shape[1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(-1)
             tokens = torch.where(greedy, first_argmax(logits), torch.minimum(drawn, last))
             sampling = gather_columns(scaled.log_softmax(-1), tokens).to(compute_dtype(logits.dtype))
@@ -172,7 +172,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _tiled_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x[T, K] @ weight[N, K].T`` in products of shape [64, K] x [K, N]."""
+    """Computes ``x[T, K] @ weight[N, K].T`` in products of shape [64, K] x [K, N]."""
     if weight.shape[0] < FEWEST_COLUMNS:
         wide = F.pad(weight, (0, 0, 0, FEWEST_COLUMNS - weight.shape[0]))
         return _tiled_product(x, wide)[:, : weight.shape[0]].contiguous()

@@ -12,8 +12,8 @@ from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
 
 
 def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first ``length`` keys and values, each [length, Hkv, D], that ``table[B]`` names; zeros for its first ``behind``
-    blocks, which no query sees and which may belong to others by now."""
+    """Returns the first ``length`` keys and values, each [length, Hkv, D], of the blocks ``table[B]``; zeros for its first ``behind``
+    blocks, which no query attends to and which may have been reused."""
     blocks = table[behind : -(-length // BLOCK_TOKENS)].long()
     skipped = behind * BLOCK_TOKENS
     key_scales = None if cache.key_scales is None else cache.key_scales[blocks].unsqueeze(2)
@@ -24,10 +24,10 @@ def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
-    """``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
+    """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
-    A row that sees a value that is not finite is NaN; to one that does not, it is 0. Tile t holds the positions
-    ``64 t .. 64 t + 63``: always a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
+    A row that attends to a non-finite value is NaN; for other rows it counts as 0. Tile t holds the positions ``64 t .. 64 t + 63``: always
+    a product of [Hkv, G 64, D] with [Hkv, D, 64 (t + 1)].
     """
     count, query_heads, size = q.shape
     kv_heads, group = k.shape[1], query_heads // k.shape[1]

@@ -1,4 +1,4 @@
-"""What all parts of the reference kernels share."""
+"""Constants and dtypes shared by the reference kernels."""
 
 import torch
 
@@ -7,5 +7,5 @@ TILE_ROWS = 64
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums, roots and exponentials of ``dtype`` are taken in."""
+    """Returns the dtype of sums, roots and exponentials of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32

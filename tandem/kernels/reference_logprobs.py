@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and which tokens may be drawn, in plain torch (see ``reference``)."""
+"""Log-probabilities of tokens, and sampling filters, in plain torch (see ``reference``)."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def gather_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 class TokenLogprobsFunction(torch.autograd.Function):
-    """Logits are computed chunk by chunk, and again in the backward pass."""
+    """Computes logits chunk by chunk, and again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -39,7 +39,7 @@ class TokenLogprobsFunction(torch.autograd.Function):
             if temperature != 1:
                 logprobs = log_softmax(logits / temperature)
                 scaled[rows] = gather_columns(logprobs, targets[rows])
-            # A token of probability 0 has entropy 0, and not 0 * -inf.
+            # A token of probability 0 contributes 0 to the entropy, not 0 * -inf.
             entropy[rows] = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
         ctx.mark_non_differentiable(entropy)
         return raw, scaled, entropy
@@ -55,22 +55,22 @@ class TokenLogprobsFunction(torch.autograd.Function):
                 scaled = log_softmax(logits / ctx.temperature)
                 grad += _logprob_grad(scaled, targets[rows], grad_scaled[rows] / ctx.temperature)
             gradients.add(grad, rows)
-        return *gradients.found(), None, None, None
+        return *gradients.result(), None, None, None
 
 
 class HeadGradients:
-    """The gradients by ``hidden[T, H]`` and ``weight[V, H]`` of logits ``hidden @ weight.T``, from gradients of chunks of rows. Tokens are
-    taken in tiles of ``ROW_TILE`` and summed tile by tile, so the bits do not depend on the chunks, which must be whole tiles."""
+    """Accumulates the gradients by ``hidden[T, H]`` and ``weight[V, H]`` of logits ``hidden @ weight.T`` from gradients of chunks of rows.
+    Tokens are summed in tiles of ``ROW_TILE``, so that the bits do not depend on the chunks, which must be whole tiles."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self._by_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # A sum over tokens in 16 bits would lose what a tile adds.
+        # A 16-bit sum over tokens would lose the contribution of a tile.
         sums = compute_dtype(weight.dtype)
         self._by_weight = torch.zeros(weight.shape, dtype=sums, device=weight.device) if wants_weight else None
 
     def add(self, grad: Tensor, rows: slice) -> None:
-        """Take ``grad[R, V]``, that of the logits of ``rows``."""
+        """Adds ``grad[R, V]``, the gradient of the logits of ``rows``."""
         grad = grad.to(self._hidden.dtype)
         for first in range(0, len(grad), sizes.ROW_TILE):
             tile = grad[first : first + sizes.ROW_TILE]
@@ -84,25 +84,25 @@ class HeadGradients:
             else:
                 self._by_weight += tile.t() @ self._hidden[places]
 
-    def found(self) -> tuple[Tensor | None, Tensor | None]:
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the gradients by ``hidden`` and ``weight``, in their dtypes; ``None`` for those not needed."""
         return self._by_hidden, None if self._by_weight is None else self._by_weight.to(self._weight.dtype)
 
 
 def _logprob_grad(logprobs: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
+    """Returns the gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
     out = logprobs.exp_().mul_(-grad.unsqueeze(1))
     return out.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """The lowest index among equals: torch's argmax leaves that open."""
+    """Returns the lowest index among equal maxima, which torch's argmax does not guarantee."""
     return (x == x.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
 
 
 def filter_logits(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """min-p, then top-k, then top-p on what is left, in vLLM's order. Filtered logits become -inf; among equal logits
-    the lowest ids stay."""
+    """Applies min-p, then top-k, then top-p to what is left, in vLLM's order. Filtered logits become -inf; among equal logits the lowest
+    ids are kept."""
     width = scaled.shape[1]
     if bool((min_p > 0).any()):
         floor = scaled.amax(-1, keepdim=True) + min_p.double().log().unsqueeze(1)

@@ -1,1 +1,1 @@
-"""How a model is cut and run, as plain data. Imports no torch."""
+"""How a model is sharded and scheduled, as plain data. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Whether a recipe's settings for experts fit the model. Imports no torch."""
+"""Checks whether a recipe's settings for experts fit the model. Imports no torch."""
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
@@ -6,7 +6,7 @@ from tandem.types.errors import UserError
 
 
 def check_balance(shapes: ModelShapes, config: TrainerConfig) -> None:
-    """Raise ``UserError`` where ``config`` balances experts of a model that has none."""
+    """Raises ``UserError`` if ``config`` balances the experts of a model without experts."""
     for name in ("router_balance_loss", "router_bias_rate"):
         if getattr(config, name) and shapes.experts is None:
             raise UserError(f"'trainer.{name}' is {getattr(config, name)}; this {shapes.architecture} model has no experts: leave it at 0")

@@ -1,7 +1,7 @@
-"""Floating-point operations of a training step as the literature counts them, and what a GPU can do at most. Imports no torch.
+"""Floating-point operations of a training step as counted in the literature, and the peak rates of GPUs. Imports no torch.
 
-Model FLOPs utilisation (Chowdhery et al., 2022, "PaLM", appendix B): 6 operations a parameter and token, and 12 L H Q T a token for
-attention over T tokens, whose causal half is not discounted. What recomputation repeats is not counted; nor is what the embedding looks up.
+Model FLOPs utilisation (Chowdhery et al., 2022, "PaLM", appendix B): 6 operations per parameter and token, and 12 L H Q T per token for
+attention over T tokens, without a discount for the causal half. Recomputation and embedding look-ups are not counted.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from tandem.layout.shapes import ModelShapes
 
 
 class Peak(NamedTuple):
-    """A part of what torch calls the device, and its dense bf16 rate in 10^12 operations a second, by ``source``."""
+    """A substring of torch's device name, and the device's dense bf16 rate in 10^12 operations per second, from ``source``."""
 
     name: str
     bf16_tflops: float
@@ -26,7 +26,7 @@ PEAKS = (
     Peak("H100 80GB HBM3", 989.5, "NVIDIA H100 datasheet, SXM: 1,979 with sparsity"),
     Peak("A100", 312.0, "NVIDIA A100 datasheet"),
 )
-"""The first whose name is part of the device's."""
+"""The first entry whose name is a substring of the device's name applies."""
 
 
 def peak_of(device_name: str) -> Peak | None:
@@ -34,7 +34,8 @@ def peak_of(device_name: str) -> Peak | None:
 
 
 def matrix_parameters(shapes: ModelShapes) -> int:
-    """Weights of the matrices that a token meets: of experts those that it is sent to; the head, and not the embedding."""
+    """Returns the weights of the matrices that a token is multiplied with: of experts those that it is routed to; the head, but not the
+    embedding."""
     parameters = shapes.vocab_size * shapes.hidden_size
     for layer in range(shapes.num_hidden_layers):
         parameters += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
@@ -47,7 +48,8 @@ def matrix_parameters(shapes: ModelShapes) -> int:
 
 
 def step_flops(shapes: ModelShapes, lengths: Iterable[int]) -> int:
-    """Of the forward and the backward pass of sequences of ``lengths`` tokens, each of which sees its own alone."""
+    """Returns the operations of the forward and the backward pass of sequences of ``lengths`` tokens, each of which attends to its own
+    tokens."""
     matrices, total = matrix_parameters(shapes), 0
     for length in lengths:
         seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers))

@@ -1,46 +1,48 @@
-"""Which part of the logits [T, V] the LM head holds at a time, and the bytes of that. Imports no torch.
+"""The chunks of the logits [T, V] that the LM head holds at a time, and their bytes. Imports no torch.
 
-The kernels cut by these functions, and the predictions of memory count by them.
+The kernels are chunked by these functions, and the memory predictions use the same ones.
 """
 
 import math
 from collections.abc import Iterator
 
 ROW_TILE = 64
-"""Chunks of whole rows are multiples of this many, in which kernels without a matrix product of their own add a head's gradient."""
+"""Chunks of whole rows are multiples of this many rows, in which kernels without a matrix product of their own accumulate a head's
+gradient."""
 K_BLOCK = 256
-"""Products that the C++ matrix product adds in one chain (``kernels/cpu/gemm.h``). A sum cut at multiples of it keeps its bits."""
+"""Products that the C++ matrix product accumulates in one chain (``kernels/cpu/gemm.h``). A sum split at multiples of it keeps its bits."""
 FORWARD_LOGITS = 1 << 22
-"""Logits that a forward pass on CPU holds at a time, unless ``LEAST_FORWARD_ROWS`` need more."""
+"""Logits that a forward pass on CPU holds at a time, unless ``LEAST_FORWARD_ROWS`` needs more."""
 LEAST_FORWARD_ROWS = 128
-"""The C++ kernels read the whole head from memory once for so many rows: half as many cost 10 % of the forward pass (measured)."""
+"""The C++ kernels read the whole head from memory once for this many rows: half as many cost 10 % of the forward pass (measured)."""
 BACKWARD_LOGITS = 1 << 22
 """Logits that a backward pass on CPU holds at a time: a rectangle of [T, V], at least ``K_BLOCK`` by ``K_BLOCK``."""
 KEPT_LOGITS = 1 << 25
-"""Logits up to this many are kept for the backward pass: computing them again is a third of the head's work."""
+"""Up to this many logits are kept for the backward pass: computing them again is a third of the head's work."""
 PACKED_FLOATS = 1 << 24
-"""Heads up to this size are packed once for all rows of a forward pass; larger ones slab by slab in the kernel."""
+"""Heads up to this size are packed once for all rows of a forward pass; larger ones panel by panel in the kernel."""
 GPU_LOGITS = 1 << 26
 """Logits that the Triton kernels hold at a time."""
 GPU_LOGIT_BYTES = 16
-"""What they hold of each: the logit, its fp32 form and two gradients."""
+"""Bytes per logit: the logit, its fp32 form and two gradients."""
 PARTS_OF_A_CHUNK = 4
 """Tensors as large as a chunk of logits that a tensor-parallel rank holds at a time, each in fp32."""
 
 
 def keeps_logits(rows: int, vocabulary: int) -> bool:
-    """Whether all logits [rows, vocabulary] are kept from the forward to the backward pass on CPU."""
+    """Returns whether all logits [rows, vocabulary] are kept from the forward to the backward pass on CPU."""
     return rows * vocabulary <= KEPT_LOGITS
 
 
 def forward_rows(vocabulary: int) -> int:
-    """Rows that a forward pass of the C++ kernels takes at a time."""
+    """Returns the rows that a forward pass of the C++ kernels takes at a time."""
     return max(LEAST_FORWARD_ROWS, FORWARD_LOGITS // vocabulary // ROW_TILE * ROW_TILE)
 
 
 def backward_rectangles(rows: int, vocabulary: int) -> Iterator[tuple[slice, slice]]:
-    """The rows and columns of [rows, vocabulary] that a backward pass of the C++ kernels takes at a time, near to squares: those read
-    and write least for what they compute. For each row they come in the order of the columns, and for each column in that of the rows."""
+    """Yields the rows and columns of [rows, vocabulary] that a backward pass of the C++ kernels takes at a time: nearly square, which
+    minimises memory traffic per operation. For each row they are in the order of the columns, and for each column in the order of the
+    rows."""
     tall = min(_blocks(rows + K_BLOCK - 1), _blocks(math.isqrt(BACKWARD_LOGITS)))
     wide = _blocks(BACKWARD_LOGITS // tall)
     if wide >= vocabulary:
@@ -51,14 +53,14 @@ def backward_rectangles(rows: int, vocabulary: int) -> Iterator[tuple[slice, sli
 
 
 def row_chunks(rows: int, vocabulary: int, logits: int) -> list[slice]:
-    """Chunks of at most ``logits`` logits, of ``ROW_TILE`` rows at least, for kernels that take whole rows in both passes."""
+    """Returns chunks of at most ``logits`` logits, at least ``ROW_TILE`` rows each, for kernels that take whole rows in both passes."""
     size = max(1, logits // vocabulary // ROW_TILE) * ROW_TILE
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def logits_bytes(rows: int, vocabulary: int, hidden: int) -> int:
-    """Bytes that the C++ kernels hold at most for the log-probabilities of ``rows`` tokens and their gradients, besides hidden states, the
-    head and the gradients of both."""
+    """Returns the bytes that the C++ kernels hold at most for the log-probabilities of ``rows`` tokens and their gradients, besides hidden
+    states, the head and the gradients of both."""
     at_once = min(rows, forward_rows(vocabulary))
     packed = vocabulary * hidden if at_once < rows and vocabulary * hidden <= PACKED_FLOATS else 0
     # The first rectangle is the largest.
@@ -69,13 +71,13 @@ def logits_bytes(rows: int, vocabulary: int, hidden: int) -> int:
 
 
 def parallel_logits_bytes(rows: int, part: int) -> int:
-    """The same of a tensor-parallel rank that holds ``part`` ids of the vocabulary."""
+    """Returns the same for a tensor-parallel rank that holds ``part`` ids of the vocabulary."""
     chunk = row_chunks(rows, part, FORWARD_LOGITS)[:1]
     return sum(4 * PARTS_OF_A_CHUNK * (rows.stop - rows.start) * part for rows in chunk)
 
 
 def gpu_logits_bytes(rows: int, vocabulary: int) -> int:
-    """The same on a GPU."""
+    """Returns the same for a GPU."""
     chunk = row_chunks(rows, vocabulary, GPU_LOGITS)[:1]
     return sum(GPU_LOGIT_BYTES * (rows.stop - rows.start) * vocabulary for rows in chunk)
 

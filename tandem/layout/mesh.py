@@ -1,8 +1,8 @@
-"""The device mesh: which rank stands where along each kind of parallelism. Imports no torch.
+"""The device mesh: the coordinates of each rank along the axes of parallelism. Imports no torch.
 
-Ranks are numbered with ``tensor`` innermost, then ``context``, ``data`` and ``pipeline``: neighbours talk most, and a node
-holds neighbours. ``expert`` is no axis of its own: experts are spread over runs of ``expert`` neighbours among the ranks that
-see different tokens (``data`` times ``context``), as in Megatron-Core.
+Ranks are numbered with ``tensor`` innermost, then ``context``, ``data`` and ``pipeline``: neighbours communicate most, and a node holds
+neighbours. ``expert`` is not an axis of its own: experts are sharded over runs of ``expert`` neighbours among the ranks that see different
+tokens (``data`` times ``context``), as in Megatron-Core.
 """
 
 import math
@@ -14,13 +14,13 @@ Axis = Literal["pipeline", "data", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data", "context", "tensor")
 """Outermost first."""
 GroupName = Literal["pipeline", "data", "context", "tensor", "tokens", "expert", "expert_data", "world"]
-"""Besides the axes: ``tokens`` (data times context: the ranks that hold the same weights and see different tokens), ``expert``
-(those that share the experts of a layer), ``expert_data`` (those of ``tokens`` that hold the same experts), ``world``."""
+"""The axes, and further groups: ``tokens`` (data times context: the ranks that hold the same weights and see different tokens), ``expert``
+(those that shard the experts of a layer), ``expert_data`` (those of ``tokens`` that hold the same experts), ``world``."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """How many ranks along each axis. ``expert`` divides ``data * context``."""
+    """The number of ranks along each axis. ``expert`` divides ``data * context``."""
 
     data: int = 1
     tensor: int = 1
@@ -33,7 +33,7 @@ class MeshShape:
         return self.data * self.tensor * self.pipeline * self.context
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a shape that is none."""
+        """Raises ``ValueError`` for an invalid shape."""
         for name in (*AXES, "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(f"the mesh has {getattr(self, name)} ranks along '{name}'; it must be at least 1")
@@ -43,7 +43,7 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """``shape`` seen from ``rank``."""
+    """The mesh of ``shape``, as seen by ``rank``."""
 
     shape: MeshShape
     rank: int
@@ -54,11 +54,11 @@ class Mesh:
             raise ValueError(f"rank {self.rank} of {self.shape.world} does not exist")
 
     def coordinate(self, axis: Axis) -> int:
-        """This rank's place along ``axis``."""
+        """Returns this rank's coordinate along ``axis``."""
         return self.rank // self._stride(axis) % int(getattr(self.shape, axis))
 
     def group(self, name: GroupName) -> tuple[int, ...]:
-        """The ranks of this rank's group ``name``, ascending; this rank's place in it is its rank there."""
+        """Returns the ranks of this rank's group ``name``, ascending; a rank's index in it is its rank in the group."""
         if name == "world":
             return tuple(range(self.shape.world))
         if name in AXES:
@@ -75,7 +75,7 @@ class Mesh:
         return math.prod(int(getattr(self.shape, inner)) for inner in AXES[AXES.index(axis) + 1 :])
 
     def _varied(self, axes: set[str]) -> tuple[int, ...]:
-        """The ranks that differ from this one along ``axes`` at most."""
+        """Returns the ranks that differ from this one only along ``axes``."""
         ranks = [0]
         for axis in AXES:
             places = range(int(getattr(self.shape, axis))) if axis in axes else (self.coordinate(axis),)
@@ -92,7 +92,8 @@ def smaller(shape: MeshShape) -> MeshShape | None:
 
 
 def crossing(shape: MeshShape, nodes: Sequence[int]) -> list[Axis]:
-    """The axes along which some group has ranks on several nodes; ``nodes[rank]`` is where a rank stands. Innermost first."""
+    """Returns the axes along which some group has ranks on several nodes, innermost first. ``nodes[rank]``: the node of a rank. Raises
+    ``ValueError`` for the wrong number of nodes."""
     if len(nodes) != shape.world:
         raise ValueError(f"{len(nodes)} ranks have a node and the mesh has {shape.world}")
     meshes = [Mesh(shape, rank) for rank in range(shape.world)]
@@ -100,7 +101,7 @@ def crossing(shape: MeshShape, nodes: Sequence[int]) -> list[Axis]:
 
 
 def describe(shape: MeshShape, nodes: Sequence[int]) -> list[str]:
-    """The mesh in lines for a person: the axes, outermost first, and who stands where."""
+    """Describes the mesh in lines for a user: the axes, outermost first, and the ranks of each node."""
     axes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
     lines = [f"mesh: {shape.world} ranks = {axes}" + (f", experts over {shape.expert}" if shape.expert > 1 else "")]
     if shape.world > 1:

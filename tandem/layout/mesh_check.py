@@ -1,4 +1,4 @@
-"""Whether a model can be laid out over a mesh: asked before any process starts. Imports no torch."""
+"""Checks whether a model can be laid out on a mesh, before any process starts. Imports no torch."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.shapes import ModelShapes
@@ -7,7 +7,7 @@ from tandem.types.errors import UserError
 
 
 def check_layout(shapes: ModelShapes, parallel: ParallelConfig) -> None:
-    """Raise ``UserError``, naming the setting, its value and what the model has, where ``parallel`` does not divide it."""
+    """Raises ``UserError``, naming the setting, its value and the model's size, if ``parallel`` does not divide the model."""
     tensor, expert, experts = parallel.tensor, parallel.expert, shapes.experts
     counts = {"num_attention_heads": shapes.num_attention_heads, "num_key_value_heads": shapes.num_key_value_heads}
     if experts is None or experts.dense_layers:

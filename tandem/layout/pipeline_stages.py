@@ -27,7 +27,7 @@ class Span(NamedTuple):
         return self.stop == self.layers
 
     def holds(self, name: str, tied: bool) -> bool:
-        """Whether a stage has the parameter of this Hugging Face name. The last one has a copy of a ``tied`` embedding."""
+        """Returns whether a stage has the parameter of this Hugging Face name. The last stage has a copy of a ``tied`` embedding."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if layer:
             return self.start <= int(layer[1]) < self.stop
@@ -41,7 +41,7 @@ def whole(layers: int) -> Span:
 
 
 def spans(counts: Sequence[int]) -> tuple[Span, ...]:
-    """The spans of stages with ``counts`` layers each."""
+    """Returns the spans of stages with ``counts`` layers each."""
     ends = list(itertools.accumulate(counts))
     return tuple(Span(end - count, end, ends[-1]) for end, count in zip(ends, counts, strict=True))
 
@@ -51,7 +51,7 @@ def stage_spans(shapes: ModelShapes, stages: int, counts: Sequence[int] = ()) ->
     if counts:
         if len(counts) != stages or sum(counts) != shapes.num_hidden_layers or min(counts) < 1:
             raise ValueError(
-                f"the layers {list(counts)} are no split of the model's {shapes.num_hidden_layers} layers over {stages} stages"
+                f"the layers {list(counts)} do not split the model's {shapes.num_hidden_layers} layers over {stages} stages"
             )
         return spans(counts)
     if shapes.num_hidden_layers < stages:
@@ -61,7 +61,7 @@ def stage_spans(shapes: ModelShapes, stages: int, counts: Sequence[int] = ()) ->
 
 
 def spans_of(parallel: ParallelConfig, shapes: ModelShapes) -> tuple[Span, ...]:
-    """The layers of every stage. Raises ``UserError`` for a model that cannot be cut so."""
+    """Returns the layers of every stage. Raises ``UserError`` for a model that cannot be split this way."""
     try:
         return stage_spans(shapes, parallel.pipeline * parallel.virtual_stages, parallel.pipeline_layers)
     except ValueError as error:
@@ -69,13 +69,13 @@ def spans_of(parallel: ParallelConfig, shapes: ModelShapes) -> tuple[Span, ...]:
 
 
 def own_spans(parallel: ParallelConfig, spans: tuple[Span, ...], rank: int) -> list[Span]:
-    """Those of ``rank`` of the pipeline."""
+    """Returns the spans on ``rank`` of the pipeline."""
     return [spans[stage] for stage in PipelineShape(parallel.pipeline, 1, parallel.virtual_stages).stages_of(rank)]
 
 
 def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
-    """Multiply-adds a token in the forward pass of each layer, of the embedding and of the head, attention's scores left out. The
-    backward pass costs each twice that."""
+    """Returns the multiply-adds per token in the forward pass of each layer, of the embedding and of the head, without attention scores.
+    The backward pass costs twice as much."""
     hidden = shapes.hidden_size
     layers = []
     for index in range(shapes.num_hidden_layers):
@@ -89,15 +89,15 @@ def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
 
 
 def split_by_cost(layers: Sequence[float], first: float, last: float, stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage, at least 1, such that the dearest stage is as cheap as can be, ``first`` standing on the
-    first stage and ``last`` on the last; among those splits the one with the smallest sum of squares."""
+    """Returns the number of layers of each stage, at least 1, that minimises the cost of the most expensive stage, with ``first`` added to
+    the first stage and ``last`` to the last; ties go to the smallest sum of squares."""
     count = len(layers)
     sums = [0.0, *itertools.accumulate(layers)]
 
     def cost(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[stop]: (dearest, sum of squares, counts) of the stages so far over layers [0, stop).
+    # best[stop]: (maximum cost, sum of squares, counts) of the stages so far over layers [0, stop).
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}

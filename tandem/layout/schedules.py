@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: what each rank computes, sends and receives, in order. Imports no torch.
+"""Pipeline schedules as data: the computations, sends and receives of each rank, in order. Imports no torch.
 
-A model is divided into ``stages`` runs of layers; stage s is on rank s mod p of p, so that with ``virtual_stages`` v each rank has
-v of them. GPipe (Huang et al., 2019) runs all forwards, then all backwards; 1F1B (PipeDream-Flush: Narayanan et al., 2021a) holds
-at most p - rank micro-batches; interleaved 1F1B (Narayanan et al., 2021b, section 2.2, in Megatron-LM's order) has a bubble v
-times smaller. Every backward of a stage comes in the order of the micro-batches, so that gradients are summed alike.
+A model is divided into ``stages`` runs of layers; stage s is on rank s mod p of p, so that with ``virtual_stages`` v each rank has v of
+them. GPipe (Huang et al., 2019) runs all forwards, then all backwards; 1F1B (PipeDream-Flush: Narayanan et al., 2021a) holds at most p -
+rank micro-batches; interleaved 1F1B (Narayanan et al., 2021b, section 2.2, in Megatron-LM's order) has a bubble v times smaller. Every
+stage runs its backwards in the order of the micro-batches, so that gradients are summed in the same order.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ Kind = Literal["forward", "backward", "send_activation", "receive_activation", "
 
 
 class Operation(NamedTuple):
-    """``stage``: the one on this rank that computes, that a send comes from or a receive is for. ``peer``: the other rank of a
-    transfer, else -1."""
+    """``stage``: the stage on this rank that computes, sends or receives. ``peer``: the other rank of a transfer, else -1."""
 
     kind: Kind
     stage: int
@@ -35,7 +34,7 @@ class Compute(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """``ranks`` of a pipeline, each with ``virtual_stages``, over ``micro_batches``."""
+    """A pipeline of ``ranks``, each with ``virtual_stages``, over ``micro_batches``."""
 
     ranks: int
     micro_batches: int
@@ -49,20 +48,20 @@ class PipelineShape:
         return stage % self.ranks
 
     def stages_of(self, rank: int) -> range:
-        """The stages on ``rank``, ascending."""
+        """Returns the stages on ``rank``, ascending."""
         return range(rank, self.stages, self.ranks)
 
     def tag(self, operation: Operation) -> int:
-        """The number of a transfer, the same on both sides and different for every transfer of a step."""
+        """Returns the tag of a transfer, the same on both sides and unique within a step."""
         is_gradient = operation.kind.endswith("gradient")
         boundary = operation.stage - (operation.kind in ("receive_activation", "send_gradient"))
         return 2 * (boundary * self.micro_batches + operation.micro_batch) + is_gradient
 
 
 def schedule(name: ScheduleName, shape: PipelineShape) -> tuple[tuple[Operation, ...], ...]:
-    """The operations of every rank. Raises ``ValueError`` for a shape that ``name`` does not have."""
+    """Returns the operations of every rank. Raises ``ValueError`` for a shape that ``name`` does not support."""
     if shape.ranks < 1 or shape.micro_batches < 0 or shape.virtual_stages < 1:
-        raise ValueError(f"there is no pipeline of {shape}")
+        raise ValueError(f"invalid pipeline shape {shape}")
     if (name == "interleaved") != (shape.virtual_stages > 1):
         raise ValueError(f"'{name}' with {shape.virtual_stages} virtual stages; 'interleaved' has 2 or more, the others 1")
     if shape.virtual_stages > 1 and shape.ranks == 1:
@@ -72,7 +71,7 @@ def schedule(name: ScheduleName, shape: PipelineShape) -> tuple[tuple[Operation,
 
 
 def forward_schedule(shape: PipelineShape) -> tuple[tuple[Operation, ...], ...]:
-    """The operations of every rank for a pass without gradients."""
+    """Returns the operations of every rank for a pass without gradients."""
     p = shape.ranks
     groups = range(0, shape.micro_batches, p)
     orders = [
@@ -105,7 +104,7 @@ def _one_forward_one_backward(shape: PipelineShape, rank: int) -> list[Operation
 
 def _interleaved(shape: PipelineShape, rank: int) -> list[Operation]:
     p, v = shape.ranks, shape.virtual_stages
-    # The order is made for a multiple of p micro-batches. What those too many would do is left out, on which nothing depends.
+    # The order is defined for a multiple of p micro-batches. The operations of surplus ones are left out; nothing depends on them.
     groups = -(-shape.micro_batches // p)
     forwards, backwards = [], []
     for group in range(groups):
@@ -150,7 +149,7 @@ def simulate(
                 left -= 1
         if left == before:
             stuck = [f"rank {rank} at {order[at].kind} {order[at][1:3]}" for rank, (order, at) in enumerate(zip(orders, place, strict=True)) if at < len(order)]
-            raise ValueError(f"the schedule does not end: {', '.join(stuck)}")
+            raise ValueError(f"the schedule deadlocks: {', '.join(stuck)}")
     return sorted(computes, key=lambda c: (c.end, c.rank))
 
 
@@ -163,11 +162,11 @@ def _needs(shape: PipelineShape, operation: Operation) -> list[Operation]:
 
 
 def with_transfers(shape: PipelineShape, orders: Sequence[Sequence[Operation]]) -> tuple[tuple[Operation, ...], ...]:
-    """``orders`` with a send behind each compute whose result another rank needs, and its receive on that rank.
+    """Returns ``orders`` with a send after each computation whose result another rank needs, and its receive on that rank.
 
-    Computes and transfers are put in one order for all ranks, by the time at which they end in a simulation; each rank's list is
-    its part of that. So the transfers cannot deadlock even where a send waits for its receive, and a receive stands as early as
-    what it receives can be there: posted at its place, it travels while the rank computes."""
+    Computations and transfers are put in one global order, by their end in a simulation, and each rank's list is its part of it. The
+    transfers therefore cannot deadlock even with blocking sends, and each receive is posted as early as its data can arrive, so that
+    transfers overlap with computation."""
     lists: list[list[Operation]] = [[] for _ in range(shape.ranks)]
     waiting: list[Compute] = []
     timeline = simulate(shape, orders)
@@ -193,7 +192,8 @@ def _transfer(shape: PipelineShape, compute: Compute, lists: list[list[Operation
 
 
 def max_in_flight_micro_batches(operations: Sequence[Operation]) -> int:
-    """The most forwards whose backward is still to come, over all stages of a rank: what it holds activations of."""
+    """Returns the largest number of forwards whose backward is still pending, over all stages of a rank: the micro-batches whose
+    activations it holds."""
     held = most = 0
     for operation in operations:
         held += {"forward": 1, "backward": -1}.get(operation.kind, 0)
@@ -202,7 +202,7 @@ def max_in_flight_micro_batches(operations: Sequence[Operation]) -> int:
 
 
 def bubble_share(timeline: Sequence[Compute]) -> float:
-    """The share of all ranks' time, from the first start to the last end, in which they compute nothing."""
+    """Returns the idle share of all ranks' time, from the first start to the last end."""
     if not timeline:
         return 0.0
     ranks = len({compute.rank for compute in timeline})
@@ -211,6 +211,6 @@ def bubble_share(timeline: Sequence[Compute]) -> float:
 
 
 def published_bubble_share(shape: PipelineShape) -> float:
-    """(p - 1) / (v m + p - 1): equation 1 of Narayanan et al. (2021b) as a share of the whole step, stages of equal cost and m a
-    multiple of p where v > 1."""
+    """Returns (p - 1) / (v m + p - 1): equation 1 of Narayanan et al. (2021b) as a share of the whole step, for stages of equal cost and,
+    if v > 1, m a multiple of p."""
     return (shape.ranks - 1) / (shape.virtual_stages * shape.micro_batches + shape.ranks - 1)

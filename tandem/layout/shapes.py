@@ -32,8 +32,8 @@ class RopeScaling:
 
 
 class ExpertNames(NamedTuple):
-    """Names of a layer's router and expert matrices in the Hugging Face folder, behind ``model.layers.N.``. Those of an expert contain
-    ``.experts.{}.`` for its number."""
+    """Names of a layer's router and expert matrices in the Hugging Face folder, after ``model.layers.N.``. Those of an expert contain
+    ``.experts.{}.`` for its index."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
@@ -42,15 +42,15 @@ class ExpertNames(NamedTuple):
 
 
 STANDARD_NAMES = ExpertNames()
-"""Those of Qwen's families and of most others."""
+"""The names in Qwen's and most other families."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
-    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token goes to ``num_experts_per_tok``.
+    """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token is routed to ``num_experts_per_tok``.
 
-    ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a
-    plain MLP instead, ascending. ``names``: how the model's family names the matrices.
+    ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
+    ascending. ``names``: the family's names of the matrices.
     """
 
     num_experts: int
@@ -63,11 +63,11 @@ class ExpertShapes:
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """A decoder-only transformer. All counts in elements.
+    """The shapes of a decoder-only transformer. All counts in elements.
 
-    ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer
-    i's sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts,
-    ``None`` where every layer has a plain MLP.
+    ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
+    sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
+    if every layer has a plain MLP.
     """
 
     architecture: str
@@ -101,7 +101,7 @@ class ModelShapes:
                 f"model num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+            raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even number")
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if self.experts is not None:
@@ -123,7 +123,7 @@ class ModelShapes:
             )
 
     def experts_of(self, layer: int) -> ExpertShapes | None:
-        """Returns the mixture of experts in ``layer``, ``None`` where it has a plain MLP."""
+        """Returns the mixture of experts in ``layer``, ``None`` if it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def window(self, layer: int) -> int | None:

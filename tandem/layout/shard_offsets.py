@@ -1,4 +1,4 @@
-"""Rectangular parts of a tensor, as plain data: what a rank holds of a whole. Imports no torch."""
+"""Rectangular parts of a tensor, as plain data: the shards of a whole tensor. Imports no torch."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ class ShardOffsets(NamedTuple):
         return math.prod(self.shape)
 
     def within(self, outer: "ShardOffsets") -> "ShardOffsets":
-        """The same elements, counted from the corner of ``outer``."""
+        """Returns the same elements, relative to the origin of ``outer``."""
         shift = lambda corner: tuple(a - b for a, b in zip(corner, outer.start, strict=True))
         return ShardOffsets(shift(self.start), shift(self.stop))
 
@@ -40,25 +40,25 @@ def whole_offsets(shape: tuple[int, ...]) -> ShardOffsets:
 
 
 def intersection(a: ShardOffsets, b: ShardOffsets) -> ShardOffsets | None:
-    """The elements in both, ``None`` where there are none."""
+    """Returns the elements in both, ``None`` if there are none."""
     common = ShardOffsets(tuple(map(max, a.start, b.start)), tuple(map(min, a.stop, b.stop)))
     return common if all(size > 0 for size in common.shape) else None
 
 
-def flat_range(shape: tuple[int, ...], box: ShardOffsets) -> range | None:
-    """The row-major places of the elements of ``box`` in a tensor of ``shape``; ``None`` where they are not one run."""
+def flat_range(shape: tuple[int, ...], offsets: ShardOffsets) -> range | None:
+    """Returns the row-major indices of the elements of ``offsets`` in a tensor of ``shape``; ``None`` if they are not contiguous."""
     first, has_several = 0, False
-    for size, start, stop in zip(shape, box.start, box.stop, strict=True):
+    for size, start, stop in zip(shape, offsets.start, offsets.stop, strict=True):
         if has_several and (start, stop) != (0, size):
             return None
         has_several = has_several or stop - start != 1
         first = first * size + start
-    return range(first, first + box.numel)
+    return range(first, first + offsets.numel)
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardOffsets]:
-    """The elements ``start .. stop - 1`` of a tensor's row-major memory as boxes, in the order of that memory: at most
-    2 n - 1 of them for n axes."""
+    """Yields the elements ``start .. stop - 1`` of a tensor's row-major memory as rectangular parts, in memory order: at most 2 n - 1 of
+    them for n axes."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -84,22 +84,22 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Sh
         yield from of_one_row(last, 0, stop % size)
 
 
-def is_covered(box: ShardOffsets, parts: Iterable[ShardOffsets]) -> bool:
-    """Whether every element of ``box`` is in one of ``parts``."""
-    left = [box]
+def is_covered(offsets: ShardOffsets, parts: Iterable[ShardOffsets]) -> bool:
+    """Returns whether every element of ``offsets`` is in one of ``parts``."""
+    left = [offsets]
     for part in parts:
         left = [rest for remaining in left for rest in difference(remaining, part)]
     return not left
 
 
-def difference(box: ShardOffsets, part: ShardOffsets) -> Iterator[ShardOffsets]:
-    """Returns ``box`` without ``part``, as boxes: the rest before and after ``part`` along each axis, one axis after another."""
-    common = intersection(box, part)
+def difference(offsets: ShardOffsets, part: ShardOffsets) -> Iterator[ShardOffsets]:
+    """Yields ``offsets`` without ``part`` as rectangular parts: the rest before and after ``part`` along each axis, one axis after another."""
+    common = intersection(offsets, part)
     if common is None:
-        if box.numel:
-            yield box
+        if offsets.numel:
+            yield offsets
         return
-    start, stop = list(box.start), list(box.stop)
+    start, stop = list(offsets.start), list(offsets.stop)
     for axis in range(len(start)):
         if start[axis] < common.start[axis]:
             yield ShardOffsets(tuple(start), (*stop[:axis], common.start[axis], *stop[axis + 1 :]))

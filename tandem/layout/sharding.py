@@ -1,7 +1,7 @@
-"""The sharding plan: how every parameter is cut, by patterns over its Hugging Face name. Imports no torch.
+"""The sharding plan: how every parameter is sharded, by patterns over its Hugging Face name. Imports no torch.
 
-One table answers for tensor parallelism, conversion, checkpoint resharding, weight updates between different layouts and
-the memory count. Nothing else knows how a weight is cut.
+The same table is used for tensor parallelism, conversion, checkpoint resharding, weight updates between different layouts and memory
+estimates. No other code knows how a weight is sharded.
 """
 
 import re
@@ -17,7 +17,7 @@ Placement = Literal["replicated", "column", "row", "vocabulary", "expert"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Parameters whose full name matches ``pattern`` have ``placement``; ``axis`` is the axis that is cut."""
+    """Parameters whose full name matches ``pattern`` have ``placement``; ``axis`` is the sharded axis."""
 
     pattern: str
     placement: Placement
@@ -40,23 +40,23 @@ PLAN: tuple[Rule, ...] = (
 EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
     ("router", "replicated", None), ("gate", "column", 0), ("up", "column", 0), ("down", "row", 1)
 )  # fmt: skip
-"""Placement and axis of a mixture's matrices by the field of ``ExpertNames``, which holds the family's name for them."""
+"""Placement and axis of a mixture's matrices by the field of ``ExpertNames`` that has the family's name for them."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @cache
 def plan_with(names: ExpertNames) -> tuple[Rule, ...]:
-    """``PLAN`` and the rules of a mixture whose matrices have ``names``."""
+    """Returns ``PLAN`` with the rules of a mixture whose matrices have ``names``."""
     patterns = {field: re.escape(name).replace(re.escape("{}"), r"\d+") for field, name in names._asdict().items()}
     experts = (Rule(rf"model\.layers\.\d+\.{patterns[field]}\.weight", placement, axis) for field, placement, axis in EXPERT_PLAN)
-    # Most names of a mixture are those of experts.
+    # Expert rules come first, because most names of a mixture are those of experts.
     return (*experts, *PLAN)
 
 
 def rule_for(name: str, names: ExpertNames | None = None) -> Rule:
-    """Returns the rule of parameter ``name``, in a model whose experts have ``names`` (``None``: it has no experts). Raises ``KeyError``
-    for a name that the plan does not know."""
+    """Returns the rule of parameter ``name``, in a model whose experts have ``names`` (``None``: no experts). Raises ``KeyError`` for an
+    unknown name."""
     for rule in PLAN if names is None else plan_with(names):
         if re.fullmatch(rule.pattern, name):
             return rule
@@ -65,11 +65,10 @@ def rule_for(name: str, names: ExpertNames | None = None) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The part of tensor-parallel ``rank`` of ``size``, and of the experts those of ``expert_rank`` of ``expert_size``: runs of
-    neighbours.
+    """The shard of tensor-parallel ``rank`` of ``size``, with the experts of ``expert_rank`` of ``expert_size``: contiguous runs.
 
-    ``deterministic``: a ``row`` placement is cut by its output (axis 0, its bias too) instead of its sum: every product
-    keeps its whole sum, and so the bits that one rank alone computes, for one more gather of its input.
+    ``deterministic``: a ``row`` placement is sharded by its output (axis 0, its bias too) instead of its sum: every product keeps its whole
+    sum, and so the bits of a single rank, at the cost of one more gather of its input.
     """
 
     rank: int = 0
@@ -79,13 +78,13 @@ class ShardSpec:
     expert_size: int = 1
 
     def check(self, shapes: ModelShapes) -> None:
-        """Raise ``ValueError`` for a model that cannot be cut so."""
+        """Raises ``ValueError`` for a model that cannot be sharded this way."""
         size, where = self.size, f"{self.size} tensor-parallel ranks"
         if size < 1 or not 0 <= self.rank < size:
             raise ValueError(f"rank {self.rank} of {size} does not exist")
         if self.expert_size > 1 and (shapes.experts is None or shapes.experts.num_experts % self.expert_size):
             experts = "no experts" if shapes.experts is None else f"{shapes.experts.num_experts} experts"
-            raise ValueError(f"the model has {experts}, which do not divide by {self.expert_size} expert-parallel ranks")
+            raise ValueError(f"the model has {experts}, which are not divisible by {self.expert_size} expert-parallel ranks")
         counts = {"num_attention_heads": shapes.num_attention_heads, "intermediate_size": shapes.intermediate_size}
         if self.deterministic:
             counts["hidden_size"] = shapes.hidden_size
@@ -93,9 +92,9 @@ class ShardSpec:
             counts["the experts' intermediate_size"] = shapes.experts.intermediate_size
         for name, count in counts.items():
             if count % size:
-                raise ValueError(f"the model's {name} {count} does not divide by {where}")
+                raise ValueError(f"the model's {name} {count} is not divisible by {where}")
         if shapes.num_key_value_heads % size and size % shapes.num_key_value_heads:
-            raise ValueError(f"the model's num_key_value_heads {shapes.num_key_value_heads} neither divides by {where} nor divides them")
+            raise ValueError(f"the model's num_key_value_heads {shapes.num_key_value_heads} is neither divisible by nor a divisor of {where}")
         if shapes.vocab_size <= vocabulary_part(shapes, self) * (size - 1):
             raise ValueError(f"the model's vocabulary of {shapes.vocab_size} is too small for {where}")
 
@@ -103,60 +102,61 @@ class ShardSpec:
 WHOLE = ShardSpec()
 
 
-def vocabulary_part(shapes: ModelShapes, cut: ShardSpec) -> int:
-    """Rows of the embedding on every rank but the last, which has the rest."""
-    return -(-shapes.vocab_size // cut.size)
+def vocabulary_part(shapes: ModelShapes, shard_spec: ShardSpec) -> int:
+    """Returns the rows of the embedding on every rank but the last, which has the rest."""
+    return -(-shapes.vocab_size // shard_spec.size)
 
 
-def local_shapes(shapes: ModelShapes, cut: ShardSpec) -> ModelShapes:
-    """Returns ``shapes`` with the heads, inner sizes and vocabulary of one rank. Key-value heads are replicated if there are fewer
-    heads than ranks. Raises ``ValueError`` for a model that cannot be divided so."""
-    if cut.size == 1 and cut.expert_size == 1:
+def local_shapes(shapes: ModelShapes, shard_spec: ShardSpec) -> ModelShapes:
+    """Returns ``shapes`` with the heads, inner sizes and vocabulary of one rank. Key-value heads are replicated if there are fewer heads
+    than ranks. Raises ``ValueError`` for a model that cannot be sharded this way."""
+    if shard_spec.size == 1 and shard_spec.expert_size == 1:
         return shapes
-    cut.check(shapes)
-    part, experts = vocabulary_part(shapes, cut), shapes.experts
+    shard_spec.check(shapes)
+    part, experts = vocabulary_part(shapes, shard_spec), shapes.experts
     return replace(
         shapes,
-        vocab_size=min(part, shapes.vocab_size - cut.rank * part),
-        num_attention_heads=shapes.num_attention_heads // cut.size,
-        num_key_value_heads=max(1, shapes.num_key_value_heads // cut.size),
-        intermediate_size=shapes.intermediate_size // cut.size,
-        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // cut.size),
+        vocab_size=min(part, shapes.vocab_size - shard_spec.rank * part),
+        num_attention_heads=shapes.num_attention_heads // shard_spec.size,
+        num_key_value_heads=max(1, shapes.num_key_value_heads // shard_spec.size),
+        intermediate_size=shapes.intermediate_size // shard_spec.size,
+        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // shard_spec.size),
     )
 
 
-def cut_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], cut: ShardSpec) -> tuple[slice, ...]:
-    """Which part of parameter ``name`` (whole ``shape``) a rank holds, one slice an axis. Raises ``KeyError`` for a name
-    that the plan does not know."""
+def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_spec: ShardSpec) -> tuple[slice, ...]:
+    """Returns the part of parameter ``name`` (whole ``shape``) that a rank holds, one slice per axis. Raises ``KeyError`` for an unknown
+    name."""
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
     axis = rule.axis
-    if cut.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
+    if shard_spec.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
         axis = 0
-    if axis is None or cut.size == 1:
+    if axis is None or shard_spec.size == 1:
         return tuple(slice(0, n) for n in shape)
     length = shape[axis]
     if rule.placement == "vocabulary":
-        part = vocabulary_part(shapes, cut)
-        start = cut.rank * part
+        part = vocabulary_part(shapes, shard_spec)
+        start = shard_spec.rank * part
     elif re.search(r"\.[kv]_proj\.", name):
-        part = max(1, shapes.num_key_value_heads // cut.size) * shapes.head_dim
-        start = cut.rank * shapes.num_key_value_heads // cut.size * shapes.head_dim
+        part = max(1, shapes.num_key_value_heads // shard_spec.size) * shapes.head_dim
+        start = shard_spec.rank * shapes.num_key_value_heads // shard_spec.size * shapes.head_dim
     else:
-        part = length // cut.size
-        start = cut.rank * part
+        part = length // shard_spec.size
+        start = shard_spec.rank * part
     return tuple(slice(start, min(start + part, length)) if i == axis else slice(0, n) for i, n in enumerate(shape))
 
 
-def is_held(shapes: ModelShapes, name: str, cut: ShardSpec) -> bool:
-    """Whether the rank of ``cut`` holds any of parameter ``name``: all but the experts of other ranks."""
+def is_held(shapes: ModelShapes, name: str, shard_spec: ShardSpec) -> bool:
+    """Returns whether the rank of ``shard_spec`` holds any of parameter ``name``: all parameters except the experts of other
+    ranks."""
     expert = _EXPERT.search(name)
     if expert is None or shapes.experts is None:
         return True
-    return int(expert[1]) * cut.expert_size // shapes.experts.num_experts == cut.expert_rank
+    return int(expert[1]) * shard_spec.expert_size // shapes.experts.num_experts == shard_spec.expert_rank
 
 
-def local_parameters(shapes: ModelShapes, cut: ShardSpec) -> Iterator[Parameter]:
-    """``layout.shapes.parameters`` with the shapes that a rank holds, without those that it holds nothing of."""
+def local_parameters(shapes: ModelShapes, shard_spec: ShardSpec) -> Iterator[Parameter]:
+    """Yields ``layout.shapes.parameters`` with the shapes that a rank holds, without parameters that it does not hold."""
     for name, shape in parameters(shapes):
-        if is_held(shapes, name, cut):
-            yield Parameter(name, tuple(s.stop - s.start for s in cut_slices(shapes, name, shape, cut)))
+        if is_held(shapes, name, shard_spec):
+            yield Parameter(name, tuple(s.stop - s.start for s in shard_slices(shapes, name, shape, shard_spec)))

@@ -1,4 +1,4 @@
-"""The attention of one layer: over packed sequences in the trainer, over the paged cache in the engine."""
+"""The attention of one layer: over packed sequences in the trainer, over the paged KV cache in the engine."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from tandem.model.parallel.context_parallel import SharedContext, shared_attenti
 
 @dataclass(frozen=True, slots=True)
 class PackedContext:
-    """Whole sequences one after another: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start
-    at 0. ``max_seqlen``: the longest, in tokens."""
+    """Concatenated whole sequences: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start at 0.
+    ``max_seqlen``: the longest, in tokens."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -20,9 +20,9 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """An engine's flat batch over its cache, one ``KVLayer`` a layer. Keys and values of the new tokens are written.
-    ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all). The last layer computes only keys and
-    values of the others."""
+    """An engine's flat batch and its KV cache, one ``KVLayer`` per layer. Keys and values of the new tokens are written to the cache.
+    ``wanted[W]`` int64: the rows whose hidden state is returned (``None``: all); the last layer computes only keys and values of the other
+    rows."""
 
     batch: PagedBatch
     caches: list[KVLayer]
@@ -34,8 +34,8 @@ AttentionContext = PackedContext | PagedContext
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What attention needs of layer ``index``. ``heads`` is (query heads, key-value heads, head size); ``window`` in
-    tokens (``None``: all before); ``q_norm`` and ``k_norm`` [D] where the architecture has them."""
+    """The inputs of attention that belong to layer ``index``. ``heads``: (query heads, key-value heads, head size); ``window`` in tokens
+    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them."""
 
     index: int
     heads: tuple[int, int, int]
@@ -50,8 +50,8 @@ def attend(
     kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext | SharedContext,
     kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rotate and attend: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values are rounded as a
-    cache of this dtype would; a paged one has its own."""
+    """Applies rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values are rounded as
+    a KV cache of this dtype would; a paged cache has its own dtype."""
     if isinstance(context, PagedContext):
         cache = context.caches[layer.index]
         q = kernels.rope_to_cache(
@@ -60,7 +60,7 @@ def attend(
         mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps)
-        # fp32 holds what mixed precision computes with as it is.
+        # Mixed precision computes with 16-bit values, which fp32 represents exactly.
         if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
         if isinstance(context, SharedContext):

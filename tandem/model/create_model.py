@@ -13,7 +13,7 @@ from tandem.text.tokenizer import Tokenizer
 
 
 def create_model(config: NewModelConfig, seed: int, folder: Path) -> None:
-    """Writes the model with random weights to ``folder``, whole or not at all. Does nothing where the folder exists."""
+    """Writes the model with random weights to ``folder`` atomically. Does nothing if the folder exists."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The decoder, defined once for trainer and engine. What differs between model families is in its ``ModelShapes``."""
+"""The decoder, shared by trainer and engine. Differences between model families are in its ``ModelShapes``."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,15 +34,16 @@ from tandem.types.kv_cache import KVCacheDtype
 class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch of T tokens.
 
-    Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``)
-    has its matrices in the kernels' own layout, only infers, and has no plain matrices until ``unpack``. With a ``group``
-    it holds one rank's part (``local``: the shapes of that) and only infers, together with the other ranks; with ``parallel`` it
-    trains together with them.
-    ``kv_cache_dtype``: that of the engine whose bits packed sequences are to have; their keys and values are rounded alike.
-    With ``spans`` it holds pipeline stages: their layers, with the first stage the embedding, with the last the final norm, the head
-    and a copy of a tied embedding; a part that it does not hold is not an attribute.
-    ``around_layer``, if given, wraps every layer of a packed batch; unless ``recompute`` is ``none`` it must let exceptions pass, as a
-    recomputation ends with one.
+    Parameters are uninitialised until ``initialise`` or ``load_tensors`` fills them. A *packed* decoder (``pack``) has its matrices in the
+    kernels' own layout, only infers, and has no plain matrices until ``unpack``.
+
+    With a ``group`` it is one engine rank's shard (of the shapes ``local``) and only infers, together with the other ranks; with
+    ``parallel`` it trains together with them. With ``spans`` it holds pipeline stages: their layers, on the first stage the embedding, on
+    the last the final norm, the head and a copy of a tied embedding; parts on other stages are not attributes.
+
+    ``kv_cache_dtype``: the engine's, whose bits packed sequences must match; their keys and values are rounded to it. ``around_layer``, if
+    given, wraps every layer of a packed batch; unless ``recompute`` is ``none`` it must let exceptions pass, because a recomputation ends
+    with one.
     """
 
     lm_head: Linear | None
@@ -63,17 +64,17 @@ class Decoder(nn.Module):
         self.shapes = shapes
         self.kernels = kernels
         self.group, self.parallel = group, parallel
-        assert group is None or parallel is None, "a part infers or trains"
-        self.cut = group.cut if group is not None else WHOLE if parallel is None else parallel.cut
-        self.local = local = local_shapes(shapes, self.cut)
+        assert group is None or parallel is None, "a decoder shard either infers or trains"
+        self.shard_spec = group.shard_spec if group is not None else WHOLE if parallel is None else parallel.shard_spec
+        self.local = local = local_shapes(shapes, self.shard_spec)
         self.spans = spans = tuple(spans) or (whole(shapes.num_hidden_layers),)
         self.dtype = dtype
         if self.holds("model.embed_tokens.weight"):
             self.embed_tokens = nn.Parameter(torch.empty(local.vocab_size, shapes.hidden_size, dtype=dtype, device=device))
         self.layers = nn.ModuleList()
         for index in self.layer_numbers:
-            # By its number in the whole model: parameters have the same names on every stage.
-            self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.cut))
+            # Layers keep their index in the whole model, so that parameters have the same names on every stage.
+            self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.shard_spec))
         if self.holds("model.norm.weight"):
             self.norm = Norm(shapes.hidden_size, dtype, device)
         has_head = self.holds("lm_head.weight") and not shapes.tie_word_embeddings
@@ -93,18 +94,19 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
         lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
-        """``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or the ``hidden[W, H]`` of
-        the rows that a ``PagedContext`` wants. With ``parallel`` every rank is given the whole packed batch, and returns the hidden
-        states that ``token_logprobs`` takes: its own.
+        """Computes ``tokens[T]`` and ``positions[T]`` int64 -> ``hidden[T, H]`` after the final norm, or ``hidden[W, H]`` of the rows that
+        a ``PagedContext`` requests. With ``parallel`` every rank is given the whole packed batch and returns its own hidden states, as
+        ``token_logprobs`` takes them.
 
-        Positions are absolute and below ``shapes.max_position_embeddings``: the caller's duty under a ``PagedContext``. A packed
-        decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``, where given,
-        receives the [T, E] of every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an
-        adapter; there is no gradient then.
+        Positions are absolute and must be below ``shapes.max_position_embeddings``, which is not checked under a ``PagedContext``. A packed
+        decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``: a list that receives the [T, E] of
+        every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an adapter; there is no gradient then.
 
-        ``span``: the pipeline stage that runs (``None``: the whole model). One behind the first takes ``received``, the residual stream
-        that the stage before returned, and reads of ``tokens`` only how many they are; one before the last returns the residual stream,
-        [T, H] or this rank's part of it.
+        ``span``: the pipeline stage to run (``None``: the whole model). A stage after the first takes ``received``, the residual stream
+        returned by the previous stage, and uses only the length of ``tokens``; a stage before the last returns the residual stream, [T, H]
+        or this rank's part of it.
+
+        Raises ``ValueError`` if a packed sequence is longer than the model's context.
         """
         is_packed_batch = isinstance(attention, PackedContext)
         if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_position_embeddings:
@@ -126,7 +128,7 @@ class Decoder(nn.Module):
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
-        assert wanted is None or lora is None, "rows with an adapter are named by their place in the whole batch"
+        assert wanted is None or lora is None, "rows with an adapter are indices of the whole batch"
         shared: AttentionContext | SharedContext = context
         collectives, expert_ranks = self._collectives, None
         if self.parallel is not None and isinstance(context, PackedContext):
@@ -146,7 +148,7 @@ class Decoder(nn.Module):
             residual = self._embed(tokens, collectives)
         else:
             assert received is not None
-            # Nothing changes when -0 is added to it; the sum and its gradient are then taken as in one process.
+            # Adding -0 changes nothing, and the sum and its gradient are computed as in one process.
             x, residual = received, torch.full_like(received, -0.0)
         for weights in layers:
             if around is None:
@@ -159,45 +161,45 @@ class Decoder(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
-        if self.cut.size == 1:
+        if self.shard_spec.size == 1:
             return F.embedding(tokens, self.embed_tokens)
-        own = tokens - self.cut.rank * vocabulary_part(self.shapes, self.cut)
+        own = tokens - self.shard_spec.rank * vocabulary_part(self.shapes, self.shard_spec)
         held = (own >= 0) & (own < self.local.vocab_size)
         rows = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
-        # Nothing changes when -0 is added to it, +0 and -0 included.
+        # Adding -0 changes nothing, not even the sign of zeros.
         return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
     def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
-        """The log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens``;
-        ``hidden`` is what ``forward`` returned for it. With ``parallel`` every rank gets all of them."""
+        """Returns the log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens`` tokens;
+        ``hidden`` is the output of ``forward``. With ``parallel`` every rank returns all of them."""
         if self.parallel is None:
             return self.kernels.token_logprobs(hidden.index_select(0, rows), self.head_weight, targets, temperature)
         return shared_logprobs(self.kernels, self.parallel, hidden, self._head_part, rows, targets, temperature, tokens)
 
     def packed_logits(self, hidden: Tensor, tokens: int) -> Tensor:
-        """The logits [tokens, V] of a packed batch, whole on every rank; ``hidden`` is what ``forward`` returned for it."""
+        """Returns the logits [tokens, V] of a packed batch, whole on every rank; ``hidden`` is the output of ``forward``."""
         if self.parallel is None:
             return self.logits(hidden)
         return shared_logits(self.kernels, self.parallel, hidden, self._head_part, tokens)
 
     @property
     def _head_part(self) -> Head:
-        part = vocabulary_part(self.shapes, self.cut)
-        return Head(self.head_weight, self.cut.rank * part, part, self.shapes.vocab_size)
+        part = vocabulary_part(self.shapes, self.shard_spec)
+        return Head(self.head_weight, self.shard_spec.rank * part, part, self.shapes.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden[R, H]`` -> [R, V]; on ranks but the first, their own columns."""
+        """Computes ``hidden[R, H]`` -> [R, V]; ranks other than the first return only their own columns."""
         if self._packed_head is not None:
             own = head_kernels(self.kernels).linear_packed(hidden, self._packed_head, None)
         else:
             own = head_kernels(self.kernels).linear(hidden, self.head_weight, None)
         if self.group is None:
             return own
-        return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.cut), self.shapes.vocab_size)
+        return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.shard_spec), self.shapes.vocab_size)
 
     @property
     def head_weight(self) -> Tensor:
-        """The plain head [V, H]: the embedding table where they are tied."""
+        """The plain head [V, H]; the embedding table if they are tied. Raises ``RuntimeError`` if the decoder is packed."""
         if self.lm_head is None:
             return self.embed_tokens
         if self.lm_head.weight is None:
@@ -214,12 +216,12 @@ class Decoder(nn.Module):
 
     @property
     def packed(self) -> tuple[object, ...]:
-        """What the packed weights are held by: other objects after they were packed again."""
+        """The packed weights; compares unequal after packing again."""
         return self._packed, self._packed_head
 
     def packed_matrices(self) -> list[dict[str, Any]]:
-        """Returns the packed matrices of every layer, by position in the layer, and the head in a dictionary of its own at the end. Empty
-        if the decoder is not packed."""
+        """Returns the packed matrices of every layer by name, and the head in a final dictionary of its own. Empty if the decoder is not
+        packed."""
         if self._packed is None:
             return []
         names = ("qkv", "output", "gate_up", "down", "experts")
@@ -227,13 +229,14 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def pack(self, fill: Callable[[int], None] | None = None) -> None:
-        """Pack every matrix and the head for inference, and drop the plain matrices one by one (the embedding table
-        stays). ``fill(index)``, where given, is called before layer ``index`` is packed, to write its plain matrices. Matrices
-        are quantised as a checkpoint stored them, or else rounded as ``quantization`` says; a router and experts stay plain,
-        and so does the head where ``quantization`` does not include it.
+        """Packs every matrix and the head for inference, and drops the plain matrices one by one (the embedding table stays).
 
-        Weights that change afterwards are not seen until ``pack`` is called again; ``load_tensors`` leaves the decoder
-        unpacked for that. Calling it on a packed decoder packs a tied head again and nothing else.
+        ``fill(index)``, if given, is called before layer ``index`` is packed, to write its plain matrices. Matrices are quantized as stored
+        in a checkpoint, or else rounded as ``quantization`` says; routers and experts stay plain, and so does the head unless
+        ``quantization`` includes it.
+
+        Later changes of the weights have no effect until ``pack`` is called again; ``load_tensors`` leaves the decoder unpacked for that.
+        On a packed decoder it only packs a tied head again.
         """
         was_plain = self._packed is None
         if was_plain:
@@ -250,16 +253,15 @@ class Decoder(nn.Module):
             self._packed_head = self._pack_linear(self.lm_head, self._head_quantization)
 
     def unpack(self, in_one_layer: bool = False) -> None:
-        """Drop the packed weights and have plain, uninitialised ones in their place. ``in_one_layer``: the layers'
-        matrices all lie in the memory of one layer, for a ``pack`` that fills one after the other; that saves a second
-        copy of the model, and the time to touch its memory."""
+        """Drops the packed weights and allocates plain, uninitialised ones. ``in_one_layer``: the matrices of all layers share the memory
+        of one layer, for a ``pack`` that fills one layer at a time; this avoids a second copy of the model and its page faults."""
         self._packed = self._packed_head = None
         held: dict[tuple[int, ...], nn.Parameter] = {}
         for index, layer in enumerate(self._layers()):
             if layer.experts is not None and not layer.experts.is_plain:
                 layer.experts.allocate()
             for place, linear in enumerate(layer.linears()):
-                # By place and shape too: a layer may differ from the others.
+                # The key includes index and shape, because layers may differ.
                 key = (0 if in_one_layer else index, place, linear.rows, linear.columns)
                 if key not in held:
                     is_shared = any(linear.weight is other for other in held.values())
@@ -269,7 +271,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self._plain(self.lm_head, self.lm_head.weight)
 
     def _plain(self, linear: Linear, kept: nn.Parameter | None) -> nn.Parameter:
-        """A plain matrix for ``linear``: the one it has, or memory of its own."""
+        """Returns a plain matrix for ``linear``: the existing one, or a new one."""
         if kept is not None:
             return kept
         like = self.embed_tokens
@@ -296,11 +298,11 @@ class Decoder(nn.Module):
 
     @property
     def layer_numbers(self) -> list[int]:
-        """The layers that it holds, by their number in the whole model."""
+        """The indices in the whole model of the layers that this decoder holds."""
         return [index for span in self.spans for index in range(span.start, span.stop)]
 
     def holds(self, name: str) -> bool:
-        """Whether it holds the parameter of this Hugging Face name, or a part of it."""
+        """Returns whether this decoder holds the parameter ``name`` (Hugging Face), or a part of it."""
         return any(span.holds(name, self.shapes.tie_word_embeddings) for span in self.spans)
 
     def _layers(self) -> list[Layer]:
@@ -309,7 +311,7 @@ class Decoder(nn.Module):
     def _steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
         trains = self.parallel is not None
         return [
-            layer_weights(layer, index, own, mixture, self.local, self.cut, trains)
+            layer_weights(layer, index, own, mixture, self.local, self.shard_spec, trains)
             for layer, index, own, mixture in zip(self._layers(), self.layer_numbers, matrices, experts, strict=True)
         ]
 

@@ -1,8 +1,8 @@
-"""What a model family declares, and how the family of a model is looked up. Imports no torch.
+"""The declaration of a model family, and how a model's family is looked up. Imports no torch.
 
 A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are pre-norm decoders with RMSNorm, rotary
-embedding, grouped-query attention and a gated SiLU MLP or a mixture of them; the declaration says what differs. It is read when a
-folder is opened, written or created. The network itself is built from the resulting ``ModelShapes`` alone.
+embedding, grouped-query attention and a gated SiLU MLP or a mixture of them; the declaration says what differs. It is read when a folder is
+opened, written or created. The network is built from the resulting ``ModelShapes`` alone.
 """
 
 import difflib
@@ -20,14 +20,14 @@ from tandem.types import UserError
 
 
 class ConfigFlag(NamedTuple):
-    """A trait that the key ``name`` of ``config.json`` turns on or off; ``default`` applies where the key is missing."""
+    """A trait that the key ``name`` of ``config.json`` turns on or off; ``default`` applies if the key is missing."""
 
     name: str
     default: bool = False
 
 
 Trait = bool | ConfigFlag
-"""A trait of all models of a family, or one that each ``config.json`` chooses."""
+"""A trait of all models of a family, or one that each ``config.json`` sets."""
 
 
 class Biases(NamedTuple):
@@ -39,7 +39,7 @@ class Biases(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The mixture of experts of a family: ``names`` of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
+    """The mixture of experts of a family. ``names``: of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
     translate from and to the keys of ``config.json``."""
 
     names: ExpertNames
@@ -48,7 +48,8 @@ class Mixture(NamedTuple):
 
 
 def read_expert_count(reader: ConfigReader, default: int) -> int:
-    """Returns the number of experts a layer: transformers 4 writes ``num_experts``, transformers 5 ``num_local_experts``."""
+    """Returns the number of experts per layer, which transformers 4 writes as ``num_experts`` and transformers 5 as
+    ``num_local_experts``."""
     return reader.integer("num_experts" if reader.config.get("num_experts") is not None else "num_local_experts", default)
 
 
@@ -87,7 +88,7 @@ class Family:
 
     def bias_keys(self, shapes: ModelShapes) -> dict[str, bool]:
         """Returns the keys of ``config.json`` that say which linear layers of ``shapes`` have biases."""
-        # The last one wins where two traits share a key.
+        # The last trait takes precedence if two share a key.
         traits = (
             (self.mlp_bias, shapes.mlp_bias), (self.output_bias, shapes.output_bias), (self.attention_bias, shapes.attention_bias)
         )  # fmt: skip
@@ -96,7 +97,7 @@ class Family:
 
 def all_families() -> dict[str, Family]:
     """Returns every family by its ``model_type``: one for each module of ``tandem.model.families``."""
-    modules = (importlib.import_module(f"{families.__name__}.{found.name}") for found in pkgutil.iter_modules(families.__path__))
+    modules = (importlib.import_module(f"{families.__name__}.{module.name}") for module in pkgutil.iter_modules(families.__path__))
     return {module.FAMILY.model_type: module.FAMILY for module in modules}
 
 
@@ -106,8 +107,8 @@ def family_named(model_type: str) -> Family:
 
 
 def family_of_config(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family of a ``config.json``: by ``model_type``, or where that is missing by the class in ``architectures``.
-    Raises ``UserError`` for a family that is not supported; ``where`` names the file."""
+    """Returns the family of a ``config.json``: by ``model_type`` or, if that is missing, by the class in ``architectures``. Raises
+    ``UserError`` for a family that is not supported; ``where`` names the file."""
     known, model_type = all_families(), config.get("model_type")
     if model_type is None:
         classes = config.get("architectures") or []

@@ -1,4 +1,4 @@
-"""Random initial weights."""
+"""Random initialisation of weights."""
 
 import hashlib
 import math
@@ -12,11 +12,11 @@ from tandem.model.huggingface.model_folder import part_of, to_huggingface
 
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
-    """Fills every parameter: norms with 1, biases with 0, matrices from a normal distribution of ``standard_deviation``, divided by
-    sqrt(2 layers) for matrices that write to the residual stream (Radford et al., 2019, section 2.3).
+    """Fills every parameter: norms with 1, biases with 0, matrices from a normal distribution of ``standard_deviation``, divided by sqrt(2
+    layers) for matrices that write to the residual stream (Radford et al., 2019, section 2.3).
 
-    Each matrix is drawn in fp32 on one CPU thread by a generator seeded with ``seed`` and its Hugging Face name: the values do not depend
-    on fusing, order, device or thread count, and a rank's part has the values of the whole matrix.
+    Each matrix is drawn in fp32 on one CPU thread by a generator seeded with ``seed`` and its Hugging Face name, so that the values do not
+    depend on fusing, order, device or thread count, and a rank's shard has the values of the whole matrix.
     """
     whole = dict(parameters(decoder.shapes))
     residual = standard_deviation / math.sqrt(2 * decoder.shapes.num_hidden_layers)

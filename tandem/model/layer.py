@@ -10,8 +10,8 @@ from tandem.model.quantization.scheme import Stored
 
 
 class Linear(nn.Module):
-    """The parameters of a linear layer, ``weight[N, K]`` and perhaps ``bias[N]``. Kernels do the arithmetic. ``stored``: the
-    weights as a quantised checkpoint holds them, one for each stacked projection, until the decoder is packed."""
+    """The parameters of a linear layer, ``weight[N, K]`` and optionally ``bias[N]``; kernels do the arithmetic. ``stored``: until the
+    decoder is packed, the weights as a quantized checkpoint stores them, one for each stacked projection."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -40,12 +40,12 @@ class Layer(nn.Module):
     down_proj: Linear | None
     experts: Experts | None
 
-    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, cut: ShardSpec = WHOLE) -> None:
+    def __init__(self, whole: ModelShapes, index: int, dtype: torch.dtype, device: torch.device, shard_spec: ShardSpec = WHOLE) -> None:
         super().__init__()
-        shapes = local_shapes(whole, cut)
+        shapes = local_shapes(whole, shard_spec)
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
-        # A cut by output columns (see ``ShardSpec``) leaves the sum whole.
-        rows, of = (hidden // cut.size, whole) if cut.deterministic else (hidden, shapes)
+        # A matrix sharded by output columns (see ``ShardSpec``) needs no sum over ranks.
+        rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
         self.input_layernorm = Norm(hidden, dtype, device)
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
         self.q_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
@@ -56,13 +56,13 @@ class Layer(nn.Module):
         self.experts = self.gate_up_proj = self.down_proj = None
         if experts is not None and whole_experts is not None:
             down = (rows, whole_experts.intermediate_size)
-            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // cut.expert_size)
+            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size)
         else:
             self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Its linear layers in the order in which the forward pass meets them; a mixture of experts is none."""
+        """Returns its linear layers in the order of the forward pass; a mixture of experts is not one."""
         if self.gate_up_proj is None or self.down_proj is None:
             return self.qkv_proj, self.o_proj
         return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj

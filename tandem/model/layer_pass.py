@@ -1,4 +1,4 @@
-"""One layer of the decoder over one batch: what the engine, a trainer, gradient checkpointing and a pipeline stage all run."""
+"""Runs one layer of the decoder over one batch, for the engine, the trainer, gradient checkpointing and pipeline stages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +20,8 @@ from tandem.runtime.collectives.communicator import Communicator
 
 class LayerBatch(NamedTuple):
     """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``collectives``: applied
-    before and after the matrices. ``expert_ranks``: the ranks that experts are divided between; ``balance``: the load balancing of experts.
-    ``fused_mlp``: a packed MLP may be one call."""
+    before and after the matrices. ``expert_ranks``: the ranks that the experts are sharded over; ``balance``: the load balancing of
+    experts. ``fused_mlp``: a packed MLP may be one call."""
 
     kernels: Kernels
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -38,11 +38,11 @@ class LayerBatch(NamedTuple):
 
 
 State = tuple[Tensor | None, Tensor]
-"""(x, residual), both [T, H]: what a layer passes on. ``x`` is what the layer before returned and has not added to the residual
-yet; ``None``: nothing is to be added."""
+"""(x, residual), both [T, H], passed from layer to layer. ``x``: the output of the previous layer that is still to be added to the
+residual; ``None``: nothing to add."""
 LayerFunction = Callable[[Tensor | None, Tensor], tuple[Tensor, Tensor]]
 AroundLayer = Callable[[int, LayerFunction, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-"""``around(index, layer, x, residual)`` runs ``layer(x, residual)`` and may do things before and after, or run it again."""
+"""``around(index, layer, x, residual)`` runs ``layer(x, residual)``, possibly with work before and after, or runs it again."""
 
 _UNCHANGED = LoraLayer()
 
@@ -50,9 +50,9 @@ _UNCHANGED = LoraLayer()
 def run_layer(
     batch: LayerBatch, weights: LayerWeights, x: Tensor | None, residual: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x, residual) -> (x, residual). The norm of the sum is at the start, so that a layer reads its own parameters only.
-    ``rows`` int64: the rows that are computed after the attention (``None``: all)."""
-    # Unpacked at once: a small model decodes as fast as Python looks things up.
+    """Computes (x, residual) -> (x, residual). The norm of the sum is at the start, so that a layer reads only its own parameters. ``rows``
+    int64: the rows computed after the attention (``None``: all)."""
+    # Unpacked at once, because attribute look-ups dominate the decoding time of a small model.
     kernels, linear, positions, cos_sin, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
@@ -87,6 +87,6 @@ def run_layer(
 
 
 def _adapted(batch: LayerBatch, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:
-    """A product with the low-rank changes of the rows that have an adapter."""
+    """Returns the product plus the low-rank update of the rows that have an adapter."""
     assert batch.lora is not None
     return add_lora(batch.kernels, batch.linear(x, weight, bias), x, change, batch.lora)

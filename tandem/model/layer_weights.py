@@ -1,4 +1,4 @@
-"""A layer's weights as the forward pass runs it."""
+"""A layer's weights in the form that the forward pass uses."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from tandem.model.moe import ExpertLayer
 
 
 class LayerWeights(NamedTuple):
-    """One layer as the forward pass runs it: plain tensors or packed weights, and no module to look anything up in.
-    ``summed_output_bias`` and ``summed_down_bias``: in place of the other two where they are added after ranks have summed."""
+    """One layer's plain tensors or packed weights, without modules, so that nothing is looked up. ``summed_output_bias`` and
+    ``summed_down_bias`` replace the other two if they are added after the sum over ranks."""
 
     input_norm: Tensor
     attention: AttentionLayer
@@ -32,15 +32,15 @@ class LayerWeights(NamedTuple):
 
 
 def layer_weights(
-    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, cut: ShardSpec, trains: bool
+    layer: Layer, index: int, matrices: tuple[Any, ...], experts: ExpertLayer | None, shapes: ModelShapes, shard_spec: ShardSpec, trains: bool
 ) -> LayerWeights:
-    """Layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's part, which is
-    ``cut`` so; ``trains``: together with other ranks."""
-    # Partial products are summed over the ranks, a bias is to be added once: by the first rank, or in training by all of them after
-    # the sum, so that all have its gradient at the same moment.
-    is_summed = not cut.deterministic and cut.size > 1
+    """Returns layer ``index`` with its ``matrices``, plain or packed, in the order of ``Layer.linears``. ``shapes``: of the rank's shard,
+    which is described by ``shard_spec``; ``trains``: together with other ranks."""
+    # Partial products are summed over the ranks and a bias must be added once: by the first rank, or in training by all ranks after the
+    # sum, so that all have its gradient at the same time.
+    is_summed = not shard_spec.deterministic and shard_spec.size > 1
     late = is_summed and trains
-    biased = not is_summed or (not late and cut.rank == 0)
+    biased = not is_summed or (not late and shard_spec.rank == 0)
     q_norm = layer.q_norm.weight if layer.q_norm is not None else None
     k_norm = layer.k_norm.weight if layer.k_norm is not None else None
     heads, scale = (shapes.num_attention_heads, shapes.num_key_value_heads, shapes.head_dim), shapes.head_dim**-0.5

@@ -1,8 +1,8 @@
-"""Low-rank adapters (Hu et al., 2021): PEFT folders, and several adapters in one batch.
+"""Low-rank adapters (Hu et al., 2021): PEFT folders, and batches with several adapters.
 
-Adapters are loaded into *slots*. Each matrix that some adapter changes has two stacks of small matrices, one for each slot,
-padded with zeros to the largest rank allowed: the rows of a batch are sorted by slot and multiplied with both stacks
-(Punica; Chen et al., 2023). A row's bits depend on its own adapter only, and rows without one are not touched.
+Adapters are loaded into *slots*. Each adapted matrix has two stacks of small matrices, one for each slot, padded with zeros to the maximum
+rank: the rows of a batch are sorted by slot and multiplied with both stacks (Punica; Chen et al., 2023). A row's bits depend on its own
+adapter only, and rows without one are not changed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedGroups
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.sharding import WHOLE, ShardSpec, cut_slices
+from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file
 from tandem.types import UserError
@@ -30,14 +30,14 @@ _PLAIN: dict[str, object] = {
     "bias": "none", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": None,
 }  # fmt: skip
-"""What a plain adapter has in these keys of its configuration; other values change what it computes."""
+"""The values of a plain adapter for these configuration keys; other values change what it computes."""
 _FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """``matrices[layer, "q_proj"]``: (A [r, K], B [N, r] times the scale alpha / r, or alpha / sqrt(r) where it is
-    rank-stabilised). ``digest`` is over every byte of the folder's two files."""
+    """``matrices[layer, "q_proj"]``: (A [r, K], B [N, r] times the scale alpha / r, or alpha / sqrt(r) if it is rank-stabilised).
+    ``digest`` covers every byte of the folder's two files."""
 
     rank: int
     matrices: dict[tuple[int, str], tuple[Tensor, Tensor]]
@@ -45,13 +45,13 @@ class Adapter:
 
 
 def digest_of(folder: str | Path) -> str:
-    """The digest of an adapter's content, hexadecimal. Raises ``UserError`` where a file is missing."""
+    """Returns the digest of an adapter's content, hexadecimal. Raises ``UserError`` if a file is missing."""
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):
         try:
             content = (Path(folder) / name).read_bytes()
         except OSError:
-            raise UserError(f"adapter '{folder}' has no {name} that can be read; it must be a folder as PEFT saves it") from None
+            raise UserError(f"adapter '{folder}' has no readable {name}; it must be a folder saved by PEFT") from None
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
 
@@ -65,8 +65,8 @@ def rank_of(folder: str | Path) -> int:
 
 
 def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adapter:
-    """The adapter in a PEFT folder, for a model of ``shapes``. Raises ``UserError`` where it is none, is broken, changes
-    what cannot be changed here, does not fit the model or has a rank above ``max_rank``."""
+    """Returns the adapter in a PEFT folder, for a model of ``shapes``. Raises ``UserError`` if it is missing, is broken, adapts unsupported
+    modules, does not fit the model or has a rank above ``max_rank``."""
     digest = digest_of(folder)
     rank, config = rank_of(folder), read_json(Path(folder) / CONFIG)
     if config.get("peft_type") != "LORA":
@@ -78,7 +78,7 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     if not isinstance(alpha, int | float):
         raise UserError(f"adapter '{folder}' has lora_alpha {alpha!r}; it must be a number")
     if rank > max_rank:
-        raise UserError(f"adapter '{folder}' has rank {rank}; this engine takes up to {max_rank}: raise max_lora_rank")
+        raise UserError(f"adapter '{folder}' has rank {rank}; this engine allows at most {max_rank}; raise max_lora_rank")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
     for name, tensor in read_file(Path(folder) / WEIGHTS):
@@ -95,13 +95,13 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
             if side not in pair or tuple(pair[side].shape) != shape:
                 given = list(pair[side].shape) if side in pair else "missing"
                 where = f"lora_{side} of '{module}' in layer {layer}"
-                raise UserError(f"adapter '{folder}': {where} is {given}; this model asks for {list(shape)}")
+                raise UserError(f"adapter '{folder}': {where} is {given}; this model requires {list(shape)}")
         matrices[layer, module] = (pair["A"], pair["B"].to(torch.promote_types(pair["B"].dtype, torch.float32)) * scale)
     return Adapter(rank, matrices, digest)
 
 
 def _shape_of(shapes: ModelShapes, layer: int, module: str, folder: str | Path) -> tuple[int, int]:
-    """(rows, columns) of the matrix that is adapted."""
+    """Returns (rows, columns) of the adapted matrix."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     known = {
         "q_proj": (shapes.query_size, hidden), "k_proj": (shapes.key_value_size, hidden), "v_proj": (shapes.key_value_size, hidden),
@@ -117,15 +117,15 @@ def _shape_of(shapes: ModelShapes, layer: int, module: str, folder: str | Path) 
 
 
 class LowRank(NamedTuple):
-    """The two stacks of one matrix: ``first`` [S, P, K] and ``second`` [S, N, P], packed, for S slots. A fused matrix has a
-    share of P for each of its parts, and zeros in ``second`` where a part meets another's share."""
+    """The two stacks of one matrix: ``first`` [S, P, K] and ``second`` [S, N, P], packed, for S slots. A fused matrix has a share of P for
+    each of its parts, and ``second`` is zero where a part meets another part's share."""
 
     first: PackedGroups
     second: PackedGroups
 
 
 class LoraLayer(NamedTuple):
-    """What the adapters change in one layer; ``None`` where no slot changes the matrix."""
+    """The adapters' updates in one layer; ``None`` if no slot adapts the matrix."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -134,8 +134,8 @@ class LoraLayer(NamedTuple):
 
 
 class LoraBatch(NamedTuple):
-    """The rows [R] int64 of a flat batch that have an adapter, sorted by slot: slot s has
-    ``rows[bounds[s]:bounds[s + 1]]`` (int64 [S + 1])."""
+    """The rows [R] int64 of a flat batch that have an adapter, sorted by slot: slot s has ``rows[bounds[s]:bounds[s + 1]]`` (int64 [S +
+    1])."""
 
     layers: list[LoraLayer]
     rows: Tensor
@@ -143,8 +143,8 @@ class LoraBatch(NamedTuple):
 
 
 def lora_batch(layers: list[LoraLayer], slots: Tensor, count: int) -> LoraBatch | None:
-    """From the slot of every token (``slots[T]`` int64, -1: no adapter), of ``count`` slots; ``None`` where no token has
-    an adapter."""
+    """Returns the batch for the slot of every token (``slots[T]`` int64, -1: no adapter), of ``count`` slots; ``None`` if no token has an
+    adapter."""
     order = slots.argsort(stable=True)
     bounds = torch.searchsorted(slots[order], torch.arange(count + 1))
     if bounds[0] == len(slots):
@@ -153,25 +153,25 @@ def lora_batch(layers: list[LoraLayer], slots: Tensor, count: int) -> LoraBatch 
 
 
 def stack(
-    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, cut: ShardSpec = WHOLE
+    adapters: Sequence[Adapter | None], shapes: ModelShapes, kernels: Kernels, max_rank: int, like: Tensor, shard_spec: ShardSpec = WHOLE
 ) -> list[LoraLayer]:
-    """The layers' stacks for ``adapters`` in their slots (``None``: a free one), in the dtype and on the device of
-    ``like``; with a ``cut`` what one rank needs beside its part of each matrix."""
+    """Returns the layers' stacks for ``adapters`` in their slots (``None``: a free slot), in the dtype and on the device of ``like``.
+    ``shard_spec``: returns what the rank with this shard spec needs."""
     layers = []
     for layer in range(shapes.num_hidden_layers):
         fused = {}
         for name, parts in _FUSED.items():
             if any(adapter is not None and (layer, part) in adapter.matrices for adapter in adapters for part in parts):
-                fused[name] = _low_rank(adapters, layer, parts, shapes, kernels, max_rank, like, cut)
+                fused[name] = _low_rank(adapters, layer, parts, shapes, kernels, max_rank, like, shard_spec)
         layers.append(LoraLayer(**fused))
     return layers
 
 
 def _low_rank(
     adapters: Sequence[Adapter | None], layer: int, parts: Sequence[str], shapes: ModelShapes, kernels: Kernels,
-    max_rank: int, like: Tensor, cut: ShardSpec,
+    max_rank: int, like: Tensor, shard_spec: ShardSpec,
 ) -> LowRank:
-    held = [_held(shapes, layer, part, cut) for part in parts]
+    held = [_held(shapes, layer, part, shard_spec) for part in parts]
     sizes = [rows.stop - rows.start for rows, _ in held]
     first = like.new_zeros(len(adapters), len(parts) * max_rank, held[0][1].stop - held[0][1].start)
     second = like.new_zeros(len(adapters), sum(sizes), len(parts) * max_rank)
@@ -187,15 +187,15 @@ def _low_rank(
     return LowRank(kernels.pack_groups(first), kernels.pack_groups(second))
 
 
-def _held(shapes: ModelShapes, layer: int, part: str, cut: ShardSpec) -> tuple[slice, slice]:
-    """The rows and the columns of an adapted matrix that a rank holds."""
+def _held(shapes: ModelShapes, layer: int, part: str, shard_spec: ShardSpec) -> tuple[slice, slice]:
+    """Returns the rows and the columns of an adapted matrix that a rank holds."""
     name = f"model.layers.{layer}.{'self_attn' if part in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{part}.weight"
-    rows, columns = cut_slices(shapes, name, _shape_of(shapes, layer, part, ""), cut)
+    rows, columns = shard_slices(shapes, name, _shape_of(shapes, layer, part, ""), shard_spec)
     return rows, columns
 
 
 def add_lora(kernels: Kernels, out: Tensor, x: Tensor, low_rank: LowRank | None, batch: LoraBatch) -> Tensor:
-    """``out[T, N]`` with ``x A^T B^T`` added, in place, to the rows that have an adapter; ``x[T, K]``. No gradient."""
+    """Adds ``x A^T B^T`` to ``out[T, N]`` in place, for the rows that have an adapter; ``x[T, K]``. No gradient."""
     if low_rank is None:
         return out
     multiply: Any = kernels.grouped_linear_packed

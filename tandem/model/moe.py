@@ -1,8 +1,8 @@
 """Mixtures of experts (Shazeer et al., 2017): a router sends each token to a few of many MLPs.
 
-Tokens are sorted by expert, so that each expert multiplies all of its tokens at once. A token's bits do not depend on who
-else is routed where: its gates are a function of its own row, a row of a grouped product has the bits of a product of its
-own, and what its experts return is added in the order of its gates.
+Tokens are sorted by expert, so that each expert multiplies all of its tokens at once. A token's bits do not depend on the routing of other
+tokens: its gates are a function of its own row, a row of a grouped product has the bits of a separate product, and the outputs of its
+experts are added in the order of its gates.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from tandem.runtime.collectives.communicator import Communicator
 
 
 class Experts(nn.Module):
-    """The parameters of one layer's mixture of E experts, of which ``held`` stand here: ``router[E, H]``,
-    ``gate_up_proj[held, 2 F, H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] where
-    the model is not cut. Packing drops the last two and leaves the router."""
+    """The parameters of one layer's mixture of E experts, of which this rank holds ``held``: ``router[E, H]``, ``gate_up_proj[held, 2 F,
+    H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] if the model is not sharded. Packing drops
+    the last two and keeps the router."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
@@ -41,27 +41,27 @@ class Experts(nn.Module):
         return self.gate_up_proj is not None and self.down_proj is not None
 
     def allocate(self) -> None:
-        """Plain, uninitialised matrices."""
+        """Allocates plain, uninitialised matrices."""
         count, inner = self.held, self.shapes.intermediate_size
         self.gate_up_proj = nn.Parameter(self.router.new_empty(count, 2 * inner, self.hidden))
         self.down_proj = nn.Parameter(self.router.new_empty(count, *self.down))
 
     def pack(self, kernels: Kernels) -> "ExpertLayer":
-        """The layer with packed matrices; the plain ones are dropped."""
+        """Returns the layer with packed matrices and drops the plain ones."""
         assert self.gate_up_proj is not None and self.down_proj is not None
         gate_up, self.gate_up_proj = kernels.pack_groups(self.gate_up_proj), None
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
         return ExpertLayer(whole_precision(kernels).pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised)
 
     def plain(self) -> "ExpertLayer":
-        """The layer over the parameters themselves."""
+        """Returns the layer over the parameters themselves."""
         return ExpertLayer(
             self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised
         )
 
 
 class ExpertLayer(NamedTuple):
-    """A mixture as the forward pass runs it: plain tensors, or weights that the kernels have packed."""
+    """A mixture in the form that the forward pass uses: plain tensors, or packed weights."""
 
     router: Any
     gate_up: Any
@@ -75,12 +75,12 @@ def mixture(
     before_down: Callable[[Tensor], Tensor] | None = None, ranks: Communicator | None = None,
     route: Callable[[Tensor, int, bool], Routing] | None = None,
 ) -> Tensor:
-    """``x[T, H]`` through each token's experts -> [T, H]. ``router_logits``, where given, receives the [T, E] of this
-    layer; ``before_down`` is applied to the input of ``down``. ``ranks``: those that the experts are divided between.
-    ``route``: in place of the kernels' own."""
+    """Computes ``x[T, H]`` -> [T, H] through each token's experts. ``router_logits``: a list that receives the [T, E] of this layer;
+    ``before_down``: applied to the input of ``down``. ``ranks``: those that the experts are sharded over. ``route``: replaces the kernels'
+    own."""
     is_packed = isinstance(layer.gate_up, PackedGroups)
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
-    # Which experts a token meets is a matter of small differences: never in mixed precision.
+    # Small differences decide which experts a token is routed to, so the router never runs in mixed precision.
     plain = whole_precision(kernels)
     router: Any = plain.linear_packed if is_packed else plain.linear
     logits = router(x, layer.router, None)
@@ -102,9 +102,9 @@ def mixture(
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], num_experts_per_tok: int) -> Tensor:
-    """Equations 4 to 6 of Switch Transformers (Fedus et al., 2021) over the layers' ``router_logits[T, E]``, for more
-    experts than one a token: E times the sum over experts of the share of tokens that an expert gets and its mean
-    probability. ``num_experts_per_tok`` where the load is even; only the probabilities carry gradient."""
+    """Returns the loss of equations 4 to 6 of Switch Transformers (Fedus et al., 2021) over the layers' ``router_logits[T, E]``, extended
+    to several experts per token: E times the sum over experts of the share of tokens of an expert times its mean probability. Equals
+    ``num_experts_per_tok`` for an even load; only the probabilities carry gradient."""
     probabilities = torch.cat([logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1) for logits in router_logits])
     num_experts = probabilities.shape[1]
     experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_tok]
@@ -113,14 +113,14 @@ def load_balancing_loss(router_logits: Sequence[Tensor], num_experts_per_tok: in
 
 
 def _dispatched(x: Tensor, routing: Routing, each: int) -> Tensor:
-    """Each token's row once for each of its experts, sorted by expert."""
+    """Returns each token's row once for each of its experts, sorted by expert."""
     if x.requires_grad and torch.is_grad_enabled():
         return _Dispatch.apply(x, routing.order, routing.inverse, each)  # type: ignore[no-any-return]
     return x.index_select(0, routing.order // each)
 
 
 class _Dispatch(torch.autograd.Function):
-    """The gradient is summed in the order of the gates."""
+    """Repeats rows by expert; the gradient is summed in the order of the gates."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:

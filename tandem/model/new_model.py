@@ -19,7 +19,7 @@ from tandem.types import UserError
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
     """Returns the shapes that ``config`` describes, with the defaults of its family; a mixture of experts is in every layer, with
-    normalised gates. Raises ``UserError`` for a family that is not known or that has no such model."""
+    normalised gates. Raises ``UserError`` for a family that is unknown or has no such model."""
     family = family_to_create(config.architecture)
     experts = None
     if family.experts is not None:
@@ -65,7 +65,7 @@ def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
 
 @contextmanager
 def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
-    """Yields a temporary folder with everything of the model but its weights, so that a run's inputs can be checked before any work."""
+    """Yields a temporary folder with everything of the model except its weights, so that a run's inputs can be checked before any work."""
     with TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
         write_tokenizer(config, folder)

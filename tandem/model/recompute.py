@@ -1,8 +1,9 @@
-"""Gradient checkpointing: what the backward pass computes again instead of keeping (Chen et al., 2016; Korthikanti et al., 2022).
+"""Gradient checkpointing: recomputes activations in the backward pass instead of storing them (Chen et al., 2016; Korthikanti et al.,
+2022).
 
-``full`` keeps the input of a layer. ``selective`` keeps the results of the matrix products and drops what costs little to
-have again: the outputs of norms, of rotation and of the gate, and, where attention keeps its scores, those. Both run the
-same functions on the same values again, so gradients have the same bits.
+``full`` stores the input of a layer. ``selective`` stores the results of the matrix products and drops outputs that are cheap to recompute:
+those of norms, rotary embedding and the gate, and attention scores if the kernels store them. Both run the same functions on the same
+values again, so gradients have the same bits.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ def around_layers(recompute: Recompute, kernels: Kernels, around: AroundLayer | 
 class SelectiveKernels:
     """``kernels`` whose cheap outputs are recomputed when a backward pass needs them.
 
-    ``inside`` must wrap the layers: it intercepts the tensors that autograd saves. An output is recognised by
-    its memory, which its producer holds until the layer ends; so no other tensor can have it meanwhile."""
+    ``inside`` must wrap the layers: it intercepts the tensors that autograd saves. An output is identified by its memory, which its
+    producer holds until the layer ends, so that no other tensor can have the same address."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -55,7 +56,7 @@ class SelectiveKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, total = self._kernels.add_rms_norm(x, residual, weight, eps)
-        # From the sum, which is kept: the norm has the same bits.
+        # Recomputed from the stored sum: the norm has the same bits.
         self._remember(lambda total, weight: (self._kernels.rms_norm(total, weight, eps),), (total, weight), (normed,))
         return normed, total
 
@@ -75,11 +76,11 @@ class SelectiveKernels:
         attend = self._kernels.packed_attention
         if self._kernels.name != "reference":
             return attend(q, k, v, cu_seqlens, max_seqlen, scale, window)
-        # Plain torch keeps [T, T] scores for the backward pass; the other kernels never have them.
+        # Plain torch stores [T, T] scores for the backward pass; the other kernels do not.
         return cast(Tensor, _again(attend, q, k, v, cu_seqlens, max_seqlen, scale, window))
 
     def inside(self, layer: LayerFunction, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``layer(x, residual)``, whose kernels are these."""
+        """Runs ``layer(x, residual)`` with these kernels."""
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 return layer(x, residual)
@@ -104,8 +105,8 @@ class SelectiveKernels:
 
 
 class _Recipe:
-    """Recomputes outputs from ``inputs``. Several may have been saved: all are computed when the first is needed, and freed when each
-    has been returned."""
+    """Recomputes outputs from ``inputs``. Several may have been saved: all are computed when the first is needed, and each is freed once
+    returned."""
 
     def __init__(self, run: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
         self._run, self._inputs = run, inputs

@@ -1,11 +1,11 @@
-"""Keeping the experts of a mixture evenly busy while it trains: by a loss, or by a bias on the router's choice.
+"""Load balancing of experts during training: by a loss, or by a bias on the router's choice.
 
 The loss is that of Switch Transformers (Fedus et al., 2021, equations 4 to 6), for each layer, with the shares of experts taken over all
-tokens that the ranks compute at the same time (Qiu et al., 2025: shares of small batches punish specialisation). It enters the
-backward pass at the gates, so that nothing has to carry it past stages and recomputation.
+tokens that the ranks compute at the same time (Qiu et al., 2025: shares of small batches penalise specialisation). It enters the backward
+pass at the gates, so that it need not be passed through stages and recomputation.
 
-The bias (Wang et al., 2024; DeepSeek-V3, section 2.1.2) is added to the probabilities where experts are chosen and nowhere else. After each
-step it moves by a fixed amount, up for experts that had less than their share of the step's tokens, down for the others.
+The bias (Wang et al., 2024; DeepSeek-V3, section 2.1.2) is added to the probabilities only for the choice of experts. After each step it
+changes by a fixed amount: up for experts with less than their share of the step's tokens, down for the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ ALONE = Communicator("alone", 0, 1, None, 0.0)
 
 
 class RouterBalance:
-    """Of one decoder. ``loss``: the coefficient of the loss, ``bias_rate``: what a bias moves by; 0 turns either off. ``ranks``: those that
-    hold the same router and see different tokens; ``copies``: ranks that compute the same tokens, and whose gradients of the
-    router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches; ``stages``: those that hold the model's other
-    layers. ``device``: the model's."""
+    """The load balancing of one decoder. ``loss``: the coefficient of the loss, ``bias_rate``: the step size of the bias; 0 turns either
+    off. ``ranks``: those that hold the same router and see different tokens; ``copies``: ranks that compute the same tokens, and whose
+    gradients of the router are summed; ``readers``: ranks of ``ranks`` that are given the same micro-batches; ``stages``: those that hold
+    the model's other layers. ``device``: the model's."""
 
     def __init__(
         self, num_experts: int, layers: Sequence[int], loss: float = 0.0, bias_rate: float = 0.0, ranks: Communicator = ALONE, copies: int = 1,
@@ -38,7 +38,7 @@ class RouterBalance:
         self._weight = 0.0
 
     def begin(self, tokens: int, scale: float = 1.0) -> None:
-        """A step begins, in which this rank is given micro-batches of ``tokens`` in all. ``scale``: that of the loss."""
+        """Starts a step in which this rank is given micro-batches of ``tokens`` in total. ``scale``: the loss scale."""
         if self.loss:
             every = int(self.ranks.all_reduce(torch.tensor([tokens], device=self._device), "tokens of the step")) // self._readers
             self._weight = self.loss * scale / max(every, 1) / self._copies
@@ -46,8 +46,8 @@ class RouterBalance:
             counts.zero_()
 
     def end(self, updated: bool) -> dict[str, float]:
-        """The step is over: move the biases if the weights were ``updated``. Returns the largest overload of an expert, as a share of its
-        even part, over all layers."""
+        """Ends the step: updates the biases if the weights were ``updated``. Returns the largest overload of an expert, relative to its
+        even share, over all layers."""
         worst = 0.0
         for layer, own in self.counts.items():
             counts = self.ranks.all_reduce(own, "tokens of each expert")
@@ -60,9 +60,9 @@ class RouterBalance:
         return {"router/max_overload": every.max().item()}
 
     def route(self, kernels: Kernels, layer: int, logits: Tensor, each: int, normalised: bool) -> Routing:
-        """``kernels.route`` with this layer's bias; the tokens of each expert are counted and the loss is attached."""
+        """Runs ``kernels.route`` with this layer's bias, counts the tokens of each expert and attaches the loss."""
         routing = biased_route(logits, self.biases[layer], each, normalised) if self.bias_rate else kernels.route(logits, each, normalised)
-        # Inside a backward pass the same tokens are routed again.
+        # In a backward pass the same tokens are routed again, for recomputation.
         if torch.is_grad_enabled():
             counts = routing.bounds.diff()
             if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
@@ -72,7 +72,8 @@ class RouterBalance:
         return routing
 
     def _balance(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """This rank's share of the loss of one layer: E times the sum over experts of (share of the tokens) times (sum of probabilities)."""
+        """Returns this rank's share of the loss of one layer: E times the sum over experts of (share of the tokens) times (sum of
+        probabilities)."""
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         every = torch.cat((counts, counts.new_tensor([len(logits)])))
         every = self.ranks.all_reduce(every, "tokens of each expert in a micro-batch")
@@ -80,18 +81,18 @@ class RouterBalance:
         return self._weight * len(shares) * (shares.to(probabilities.dtype) * probabilities.sum(0)).sum()
 
     def state(self) -> dict[str, list[float]]:
-        """The biases, by layer."""
+        """Returns the biases by layer."""
         return {str(layer): bias.tolist() for layer, bias in self.biases.items()} if self.bias_rate else {}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Take over the biases of the layers that this decoder has."""
+        """Loads the biases of the layers that this decoder has."""
         for layer, bias in state.items():
             if int(layer) in self.biases:
                 self.biases[int(layer)] = torch.tensor(bias, dtype=torch.float64, device=self._device)
 
 
 def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> Routing:
-    """``Kernels.route`` where the experts with the largest probability plus ``bias[E]`` are chosen; the gates are probabilities alone."""
+    """Does ``Kernels.route`` with the experts of the largest probability plus ``bias[E]``; the gates are probabilities without the bias."""
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     wanted = probabilities.detach() + bias.to(probabilities)
     experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each]
@@ -102,13 +103,13 @@ def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> R
     ordered, order = flat.sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    # By search and not by counting, for which torch would ask a GPU how many there are.
+    # A search instead of ``bincount``, for which torch would synchronize with a GPU.
     bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
     return Routing(gates, experts, bounds, order, inverse)
 
 
 class _Attach(torch.autograd.Function):
-    """``x``, whose backward pass also starts that of the scalar ``loss`` (as in Megatron-Core)."""
+    """Returns ``x``; its backward pass also starts that of the scalar ``loss`` (as in Megatron-Core)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attention masks of model families: how a ``config.json`` says each layer's sliding window. Imports no torch.
+"""The attention masks of model families: how a ``config.json`` gives each layer's sliding window. Imports no torch.
 
 A window is counted in tokens, the token itself included; ``None`` is full causal attention. Trainer and engine apply it alike.
 """
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from tandem.model.huggingface.config_reader import ConfigReader
 
 Windows = tuple[int | None, ...]
-"""One entry a layer."""
+"""One entry per layer."""
 
 
 class Mask(NamedTuple):
-    """``read(reader, layers)`` returns the window of each of ``layers`` layers, ``()`` where all attention is full;
-    ``write(windows)`` returns the keys of ``config.json`` for one window a layer."""
+    """``read(reader, layers)`` returns the window of each of ``layers`` layers, ``()`` if all attention is full; ``write(windows)`` returns
+    the keys of ``config.json`` for one window per layer."""
 
     read: Callable[[ConfigReader, int], Windows]
     write: Callable[[Windows], dict[str, Any]]
@@ -35,7 +35,7 @@ def sliding_window(default: int | None) -> Mask:
 
 
 def _read_switched_window(reader: ConfigReader) -> int | None:
-    """Returns the window of the keys ``use_sliding_window`` and ``sliding_window``; null turns it off even where the switch is on."""
+    """Returns the window of the keys ``use_sliding_window`` and ``sliding_window``; null turns it off even if the switch is on."""
     if not reader.boolean("use_sliding_window", False) or reader.config.get("sliding_window", 0) is None:
         return None
     return reader.integer("sliding_window", 4096)
@@ -61,7 +61,7 @@ def _read_by_layer(reader: ConfigReader, layers: int) -> Windows:
     if "sliding_attention" not in kinds:
         return ()
     if window is None:
-        raise reader.fail("layer_types", "sliding_attention", "that needs use_sliding_window true and a sliding_window")
+        raise reader.fail("layer_types", "sliding_attention", "it needs use_sliding_window true and a sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

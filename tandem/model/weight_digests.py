@@ -1,4 +1,4 @@
-"""Digests of the weights that a decoder really holds."""
+"""Digests of the weights that a decoder holds."""
 
 import ctypes
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from tandem.model.huggingface.model_folder import to_huggingface
 
 
 def weight_digests(decoder: Decoder) -> dict[str, str]:
-    """The xxh3-128, in hexadecimal, of every tensor's bytes by Hugging Face name, in the decoder's own dtype; of a packed
-    decoder (a quantised folder is read as one) those of every parameter and packed tensor by its place in the decoder."""
+    """Returns the xxh3-128, in hexadecimal, of every tensor's bytes by Hugging Face name, in the decoder's own dtype; for a packed decoder
+    (a quantized folder is read as one), of every parameter and packed tensor by its name in the decoder."""
     # An optional dependency, not needed for generation.
     import xxhash
 

@@ -54,7 +54,7 @@ class NanDetector:
     any result."""
 
     def __init__(self, model: Decoder) -> None:
-        self.model, self.found = model, Findings()
+        self.model, self.findings = model, Findings()
         self._micro_batches: Sequence[MicroBatch] = ()
         self._number = 0
         self._in_backward = False
@@ -68,9 +68,9 @@ class NanDetector:
         self._micro_batches, self._number, self._in_backward = micro_batches, 0, False
 
         def watched(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossShare:
-            self._look(self.found.forward, "log-probabilities", len(self.model.layers), logprobs.raw, micro_batch.rows)
+            self._look(self.findings.forward, "log-probabilities", len(self.model.layers), logprobs.raw, micro_batch.rows)
             share = loss(logprobs, micro_batch)
-            self.found.losses.append(share.loss.item())
+            self.findings.losses.append(share.loss.item())
             self._in_backward = True
             return share
 
@@ -92,13 +92,13 @@ class NanDetector:
         if self._in_backward:
             return layer(x, residual)
         if x is None:
-            self._look(self.found.forward, "the embedding", -1, residual)
+            self._look(self.findings.forward, "the embedding", -1, residual)
         x, residual = layer(x, residual)
         # The residual stream contains the attention's output, but not yet the MLP's.
         for what, output in ((f"layer {index}, attention", residual), (f"layer {index}, MLP", x)):
-            self._look(self.found.forward, what, index, output)
+            self._look(self.findings.forward, what, index, output)
             if output.requires_grad:
-                output.register_hook(lambda gradient, what=what: self._look(self.found.backward, what, index, gradient))  # type: ignore[misc]
+                output.register_hook(lambda gradient, what=what: self._look(self.findings.backward, what, index, gradient))  # type: ignore[misc]
         return x, residual
 
     def _look(self, places: list[Place], what: str, layer: int, x: Tensor, rows: Tensor | None = None) -> None:
@@ -117,7 +117,7 @@ class NanDetector:
 
     def _look_at_gradients(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if name not in self.found.gradients and parameter.grad is not None:
+            if name not in self.findings.gradients and parameter.grad is not None:
                 bad = int((~torch.isfinite(parameter.grad)).sum())
                 if bad:
-                    self.found.gradients[name] = BadGradient(self._number, bad, parameter.numel())
+                    self.findings.gradients[name] = BadGradient(self._number, bad, parameter.numel())

@@ -1,7 +1,7 @@
-"""From the trainer's ranks to Hugging Face's names: which rank writes which part of which tensor, and where.
+"""Converts the trainer's weights to Hugging Face names: which rank writes which part of which tensor, and where.
 
-Every rank describes what it holds; all of them derive the same plan from that. Pipeline stages, experts, tensor-parallel cuts and the
-runs of numbers that ZeRO leaves to a rank are all boxes of whole tensors by then. What several ranks hold has one owner.
+Every rank describes its shards, and all ranks derive the same plan from the descriptions. Pipeline stages, experts, tensor-parallel shards
+and the runs of elements that a rank owns under ZeRO are all expressed as offsets in whole tensors. A part on several ranks has one owner.
 """
 
 import math
@@ -25,15 +25,15 @@ from tandem.weight_transfer.manifest import are_partition, place
 
 
 class Part(NamedTuple):
-    """The elements ``box`` of a tensor, which rank ``owner`` writes at ``offset_bytes``."""
+    """The elements ``offsets`` of a tensor, which rank ``owner`` writes at ``offset_bytes``."""
 
     owner: int
-    box: ShardOffsets
+    offsets: ShardOffsets
     offset_bytes: int
 
 
 class PlacedTensor(NamedTuple):
-    """One tensor's place in a segment. ``parts`` in the order of their ``start``, one behind the other."""
+    """The location of a tensor in a segment. ``parts`` are in the order of their ``start``, contiguous."""
 
     name: str
     dtype: str
@@ -44,25 +44,25 @@ class PlacedTensor(NamedTuple):
 
 
 class OwnPart(NamedTuple):
-    """A part that this rank writes: ``tensors[tensor].parts[part]``, of ``size_bytes``. It is ``shard``, or that ``box`` of it, counted from
-    the shard's corner."""
+    """A part that this rank writes: ``tensors[tensor].parts[part]``, of ``size_bytes``. It is ``shard``, or the elements ``offsets`` of it,
+    relative to the shard's origin."""
 
     tensor: int
     part: int
     size_bytes: int
     shard: WeightShard
-    box: ShardOffsets | None
+    offsets: ShardOffsets | None
 
     def read(self) -> Tensor:
-        """Contiguous, in the host's memory; a view where the shard is the part."""
+        """Returns the part, contiguous in host memory; a view if the shard is the part."""
         whole = self.shard.read()
-        return (whole if self.box is None else whole[self.box.slices]).cpu().contiguous()
+        return (whole if self.offsets is None else whole[self.offsets.slices]).cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedWeights:
-    """What ``ranks`` will write: ``tensors`` in the order in which checkpoints list them, the same on every rank, and this rank's ``own``
-    parts. The weights are read when they are written."""
+    """What ``ranks`` will write: ``tensors`` in checkpoint order, the same on every rank, and this rank's ``own`` parts. The weights are
+    read when they are written."""
 
     ranks: Communicator
     tensors: tuple[PlacedTensor, ...]
@@ -70,15 +70,15 @@ class ConvertedWeights:
 
     @property
     def size_bytes(self) -> int:
-        """Of a segment."""
+        """The size of a segment."""
         return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
 
 
 def convert(state: ReplicaState) -> ConvertedWeights:
     """Names and places every part of the weights. Every rank of the replica calls it. Copies and gathers no weights.
 
-    Raises ``RunError`` on every rank where a parameter of the Hugging Face form is missing, is not expected or has another shape: such
-    weights would leave a part of the engine unchanged.
+    Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
+    would leave a part of the engine unchanged.
     """
     order, shards, trouble = dict(parameters(state.replica.model.shapes)), list[WeightShard](), None
     try:
@@ -91,20 +91,20 @@ def convert(state: ReplicaState) -> ConvertedWeights:
         if shape != tensor.shape:
             raise RunError(f"the weights' conversion gives '{tensor.name}' as {list(tensor.shape)}; the architecture has {shape}")
     if order:
-        raise RunError(f"the weights' conversion leaves out '{next(iter(order))}' and {len(order) - 1} more")
+        raise RunError(f"the weights' conversion is missing '{next(iter(order))}' and {len(order) - 1} more tensors")
     return converted
 
 
 def place_shards(
     ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None
 ) -> ConvertedWeights:
-    """Gives each part of what ``ranks`` hold one owner and a place in a segment; tensors in the ``order`` of their names, others behind
-    them. Every rank calls it; ``trouble``: why this one cannot. Raises ``RunError`` on every rank where one has trouble, and where the
-    parts of a tensor do not make it whole."""
+    """Assigns each part of the shards of ``ranks`` to one owner and a location in a segment; tensors in the ``order`` of their names, then
+    others. Every rank calls it; ``trouble``: why this rank cannot take part. Raises ``RunError`` on every rank if one has trouble, or if
+    the parts of a tensor are incomplete."""
     tensors = tuple(_placed(_owners(_gathered(ranks, shards, trouble)), order))
     for tensor in tensors:
-        if not are_partition(tensor.shape, [part.box for part in tensor.parts]):
-            raise RunError(f"the weights' conversion leaves out a part of '{tensor.name}' {list(tensor.shape)}: no rank has it")
+        if not are_partition(tensor.shape, [part.offsets for part in tensor.parts]):
+            raise RunError(f"the weights' conversion is missing a part of '{tensor.name}' {list(tensor.shape)}, which no rank has")
     held: dict[str, list[WeightShard]] = {}
     for shard in shards:
         held.setdefault(shard.name, []).append(shard)
@@ -112,21 +112,21 @@ def place_shards(
     for i, tensor in enumerate(tensors):
         for j, part in enumerate(tensor.parts):
             if part.owner == ranks.rank:
-                size, shard = part.box.numel * DTYPE_BYTES[tensor.dtype], _holder(part.box, held[tensor.name])
-                own.append(OwnPart(i, j, size, shard, None if shard.box == part.box else part.box.within(shard.box)))
+                size, shard = part.offsets.numel * DTYPE_BYTES[tensor.dtype], _holder(part.offsets, held[tensor.name])
+                own.append(OwnPart(i, j, size, shard, None if shard.offsets == part.offsets else part.offsets.within(shard.offsets)))
     return ConvertedWeights(ranks, tensors, tuple(own))
 
 
-def _holder(box: ShardOffsets, shards: Sequence[WeightShard]) -> WeightShard:
-    """The shard that ``box`` is a part of."""
-    return next(shard for shard in shards if shard.box == box or intersection(shard.box, box) == box)
+def _holder(offsets: ShardOffsets, shards: Sequence[WeightShard]) -> WeightShard:
+    """Returns the shard that contains ``offsets``."""
+    return next(shard for shard in shards if shard.offsets == offsets or intersection(shard.offsets, offsets) == offsets)
 
 
 def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str | None) -> list[list[Piece]]:
-    """What every rank holds, by rank."""
+    """Returns every rank's pieces, by rank."""
     if ranks.size == 1 and trouble is None:
-        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.box, s.dtype) for s in shards]]
-    told = [[s.name, dtype_name(s.dtype), s.whole, *s.box] for s in shards]
+        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.offsets, s.dtype) for s in shards]]
+    told = [[s.name, dtype_name(s.dtype), s.whole, *s.offsets] for s in shards]
     return [
         [
             Piece(Key(WEIGHTS, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), getattr(torch, dtype))
@@ -137,7 +137,7 @@ def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str |
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Returns the name of a dtype: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -148,23 +148,23 @@ class _Owned(NamedTuple):
 
 
 def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
-    """The boxes of every tensor and the rank that owns each, by name. Boxes that overlap in part, as runs of the same norm do where
-    tensor-parallel ranks cut flat buffers of different lengths, are reduced to what the owners before them leave."""
-    found: dict[str, _Owned] = {}
+    """Returns the parts of every tensor and the rank that owns each, by name. Parts that overlap partially, as runs of the same norm do if
+    tensor-parallel ranks partition flat buffers of different lengths, are reduced to what earlier owners leave."""
+    owned_by_name: dict[str, _Owned] = {}
     chosen = [None] if len(everyone) == 1 else divide(everyone)
     for rank, (pieces, own) in enumerate(zip(everyone, chosen, strict=True)):
         for key, whole, box, dtype in pieces:
             if own is None or (key, box) in own:
-                owned = found.get(key.name)
+                owned = owned_by_name.get(key.name)
                 if owned is None:
-                    found[key.name] = owned = _Owned(whole, dtype, [])
+                    owned_by_name[key.name] = owned = _Owned(whole, dtype, [])
                 elif (owned.whole, owned.dtype) != (whole, dtype):
                     raise RunError(f"rank {rank} holds '{key.name}' as {dtype} {list(whole)}, others as {owned.dtype} {list(owned.whole)}")
                 owned.boxes.append((box, rank))
-    for owned in found.values():
+    for owned in owned_by_name.values():
         if len(owned.boxes) > 1 and sum(box.numel for box, _ in owned.boxes) > math.prod(owned.whole):
             owned.boxes[:] = _disjoint(owned.boxes)
-    return found
+    return owned_by_name
 
 
 def _disjoint(boxes: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffsets, int]]:
@@ -182,11 +182,11 @@ def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor
     names = sorted(owned, key=lambda name: rank_of.get(name, len(rank_of)))
     dtypes = [dtype_name(owned[name].dtype) for name in names]
     sizes = [math.prod(owned[name].whole) * DTYPE_BYTES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
-    found = []
+    placed = []
     for name, dtype, size, offset in zip(names, dtypes, sizes, place(sizes), strict=True):
         at, parts = offset, []
         for box, rank in sorted(owned[name].boxes):
             parts.append(Part(rank, box, at))
             at += box.numel * DTYPE_BYTES[dtype]
-        found.append(PlacedTensor(name, dtype, owned[name].whole, offset, size, tuple(parts)))
-    return found
+        placed.append(PlacedTensor(name, dtype, owned[name].whole, offset, size, tuple(parts)))
+    return placed

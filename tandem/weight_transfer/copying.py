@@ -1,6 +1,6 @@
-"""Copy and digest in one pass, a chunk at a time, so that the digest reads what the copy left in the cache. No torch.
+"""Copies and digests memory in one pass, a chunk at a time, so that the digest reads from the cache what the copy wrote. No torch.
 
-``ctypes`` and ``xxhash`` both let go of the interpreter lock, so threads of one process do this side by side.
+``ctypes`` and ``xxhash`` both release the GIL, so threads of one process run in parallel.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import xxhash
 
-# Measured from 64 KiB to 4 MiB: from 256 KiB on two threads are twice as fast as one, below they wait for the lock.
+# Measured from 64 KiB to 4 MiB: from 256 KiB on two threads are twice as fast as one; below, they contend for the GIL.
 CHUNK_BYTES = 512 * 1024
 
 T = TypeVar("T")
@@ -18,14 +18,13 @@ R = TypeVar("R")
 
 
 def address_of(memory: memoryview) -> int:
-    """Where the first byte of a writable buffer lies. Good for as long as the buffer is."""
+    """Returns the address of the first byte of a writable buffer, valid as long as the buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def copy_and_digest(destination: int, source: int, size_bytes: int, *, of_source: bool) -> str:
-    """Copy ``size_bytes`` between two addresses that do not overlap; returns the xxh3-128, in hexadecimal, of the
-    source or of the copy. Where another process may write the source meanwhile, only the copy's digest means
-    anything."""
+    """Copies ``size_bytes`` between two addresses that do not overlap; returns the xxh3-128, in hexadecimal, of the source or of the copy.
+    If another process may write the source concurrently, only the copy's digest is meaningful."""
     digest = xxhash.xxh3_128()
     hashed = source if of_source else destination
     for at in range(0, size_bytes, CHUNK_BYTES):
@@ -36,14 +35,14 @@ def copy_and_digest(destination: int, source: int, size_bytes: int, *, of_source
 
 
 class Threads:
-    """Runs one function over many items on ``count`` threads, each taking items of about the same weight together."""
+    """Maps a function over many items on ``count`` threads, with shares of about the same weight."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="copy") if count > 1 else None
 
     def map(self, function: Callable[[T], R], items: Sequence[T], weights: Sequence[int]) -> list[R]:
-        """``function`` of every item, in order. ``weights``: bytes of each. An exception of any is raised."""
+        """Returns ``function`` of every item, in order. ``weights``: bytes of each item. Raises the exception of any call."""
         if self._pool is None:
             return [function(item) for item in items]
         results: dict[int, R] = {}
@@ -62,7 +61,7 @@ class Threads:
 
 
 def balanced(weights: Sequence[int], count: int) -> list[list[int]]:
-    """Indices in ``count`` shares of nearly the same weight: the heaviest first, each to the lightest share."""
+    """Returns indices in ``count`` shares of nearly the same weight: the heaviest first, each to the lightest share."""
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for i in sorted(range(len(weights)), key=lambda i: -weights[i]):

@@ -1,4 +1,4 @@
-"""The manifest of a weight version: laid out before the copy, written as JSON, checked before anything is read."""
+"""The manifest of a weight version: laid out before the copy, written as JSON, validated before anything is read."""
 
 import json
 import math
@@ -19,12 +19,12 @@ _DIGEST, _SEGMENT = re.compile(r"[0-9a-f]{32}"), re.compile(r"[\w.-]+")
 
 
 def aligned(size_bytes: int) -> int:
-    """The next multiple of 64: a cache line, and the widest vector load."""
+    """Returns the next multiple of 64: a cache line, and the widest vector load."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def place(sizes: Iterable[int]) -> list[int]:
-    """The offset of each tensor, one behind the other, each aligned."""
+    """Returns the offset of each tensor, one after another, each aligned."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -33,7 +33,7 @@ def place(sizes: Iterable[int]) -> list[int]:
 
 
 def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
-    """Bytes of a segment that holds every tensor of the Hugging Face form, one behind the other, each aligned."""
+    """Returns the bytes of a segment with every tensor of the Hugging Face form, one after another, each aligned."""
     return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in parameters(shapes))
 
 
@@ -42,7 +42,7 @@ def box_of(part: PartEntry) -> ShardOffsets:
 
 
 def part_offsets(entry: TensorEntry) -> list[int]:
-    """The offset of each part in the segment, in bytes."""
+    """Returns the offset of each part in the segment, in bytes."""
     if len(entry.parts) == 1:
         return [entry.offset_bytes]
     itemsize = DTYPE_BYTES[entry.dtype]
@@ -51,14 +51,14 @@ def part_offsets(entry: TensorEntry) -> list[int]:
 
 
 def total_digest(tensors: Iterable[TensorEntry]) -> str:
-    """The xxh3-128, in hexadecimal, over every entry's name, dtype and shape and its parts' places in the tensor and digests, in order.
-    Where the bytes lie and who wrote them is not part of it: the same weights have the same digest in either buffer."""
+    """Returns the xxh3-128, in hexadecimal, over every entry's name, dtype and shape and its parts' offsets in the tensor and digests, in
+    order. The segment, byte offsets and owners are not included, so that the same weights have the same digest in either buffer."""
     lines = [[t.name, t.dtype, t.shape, [[p.digest, *_corners(p, t)] for p in t.parts]] for t in tensors]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(lines, separators=(",", ":")).encode("ascii")))
 
 
 def _corners(part: PartEntry, entry: TensorEntry) -> tuple[tuple[int, ...], ...]:
-    """Nothing where the tensor has one part, which is all of it."""
+    """Returns the corners of a part; empty if the tensor has a single part, which is all of it."""
     return (part.start, part.stop) if len(entry.parts) > 1 else ()
 
 
@@ -77,16 +77,16 @@ def to_json(manifest: WeightManifest) -> bytes:
 
 
 def from_json(data: bytes) -> WeightManifest:
-    """Raises ``ValueError`` where ``data`` is not a manifest or contradicts itself."""
+    """Parses a manifest. Raises ``ValueError`` if ``data`` is not a manifest or is inconsistent."""
     try:
         plain = json.loads(data)
     except ValueError as error:
         raise ValueError(f"the weights' manifest is not JSON: {error}") from None
     if not isinstance(plain, dict) or set(plain) != {"version", "digest", "tensors"}:
-        raise ValueError("the weights' manifest lacks version, digest or tensors")
+        raise ValueError("the weights' manifest has no version, digest or tensors")
     version = plain["version"]
     if not (isinstance(version, list) and len(version) == 2 and all(type(part) is int for part in version)):
-        raise ValueError(f"the weights' manifest has the version {version!r}")
+        raise ValueError(f"the weights' manifest has the invalid version {version!r}")
     if not isinstance(plain["tensors"], list):
         raise ValueError("the weights' manifest has no list of tensors")
     manifest = WeightManifest(WeightVersion(*version), tuple(_entry(item) for item in plain["tensors"]), plain["digest"])
@@ -101,7 +101,7 @@ def _entry(item: object) -> TensorEntry:
         if texts and _are_counts([offset_bytes, size_bytes, *shape] if isinstance(shape, list) else None) and isinstance(parts, list):
             whole = tuple(shape)
             return TensorEntry(name, dtype, whole, segment, offset_bytes, size_bytes, tuple([_part(part, whole, item) for part in parts]))
-    raise ValueError(f"the weights' manifest has the entry {item!r}")
+    raise ValueError(f"the weights' manifest has the invalid entry {item!r}")
 
 
 def _part(part: object, whole: tuple[int, ...], item: object) -> PartEntry:
@@ -109,7 +109,7 @@ def _part(part: object, whole: tuple[int, ...], item: object) -> PartEntry:
         owner, digest, start, stop = part if len(part) == 4 else (*part, [0] * len(whole), list(whole))
         if _are_counts([owner]) and isinstance(digest, str) and (len(part) == 2 or (_are_counts(start) and _are_counts(stop))):
             return PartEntry(owner, tuple(start), tuple(stop), digest)
-    raise ValueError(f"the weights' manifest has the part {part!r} in the entry {item!r}")
+    raise ValueError(f"the weights' manifest has the invalid part {part!r} in the entry {item!r}")
 
 
 def _are_counts(values: object) -> bool:
@@ -117,8 +117,8 @@ def _are_counts(values: object) -> bool:
 
 
 def check(manifest: WeightManifest) -> None:
-    """Raises ``ValueError`` where a name is listed twice, a size does not follow from its shape, a segment's name is a path, tensors
-    overlap, the parts of a tensor do not cover it once, or the digest is not that of the entries."""
+    """Raises ``ValueError`` if a name is listed twice, a size does not follow from its shape, a segment's name is a path, tensors overlap,
+    the parts of a tensor do not cover it exactly once, or the digest does not match the entries."""
     names: set[str] = set()
     ends: dict[str, int] = {}
     for entry in sorted(manifest.tensors, key=lambda t: (t.segment, t.offset_bytes)):
@@ -140,11 +140,11 @@ def check(manifest: WeightManifest) -> None:
             raise ValueError(f"the weights' manifest: {where} is unaligned or overlaps another")
         ends[entry.segment] = entry.offset_bytes + entry.size_bytes
     if total_digest(manifest.tensors) != manifest.digest:
-        raise ValueError("the weights' manifest does not have the digest that it says")
+        raise ValueError("the weights' manifest does not match its own digest")
 
 
 def are_partition(shape: tuple[int, ...], boxes: Sequence[ShardOffsets]) -> bool:
-    """Whether ``boxes`` contain every element of a tensor of ``shape`` once and are in the order of their ``start``."""
+    """Returns whether ``boxes`` contain every element of a tensor of ``shape`` exactly once and are in the order of their ``start``."""
     whole = whole_offsets(shape)
     if len(boxes) == 1:
         return boxes[0] == whole
@@ -156,7 +156,7 @@ def are_partition(shape: tuple[int, ...], boxes: Sequence[ShardOffsets]) -> bool
         return False
     ranges = [flat_range(shape, box) for box in boxes]
     if None not in ranges:
-        # Runs of row-major memory with the right sum cover it once where none begins before the end of the one before it.
+        # Runs of row-major memory with the right total cover it exactly once if none begins before the end of the previous one.
         ends = list(accumulate(box.numel for box in boxes))
-        return [found.stop for found in ranges if found is not None] == ends
+        return [run.stop for run in ranges if run is not None] == ends
     return all(intersection(a, b) is None for a, b in combinations(boxes, 2))

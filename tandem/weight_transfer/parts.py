@@ -1,4 +1,4 @@
-"""Reads parts of tensors out of shared memory: all of a part or what a reader needs of it, with the digest of what was copied."""
+"""Reads parts of tensors from shared memory: all of a part or the slice that a reader needs, with the digest of what was copied."""
 
 import ctypes
 import math
@@ -16,56 +16,56 @@ from tandem.weight_transfer.copying import CHUNK_BYTES, copy_and_digest
 from tandem.weight_transfer.manifest import box_of, part_offsets
 
 Wanted = Callable[[str, tuple[int, ...]], ShardOffsets | None]
-"""(name, whole shape) -> the elements that a reader needs of a tensor; ``None``: none."""
+"""(name, whole shape) -> the elements of a tensor that a reader needs; ``None``: none."""
 
 
 def wants_all(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
-    """What an engine of one rank needs."""
+    """Returns the whole tensor, for an engine of one rank."""
     return whole_offsets(shape)
 
 
 class PartCopy(NamedTuple):
-    """One part to be read: its ``size_bytes`` begin at ``offset_bytes`` of the segment. All of it is read, for its digest. ``box`` of the
-    tensor are needed, of which the part has ``common``. ``to``: where all of the part lies in the row-major memory of ``box``, in numbers;
-    ``None`` where it is not one run there."""
+    """A part to read: ``size_bytes`` from ``offset_bytes`` of the segment on, all of which is read for its digest. ``offsets``: the elements
+    needed of the tensor, of which the part contains ``common``. ``to``: the element offset of the whole part in the row-major memory of
+    ``offsets``; ``None`` if it is not contiguous there."""
 
     entry: TensorEntry
     part: PartEntry
     offset_bytes: int
     size_bytes: int
-    box: ShardOffsets
+    offsets: ShardOffsets
     common: ShardOffsets
     to: int | None
 
     def read(self, source: int, out: Tensor) -> bool:
-        """Copies what is needed from the segment at address ``source`` to ``out`` (of ``box``'s shape); returns whether the digest of the
-        copied bytes is the part's."""
+        """Copies the needed elements from the segment at address ``source`` to ``out`` (of the shape of ``offsets``); returns whether the digest of
+        the copied bytes is the part's."""
         source += self.offset_bytes
         if self.to is not None:
             destination = out.data_ptr() + self.to * out.element_size()
             return copy_and_digest(destination, source, self.size_bytes, of_source=False) == self.part.digest
         part = box_of(self.part)
-        return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.box).slices]) == self.part.digest
+        return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.offsets).slices]) == self.part.digest
 
 
-def part_copies(entry: TensorEntry, box: ShardOffsets) -> list[PartCopy]:
-    """The parts of ``entry`` that have elements of ``box``."""
-    if len(entry.parts) == 1 and box.shape == entry.shape:
-        return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, box, box, 0)]
-    found = []
+def part_copies(entry: TensorEntry, offsets: ShardOffsets) -> list[PartCopy]:
+    """Returns the parts of ``entry`` that contain elements of ``offsets``."""
+    if len(entry.parts) == 1 and offsets.shape == entry.shape:
+        return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, offsets, offsets, 0)]
+    copies = []
     for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
         held = box_of(part)
-        common = intersection(held, box)
+        common = intersection(held, offsets)
         if common is not None:
-            run = flat_range(box.shape, common.within(box)) if common == held else None
+            run = flat_range(offsets.shape, common.within(offsets)) if common == held else None
             to = None if run is None else run.start
-            found.append(PartCopy(entry, part, offset, held.numel * DTYPE_BYTES[entry.dtype], box, common, to))
-    return found
+            copies.append(PartCopy(entry, part, offset, held.numel * DTYPE_BYTES[entry.dtype], offsets, common, to))
+    return copies
 
 
 def _scatter(source: int, shape: tuple[int, ...], chosen: ShardOffsets, out: Tensor) -> str:
     """Copies the elements ``chosen`` of the contiguous part of ``shape`` at ``source`` to ``out``, a few rows at a time through private
-    memory; returns the digest of all of the part as it passed through there."""
+    memory; returns the digest of the whole part as it was copied there."""
     row_bytes = math.prod(shape[1:]) * out.element_size()
     rows = max(1, CHUNK_BYTES // max(1, row_bytes))
     staged = torch.empty(min(rows, shape[0]), *shape[1:], dtype=out.dtype)

@@ -1,4 +1,4 @@
-"""Which weights are the current ones: one key in the store, moved forward by compare-and-swap."""
+"""The publication of the current weights: one key in the store, updated by compare-and-swap."""
 
 from tandem.runtime.coordination.store import Conflict, Store
 from tandem.types.errors import DamagedWeights, RunError
@@ -10,11 +10,12 @@ KEY = "weights/current"
 
 
 Replaceable = tuple[WeightManifest | None, int]
-"""What a publication replaces: a manifest, ``None`` where it is damaged, and its revision."""
+"""The manifest that a publication replaces (``None`` if it is damaged) and its revision."""
 
 
 def current(store: Store) -> tuple[WeightManifest, int] | None:
-    """The published manifest and its revision, or ``None`` before the first. Raises ``DamagedWeights`` where the manifest is damaged."""
+    """Returns the published manifest and its revision, or ``None`` before the first publication. Raises ``DamagedWeights`` if the manifest
+    is damaged."""
     entry = store.get(KEY)
     if entry is None:
         return None
@@ -25,8 +26,8 @@ def current(store: Store) -> tuple[WeightManifest, int] | None:
 
 
 def replaceable(store: Store, known: Replaceable | None = None) -> Replaceable | None:
-    """``current`` for a writer, which may replace a damaged manifest; ``known``: one of earlier, which is not read again where it is
-    still the published one."""
+    """Returns ``current`` for a writer, which may replace a damaged manifest. ``known``: an earlier result, which is not read again if it
+    is still published."""
     entry = store.get(KEY)
     if entry is None:
         return None
@@ -39,31 +40,30 @@ def replaceable(store: Store, known: Replaceable | None = None) -> Replaceable |
 
 
 def check_newer(version: WeightVersion, digest: str | None, published: WeightManifest | None) -> None:
-    """Raises ``RunError`` unless ``version`` may follow what is published: a larger (incarnation, step). The same
-    version may be published again with the same ``digest`` (``None``: not known yet), from a trainer that was asked
-    twice."""
+    """Raises ``RunError`` unless ``version`` may follow the published one: a larger (incarnation, step). The same version may be published
+    again with the same ``digest`` (``None``: not known yet), by a trainer whose request was repeated."""
     if published is None or version > published.version:
         return
     if version == published.version and digest in (None, published.digest):
         return
     if version.incarnation < published.version.incarnation:
         raise RunError(
-            f"weights {describe(version)} are of a trainer that has been replaced: those {describe(published.version)} are published"
+            f"weights {describe(version)} are from a trainer that has been replaced; the published weights are {describe(published.version)}"
         )
     raise RunError(f"weights {describe(version)} are not newer than the published ones {describe(published.version)}")
 
 
-def publish(store: Store, manifest: WeightManifest, found: Replaceable | None = None) -> int:
-    """Make ``manifest`` the current one; returns the revision. Raises ``RunError`` where a newer one is published, or is published
-    meanwhile: a stale incarnation loses every race. ``found``: what ``replaceable`` returned a moment ago."""
+def publish(store: Store, manifest: WeightManifest, replaced: Replaceable | None = None) -> int:
+    """Publishes ``manifest`` and returns its revision. ``replaced``: a recent result of ``replaceable``. Raises ``RunError`` if a newer
+    manifest is published, even concurrently: a stale incarnation loses every race."""
     value = to_json(manifest)
-    found = found or replaceable(store)
+    replaced = replaced or replaceable(store)
     while True:
-        check_newer(manifest.version, manifest.digest, found[0] if found else None)
+        check_newer(manifest.version, manifest.digest, replaced[0] if replaced else None)
         try:
-            return store.compare_and_swap(KEY, found[1] if found else None, value)
+            return store.compare_and_swap(KEY, replaced[1] if replaced else None, value)
         except Conflict:
-            found = replaceable(store)
+            replaced = replaceable(store)
 
 
 def describe(version: WeightVersion) -> str:

@@ -1,4 +1,4 @@
-"""The trainer's side: its ranks write the converted weights to the buffer that is free, and the first publishes them."""
+"""The trainer's side: its ranks write the converted weights to the free buffer, and the first rank publishes them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 
 class WeightWriter:
-    """Registers one version after another in ``buffers``, which a shim owns and outlives this process with. Each of the trainer's ranks has
-    one, all for the same buffers and ``store``; rank 0 reads and writes the store."""
+    """Publishes one version after another in ``buffers``, which a shim owns and which outlive this process. Each of the trainer's ranks has
+    a writer for the same buffers and ``store``; rank 0 reads and writes the store."""
 
     def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2) -> None:
         self.buffers, self.store = buffers, store
@@ -27,22 +27,22 @@ class WeightWriter:
         self._published: Replaceable | None = None
 
     def publish(self, weights: ConvertedWeights, version: WeightVersion) -> WeightManifest:
-        """Copies every part from its owner, digests it and makes this ``version`` the current one, all or nothing. Every rank calls it, and
-        every rank returns the manifest.
+        """Copies and digests every part on its owner and publishes ``version``, all or nothing. Every rank calls it and returns the
+        manifest.
 
-        The buffer that holds the published version is not written to. Raises the same ``RunError`` on every rank where the tensors do not
-        fit, where a rank fails, or where ``version`` is not newer than the published one (a trainer that has been replaced meanwhile).
+        The buffer with the published version is not written to. Raises the same ``RunError`` on every rank if the tensors do not fit, a
+        rank fails, or ``version`` is not newer than the published one (the trainer has been replaced in the meantime).
         """
-        ranks, what = weights.ranks, f"the weights {describe(version)} are not registered"
+        ranks, what = weights.ranks, f"the weights {describe(version)} were not published"
 
         def choose() -> int:
-            found = self._published = replaceable(self.store, self._published)
-            before = found[0] if found else None
+            replaced = self._published = replaceable(self.store, self._published)
+            before = replaced[0] if replaced else None
             check_newer(version, None, before)
             published = before.tensors[0].segment if before and before.tensors else None
             chosen = self.buffers.other(published)
             if weights.size_bytes > chosen.size_bytes:
-                raise RunError(f"they take {weights.size_bytes} bytes and their shared memory has {chosen.size_bytes}; they changed shape")
+                raise RunError(f"they need {weights.size_bytes} bytes and the shared memory has {chosen.size_bytes}; their shapes have changed")
             return self.buffers.segments.index(chosen)
 
         place, *_ = _together(ranks, what, choose if ranks.rank == 0 else lambda: None)
@@ -57,7 +57,7 @@ class WeightWriter:
         return manifest
 
     def _write(self, segment: Segment, weights: ConvertedWeights) -> list[str]:
-        """The digests of this rank's parts, in order."""
+        """Returns the digests of this rank's parts, in order."""
         own = weights.own
         places = [weights.tensors[part.tensor].parts[part.part].offset_bytes for part in own]
         sizes = [part.size_bytes for part in own]
@@ -73,13 +73,13 @@ class WeightWriter:
         return self._threads.map(write, range(len(own)), sizes)
 
     def close(self) -> None:
-        """End the threads and let go of the buffers; their owner removes them."""
+        """Ends the threads and releases the buffers; their owner removes them."""
         self._threads.close()
         self.buffers.close()
 
 
 def _together(ranks: Communicator, what: str, work: Callable[[], Any]) -> list[Any]:
-    """What ``work`` returns on every rank. Raises the same ``RunError`` on every rank where it fails on one."""
+    """Returns the results of ``work`` on every rank. Raises the same ``RunError`` on every rank if it fails on one."""
     if ranks.size == 1:
         return [work()]
     value, trouble = None, None
@@ -97,7 +97,7 @@ def _manifest(weights: ConvertedWeights, segment: str, digests: Sequence[Sequenc
     return make_manifest(version, [
         TensorEntry(
             tensor.name, tensor.dtype, tensor.shape, segment, tensor.offset_bytes, tensor.size_bytes,
-            tuple(PartEntry(part.owner, part.box.start, part.box.stop, next(left[part.owner])) for part in tensor.parts),
+            tuple(PartEntry(part.owner, part.offsets.start, part.offsets.stop, next(left[part.owner])) for part in tensor.parts),
         )
         for tensor in weights.tensors
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rollout's side: read a published version, verify all of it, and only then hand it to the engine."""
+"""The rollout's side: reads a published version, verifies all of it, and only then passes it to the engine."""
 
 import logging
 import math
@@ -30,8 +30,8 @@ Apply = Callable[[Sequence[tuple[str, Tensor]], WeightVersion], object]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One version, verified. ``tensors`` are views of the reader's own memory and are good until its next ``read``; each has what the
-    reader wants of it. ``rereads``: as in ``Updated``."""
+    """One verified version. ``tensors`` are views of the reader's own memory, valid until its next ``read``; each contains what the reader
+    needs of it. ``rereads``: as in ``Updated``."""
 
     version: WeightVersion
     digest: str
@@ -41,8 +41,7 @@ class Weights:
 
 
 class WeightReader:
-    """Reads one version after another into private memory that stays warm between them. ``wanted``: what it needs of each tensor, and
-    holds."""
+    """Reads one version after another into private memory that is kept between them. ``wanted``: the slices it needs of each tensor."""
 
     def __init__(self, store: Store, threads: int = 2, folder: Path = FOLDER, wanted: Wanted = wants_all) -> None:
         self.store, self.folder, self._wanted = store, folder, wanted
@@ -51,16 +50,16 @@ class WeightReader:
         self._staging: mmap.mmap | None = None
 
     def update(self, apply: Apply, version: WeightVersion | None = None) -> Updated:
-        """Read ``version`` (``None``: the current one) and call ``apply(tensors, version)``, once, with all of it."""
+        """Reads ``version`` (``None``: the current one) and calls ``apply(tensors, version)`` once with all of it."""
         weights = self.read(version)
         apply(weights.tensors, weights.version)
         return Updated(weights.version, weights.size_bytes, weights.rereads)
 
     def read(self, version: WeightVersion | None = None) -> Weights:
-        """Copy every tensor out and verify the digest of what was copied; after a mismatch all is read once more, from the manifest on.
+        """Copies every tensor and verifies the digest of the copy; after a mismatch everything is read once more, from the manifest on.
 
-        Raises ``DamagedWeights`` where a tensor's bytes are not what its manifest says twice; ``RunError`` where nothing, or another version
-        than ``version``, is published; ``PeerDied`` where the segments were removed with the trainer's shim. Nothing has been applied then.
+        Raises ``DamagedWeights`` if a tensor does not match its manifest twice; ``RunError`` if nothing, or another version than
+        ``version``, is published; ``PeerDied`` if the segments were removed with the trainer's shim. Nothing has been applied then.
         """
         damaged: tuple[str, ...] = ()
         for _ in range(2):
@@ -78,7 +77,7 @@ class WeightReader:
         )
 
     def close(self) -> None:
-        """Let go of the segments and the private memory."""
+        """Releases the segments and the private memory."""
         self._threads.close()
         for segment in self._segments.values():
             segment.close()
@@ -86,18 +85,19 @@ class WeightReader:
         self._staging = None
 
     def _manifest(self, version: WeightVersion | None) -> WeightManifest:
-        found = current(self.store)
-        if found is None:
+        published = current(self.store)
+        if published is None:
             raise RunError("no weights are published; the trainer registers them before the engine is updated")
-        manifest = found[0]
+        manifest = published[0]
         if version is not None and manifest.version != version:
-            raise RunError(f"weights {describe(version)} were asked for and {describe(manifest.version)} are published")
+            raise RunError(f"weights {describe(version)} were requested, but {describe(manifest.version)} are published")
         return manifest
 
     def _copy(
         self, manifest: WeightManifest, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]
     ) -> tuple[list[tuple[str, Tensor]], tuple[str, ...]]:
-        """Fill the private memory with the boxes of ``chosen``; returns them, and the names of those whose copy does not have its digests."""
+        """Fills the private memory with the slices in ``chosen``; returns them, and the names of tensors whose copy does not match its
+        digests."""
         copies = [(i, copy) for i, (entry, box) in enumerate(chosen) for copy in part_copies(entry, box)]
         self._open_segments(manifest, [(copy.entry.segment, copy.offset_bytes, copy.size_bytes) for _, copy in copies])
         tensors = self._tensors(chosen)
@@ -112,7 +112,7 @@ class WeightReader:
         return tensors, tuple(wrong)
 
     def _tensors(self, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]) -> list[tuple[str, Tensor]]:
-        """Views of the private memory with the names and shapes of ``chosen``."""
+        """Returns views of the private memory with the names and shapes of ``chosen``."""
         shapes = [box.shape for _, box in chosen]
         counts = list(map(math.prod, shapes))
         sizes = [count * DTYPE_BYTES[entry.dtype] for count, (entry, _) in zip(counts, chosen, strict=True)]
@@ -128,27 +128,27 @@ class WeightReader:
     def _private(self, size_bytes: int) -> mmap.mmap:
         size_bytes = max(aligned(size_bytes), mmap.PAGESIZE)
         if self._staging is None or len(self._staging) < size_bytes:
-            # An older, smaller one is freed with the last tensor that is a view of it.
+            # A previous, smaller one is freed with the last tensor that is a view of it.
             self._staging = mmap.mmap(-1, size_bytes)
             populate(self._staging)
         return self._staging
 
     def _open_segments(self, manifest: WeightManifest, runs: Sequence[tuple[str, int, int]]) -> None:
-        """Map the segments of ``runs`` (segment, offset, bytes). Raises ``RunError`` where one lies outside of its segment."""
+        """Maps the segments of ``runs`` (segment, offset, bytes). Raises ``RunError`` if a run is outside its segment."""
         names = {name for name, _, _ in runs}
         owners = {name.rsplit("-weights-", 1)[0] for name in names}
         for name in list(self._segments):
-            # The other buffer of the same owner comes next; those of an owner that was replaced never come again.
+            # Keeps the other buffer of the same owner, which is used next, and closes those of a replaced owner.
             if name.rsplit("-weights-", 1)[0] not in owners:
                 self._segments.pop(name).close()
         for name in names - self._segments.keys():
             try:
                 segment = Segment.open(name, self.folder)
             except FileNotFoundError:
-                text = f"the trainer's shim is gone: its shared memory {name} was removed before it was read"
+                text = f"the trainer's shim has ended: its shared memory {name} was removed before it was read"
                 raise PeerDied("trainer", "update_weight", text) from None
             self._segments[name] = segment
             segment.touch([(offset, size) for other, offset, size in runs if other == name and offset + size <= segment.size_bytes])
         for name, offset, size in runs:
             if offset + size > self._segments[name].size_bytes:
-                raise RunError(f"weights {describe(manifest.version)} lie outside of their segment {name}")
+                raise RunError(f"weights {describe(manifest.version)} are outside their segment {name}")

@@ -221,7 +221,7 @@ def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, t
         (("--prompt", "1", "--chat"), "chat template"),
         (("--prompt", "1", "--stop", ""), "stop"),
         (("--prompt", "1", "--lora", "nowhere"), "adapter_config.json"),
-        (("--prompt", "1", "--tensor-parallel-size", "3"), "does not divide by 3"),
+        (("--prompt", "1", "--tensor-parallel-size", "3"), "is not divisible by 3"),
     ],
 )
 def test_generate_refuses_what_the_model_cannot_do(command, model, arguments, says) -> None:

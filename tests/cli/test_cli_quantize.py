@@ -68,8 +68,8 @@ def test_what_cannot_be_quantised_is_one_line(command, model: Path, tmp_path: Pa
 def test_a_target_that_exists_and_a_source_that_is_quantised_are_refused(command, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     assert command("quantize", model, target, "--method", "int8").code == 0
-    assert "exists and is not overwritten" in command("quantize", model, target, "--method", "int8").refusal()
-    assert "is quantised" in command("quantize", target, tmp_path / "again", "--method", "int8").refusal()
+    assert "already exists" in command("quantize", model, target, "--method", "int8").refusal()
+    assert "is quantized" in command("quantize", target, tmp_path / "again", "--method", "int8").refusal()
 
 
 @pytest.mark.full

@@ -201,9 +201,9 @@ def test_shards_are_the_same_bytes_for_any_number_of_workers_and_after_a_kill(so
 def test_work_that_was_begun_with_another_template_or_as_text_is_not_gone_on_with(source: Path, marked: Path, plain: Path, tmp_path: Path) -> None:
     (source / "a.jsonl").unlink()
     tokenize(settings(source, tmp_path / "t", marked))
-    with pytest.raises(UserError, match="begun with other chat_template"):
+    with pytest.raises(UserError, match="started with another chat_template"):
         tokenize(settings(source, tmp_path / "t", plain))
-    with pytest.raises(UserError, match=r"begun with other .*examples"):
+    with pytest.raises(UserError, match=r"started with another .*examples"):
         tokenize(settings(source, tmp_path / "t", marked, form=DocumentFormat()))
 
 
@@ -245,11 +245,11 @@ BROKEN: list[tuple[Any, str]] = [
     ({"prompt": None, "completion": "b"}, "under the key 'prompt'"),
     ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is the assistant's and empty"),
-    ({"messages": [{"role": "user"}]}, "message 1 lacks a 'content' that is a text"),
-    ({"messages": [{"content": "a"}]}, "message 1 lacks a 'role' that is a text"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "message 1 lacks a 'content' that is a text"),
+    ({"messages": [{"role": "user"}]}, "message 1 needs a 'content' that is a text"),
+    ({"messages": [{"content": "a"}]}, "message 1 needs a 'role' that is a text"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "message 1 needs a 'content' that is a text"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are not a list of calls by the assistant"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "message 1 lacks a 'content' that is a text"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "message 1 needs a 'content' that is a text"),
     ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is not a list of tools"),
     ({"messages": []}, "'messages' is not a list of messages"),
     ({"messages": CHATS[0]["messages"], "completion": "b"}, "both 'messages' and 'completion'"),
@@ -320,7 +320,7 @@ def test_template_whose_prefixes_do_not_nest_is_refused_even_where_broken_exampl
 def test_source_without_examples_or_with_a_suffix_is_refused(marked: Path, tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="holds no document"):
+    with pytest.raises(UserError, match="contains no document"):
         tokenize(settings(tmp_path / "s", tmp_path / "t", marked))
     with pytest.raises(UserError, match="examples are JSON objects"):
         tokenize(settings(tmp_path / "s", tmp_path / "t", marked, form=DocumentFormat(suffixes=(".txt",), examples=True)))

@@ -349,7 +349,7 @@ def test_command_says_of_a_broken_document_one_line_and_makes_no_folder_for_noth
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "broken.jsonl, the line at byte 0" in done.stderr
     (tmp_path / "s" / "broken.jsonl").unlink()
-    with pytest.raises(UserError, match="holds no document"):
+    with pytest.raises(UserError, match="contains no document"):
         tokenize(settings(tmp_path / "s", tmp_path / "u", tokenizer_folder))
     assert not (tmp_path / "u").exists()
 
@@ -403,10 +403,10 @@ def test_what_cannot_work_is_refused_before_any_work(source: Path, tokenizer_fol
     (full / "letter.txt").write_text("mine")
     cases = [
         (settings(tmp_path / "nix", tmp_path / "t", tokenizer_folder), "is not a folder"),
-        (settings(empty, tmp_path / "t", tokenizer_folder), "holds no document"),
+        (settings(empty, tmp_path / "t", tokenizer_folder), "contains no document"),
         (settings(source, tmp_path / "t", empty), "no tokenizer.json"),
         (settings(source, source, tokenizer_folder), "source and destination are both"),
-        (settings(source, full, tokenizer_folder), "holds other files (letter.txt)"),
+        (settings(source, full, tokenizer_folder), "contains other files (letter.txt)"),
         (settings(source, tmp_path / "t", tokenizer_folder, workers=-1), "number of workers is -1"),
         (settings(source, tmp_path / "t", tokenizer_folder, form=DocumentFormat(suffixes=("txt",))), "must begin with a dot"),
         (settings(Path("nosuch://bucket/x"), tmp_path / "t", tokenizer_folder), "nosuch:"),
@@ -420,10 +420,10 @@ def test_what_cannot_work_is_refused_before_any_work(source: Path, tokenizer_fol
 
 def test_destination_begun_with_other_settings_is_refused_by_name(source: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     tokenize(settings(source, tmp_path / "t", tokenizer_folder))
-    with pytest.raises(UserError, match="begun with other append_end"):
+    with pytest.raises(UserError, match="started with another append_end"):
         tokenize(settings(source, tmp_path / "t", tokenizer_folder, append_end=False))
     (source / "more.txt").write_text("more")
-    with pytest.raises(UserError, match=r"begun with other .*sources"):
+    with pytest.raises(UserError, match=r"started with another .*sources"):
         tokenize(settings(source, tmp_path / "t", tokenizer_folder))
 
 
@@ -437,7 +437,7 @@ def test_damaged_dataset_and_shards_are_named(source: Path, tokenizer_folder: Pa
         ShardReader(tar, lengths, shard, found.dtype)
     lengths.write_bytes(whole)
     tar.write_bytes(tar.read_bytes()[:-512])
-    with pytest.raises(RunError, match="should have"):
+    with pytest.raises(RunError, match="instead of"):
         ShardReader(tar, lengths, shard, found.dtype)
     (tmp_path / "t" / DATASET).write_text("{")
     with pytest.raises(UserError, match=r"dataset.json in .* is damaged"):

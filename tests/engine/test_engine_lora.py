@@ -161,7 +161,7 @@ def test_what_cannot_be_served_is_one_clear_line(lora_llm, make_llm, adapters, t
         run(llm, PROMPTS, [*adapters, third, None])
     with pytest.raises(UserError, match="2 entries for 4 prompts"):
         run(llm, PROMPTS, adapters)
-    with pytest.raises(UserError, match="rank 9; this engine takes up to 4: raise max_lora_rank"):
+    with pytest.raises(UserError, match="rank 9; this engine allows at most 4; raise max_lora_rank"):
         run(llm, PROMPTS, write_adapter(tmp_path / "adapter-9", 3, rank=9))
     run(llm, PROMPTS, adapters[0])
     with pytest.raises(UserError, match="give each adapter one name and one id"):

@@ -216,14 +216,14 @@ def test_a_broken_model_is_the_line_that_one_rank_gives(make_folder, tmp_path) -
     for file in make_folder().iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(UserError, match="broken or cut short"):
+    with pytest.raises(UserError, match="broken or truncated"):
         start(folder)
 
 
 def test_what_cannot_be_cut_is_refused_before_anything_starts(make_folder) -> None:
     folder = make_folder()
     for settings, message in (
-        ({"tensor_parallel_size": 3}, "num_attention_heads 4 does not divide by 3 tensor-parallel ranks; choose another size"),
+        ({"tensor_parallel_size": 3}, "num_attention_heads 4 is not divisible by 3 tensor-parallel ranks; choose another size"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"rank_timeout_s": 0}, "rank_timeout_s is 0"),
     ):

@@ -141,7 +141,7 @@ def test_weights_of_another_version_or_model_are_refused_and_the_engine_stays(ma
         with pytest.raises(RunError, match="no weights are published"):
             llm.update_weights_from(WeightSource(published.source.store + ".empty"), WeightVersion(3, 1))
         published.publish(make_folder("qwen3", 1), WeightVersion(3, 1))
-        with pytest.raises(RunError, match=r"of step 2 \(incarnation 3\) were asked for and of step 1"):
+        with pytest.raises(RunError, match=r"of step 2 \(incarnation 3\) were requested, but of step 1"):
             llm.update_weights_from(published.source, WeightVersion(3, 2))
         published.store.delete("weights/current")
         published.publish(make_folder("llama"), WeightVersion(3, 1))

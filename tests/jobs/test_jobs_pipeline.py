@@ -162,7 +162,7 @@ def test_the_report_shows_the_traced_step_and_its_bubble_measured_beside_predict
     [
         (["--parallel.pipeline=6"], "the model has 5 layers, and a stage needs one"),
         (["--parallel.pipeline=3", "--parallel.schedule=interleaved", "--parallel.virtual_stages=2"], "the model has 5 layers, and a stage needs one"),
-        (["--parallel.pipeline=2", "--parallel.pipeline_layers=[3, 3]"], "no split of the model's 5 layers"),
+        (["--parallel.pipeline=2", "--parallel.pipeline_layers=[3, 3]"], "do not split the model's 5 layers"),
         (["--parallel.pipeline=2", "--parallel.pipeline_layers=[5]"], "it must name 1 layer or more for each of 2 stages"),
         (["--parallel.pipeline=2", "--parallel.virtual_stages=2"], "'interleaved' needs 2 or more"),
         (["--parallel.schedule=interleaved", "--parallel.virtual_stages=2"], "needs 2 ranks or more"),

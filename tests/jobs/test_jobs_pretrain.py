@@ -297,9 +297,9 @@ def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed:
 @pytest.mark.parametrize(
     ("damage", "said", "is_begun"),
     [
-        (lambda shard: shard.unlink(), "lacks shard-000000.tar", False),
+        (lambda shard: shard.unlink(), "has no shard-000000.tar", False),
         (lambda shard: os.truncate(shard, 5000), "shard-000000.tar in '{tokens}' has 5000 bytes and was written with", False),
-        (lambda shard: shard.with_suffix(".lengths").unlink(), "lacks shard-000000.lengths", False),
+        (lambda shard: shard.with_suffix(".lengths").unlink(), "has no shard-000000.lengths", False),
         (lambda shard: flip(shard), "shard-000000.tar of '{tokens}' does not have the digest it was written with", True),
     ],
     ids=["missing", "truncated", "no lengths", "flipped byte"],

@@ -27,7 +27,7 @@ class VocabularyRanks:
     """``vocabulary_logprobs`` where one rank holds all ids, as ``Kernels.token_logprobs``."""
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Any:
-        parallel: Any = SimpleNamespace(tensor=OneRank(), cut=SimpleNamespace(deterministic=False))
+        parallel: Any = SimpleNamespace(tensor=OneRank(), shard_spec=SimpleNamespace(deterministic=False))
         head = Head(weight, 0, len(weight), len(weight))
         return vocabulary_logprobs(select("cpu"), parallel, hidden, head, targets, temperature)
 

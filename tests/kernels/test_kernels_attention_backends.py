@@ -130,9 +130,9 @@ def test_the_self_check_names_what_it_found(kernels: Kernels) -> None:
         return own(*given) * (1 + 2.0**-20)
 
     assert broken_law(kernels, own, torch.float32, CPU) == ""
-    assert broken_law(kernels, by_length, torch.float32, CPU) == "a sequence has other bits beside others than alone"
-    assert broken_law(kernels, by_longest, torch.float32, CPU) == "a token has other bits when more tokens follow it"
-    assert broken_law(kernels, other, torch.float32, CPU) == "a decoded token has other bits over the engine's cache"
+    assert broken_law(kernels, by_length, torch.float32, CPU) == "the bits of a sequence depend on the other sequences in the batch"
+    assert broken_law(kernels, by_longest, torch.float32, CPU) == "the bits of a token depend on later tokens"
+    assert broken_law(kernels, other, torch.float32, CPU) == "the bits of a decoded token differ over the engine's cache"
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -152,6 +152,6 @@ def test_triton_kernels_are_refused_without_a_device(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(UserError, match="kernels triton: no CUDA device is found"):
+    with pytest.raises(UserError, match="kernels triton: there is no CUDA device"):
         select("triton")
     assert select("auto", torch.bfloat16, "cuda").name == "reference"

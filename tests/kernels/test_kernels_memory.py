@@ -75,5 +75,5 @@ def test_a_kernel_without_memory_raises_and_leaves_a_working_process(what: str, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     raised, *_, last = done.stdout.splitlines()
-    assert raised.startswith("a kernel found no memory for what it works with"), raised
+    assert raised.startswith("a kernel could not allocate its working memory"), raised
     assert last == "goes on"

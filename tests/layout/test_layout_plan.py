@@ -5,7 +5,7 @@ import pytest
 import transformers
 
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameter_count, parameters
-from tandem.layout.sharding import ShardSpec, cut_slices, local_parameters, local_shapes, rule_for
+from tandem.layout.sharding import ShardSpec, local_parameters, local_shapes, rule_for, shard_slices
 from tandem.model.families import mixtral
 
 
@@ -56,7 +56,7 @@ MIXTURE = ExpertShapes(4, 2, 24)
 def test_the_shards_of_every_parameter_cover_it_exactly_once(experts: ExpertShapes | None, size: int, deterministic: bool) -> None:
     whole = shapes(experts=experts)
     for name, shape in parameters(whole):
-        pieces = [cut_slices(whole, name, shape, ShardSpec(rank, size, deterministic)) for rank in range(size)]
+        pieces = [shard_slices(whole, name, shape, ShardSpec(rank, size, deterministic)) for rank in range(size)]
         rule = rule_for(name, experts and experts.names)
         axis = 0 if deterministic and rule.placement == "row" else rule.axis
         if axis is None or size == 1:
@@ -71,12 +71,12 @@ def test_a_size_that_does_not_divide_is_refused_and_a_vocabulary_leaves_the_last
     for changes, message in (({"num_attention_heads": 6}, "intermediate_size 64"), ({}, "num_attention_heads 4"), (few, "vocabulary of 2")):
         with pytest.raises(ValueError, match=message):
             local_shapes(shapes(**changes), ShardSpec(0, 3))
-    parts = [cut_slices(shapes(), "lm_head.weight", (99, 32), ShardSpec(rank, 2))[0] for rank in range(2)]
+    parts = [shard_slices(shapes(), "lm_head.weight", (99, 32), ShardSpec(rank, 2))[0] for rank in range(2)]
     assert [p.stop - p.start for p in parts] == [50, 49]
 
 
 def test_key_value_heads_that_are_fewer_than_ranks_stand_on_several() -> None:
-    four = [cut_slices(shapes(), "model.layers.0.self_attn.k_proj.weight", (32, 32), ShardSpec(rank, 4))[0] for rank in range(4)]
+    four = [shard_slices(shapes(), "model.layers.0.self_attn.k_proj.weight", (32, 32), ShardSpec(rank, 4))[0] for rank in range(4)]
     assert four == [slice(0, 16), slice(0, 16), slice(16, 32), slice(16, 32)]
     assert local_shapes(shapes(), ShardSpec(1, 4)).num_key_value_heads == 1
 
@@ -84,7 +84,7 @@ def test_key_value_heads_that_are_fewer_than_ranks_stand_on_several() -> None:
 def test_a_rank_has_the_shapes_of_its_slices() -> None:
     for cut in (ShardSpec(0, 2), ShardSpec(1, 2, False)):
         for (name, local), (_, shape) in zip(local_parameters(shapes(), cut), parameters(shapes()), strict=True):
-            assert local == tuple(len(range(n)[s]) for n, s in zip(shape, cut_slices(shapes(), name, shape, cut), strict=True))
+            assert local == tuple(len(range(n)[s]) for n, s in zip(shape, shard_slices(shapes(), name, shape, cut), strict=True))
 
 
 def test_an_unknown_parameter_has_no_rule() -> None:

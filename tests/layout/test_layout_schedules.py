@@ -142,7 +142,7 @@ def test_orders_that_wait_for_each_other_are_said_to() -> None:
     [("1f1b", PipelineShape(2, 4, 2)), ("interleaved", PipelineShape(2, 4)), ("interleaved", PipelineShape(1, 4, 2)), ("gpipe", PipelineShape(0, 4))],
 )
 def test_a_pipeline_that_cannot_be_is_refused(name: str, shape: PipelineShape) -> None:
-    with pytest.raises(ValueError, match=r"virtual|ranks|no pipeline"):
+    with pytest.raises(ValueError, match=r"virtual|ranks|invalid pipeline"):
         schedule(name, shape)  # type: ignore[arg-type]
 
 
@@ -187,7 +187,7 @@ def test_costs_are_the_multiply_adds_of_the_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "counts", "said"), [(8, (), "has 7 layers, fewer than 8"), (2, (3, 3), "no split"), (3, (3, 4), "no split"), (2, (7, 0), "no split")]
+    ("stages", "counts", "said"), [(8, (), "has 7 layers, fewer than 8"), (2, (3, 3), "do not split"), (3, (3, 4), "do not split"), (2, (7, 0), "do not split")]
 )
 def test_a_split_that_cannot_be_is_refused(stages: int, counts: tuple[int, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -167,8 +167,8 @@ def test_faulty_files_are_named_in_one_line(sharded, tmp_path) -> None:
         path.write_text(json.dumps(index))
 
     fails(lambda f: (f / "model-1.safetensors").unlink(), "model-1.safetensors", "shard")
-    fails(lambda f: cut(f, -100), "model-1.safetensors", "cut short")
-    fails(lambda f: cut(f, 4), "model-1.safetensors", "cut short")
+    fails(lambda f: cut(f, -100), "model-1.safetensors", "truncated")
+    fails(lambda f: cut(f, 4), "model-1.safetensors", "truncated")
     fails(lambda f: (f / "model-1.safetensors").write_bytes(b"not a tensor file at all"), "model-1.safetensors")
     fails(list_a_tensor_that_is_not_there, "model-0.safetensors", "model.extra")
     fails(lambda f: (f / "model.safetensors.index.json").write_text("{}"), "weight_map")
@@ -190,7 +190,7 @@ def test_a_saved_folder_is_whole_with_its_tokenizer_and_special_ids(tmp_path) ->
 
 def test_nothing_is_overwritten_and_a_failed_save_leaves_nothing(tmp_path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="not overwritten"):
+    with pytest.raises(UserError, match="already exists"):
         save_model(decoder_of(TIED), tmp_path / "model")
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be saved"):

@@ -127,7 +127,7 @@ def test_no_adapter_in_the_batch_is_no_work() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rank": ({"rank": 9}, "rank 9; this engine takes up to 8"),
+    "rank": ({"rank": 9}, "rank 9; this engine allows at most 8"),
     "dora": ({"use_dora": True}, "use_dora True; only false is supported"),
     "biases": ({"bias": "all"}, "bias 'all'; only \"none\" is supported"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -152,16 +152,16 @@ def test_embeddings_wrong_shapes_and_missing_files_are_refused_by_name(tmp_path)
     with pytest.raises(UserError, match=r"embed_tokens\.lora_embedding_A"):
         load_adapter(tmp_path, SHAPES, 8)
     save_file({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(4, 61)}, path)
-    with pytest.raises(UserError, match=r"lora_A of 'up_proj' in layer 0 is \[4, 61\]; this model asks for \[4, 48\]"):
+    with pytest.raises(UserError, match=r"lora_A of 'up_proj' in layer 0 is \[4, 61\]; this model requires \[4, 48\]"):
         load_adapter(tmp_path, SHAPES, 8)
     save_file({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(4, 48)}, path)
     with pytest.raises(UserError, match="lora_B of 'up_proj' in layer 0 is missing"):
         load_adapter(tmp_path, SHAPES, 8)
     path.write_bytes(b"no tensors")
-    with pytest.raises(UserError, match="broken or cut short"):
+    with pytest.raises(UserError, match="broken or truncated"):
         load_adapter(tmp_path, SHAPES, 8)
     path.unlink()
-    with pytest.raises(UserError, match=r"has no adapter_model\.safetensors"):
+    with pytest.raises(UserError, match=r"has no readable adapter_model\.safetensors"):
         load_adapter(tmp_path, SHAPES, 8)
 
 

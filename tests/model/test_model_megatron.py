@@ -262,18 +262,18 @@ def other_heads(folder: Path) -> None:
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: rank_file(f, 1, 1).unlink(), "is missing; the checkpoint has 2 x 2 x 1 ranks"),
-    "cut short": (lambda f: rank_file(f, 1).write_bytes(rank_file(f, 1).read_bytes()[:-300]), "is damaged or cut short"),
-    "no zip": (lambda f: rank_file(f, 1).write_bytes(b"nothing"), "is damaged or cut short"),
+    "cut short": (lambda f: rank_file(f, 1).write_bytes(rank_file(f, 1).read_bytes()[:-300]), "is damaged or truncated"),
+    "no zip": (lambda f: rank_file(f, 1).write_bytes(b"nothing"), "is damaged or truncated"),
     "stages swapped": (lambda f: swapped(rank_file(f, 0, 0), rank_file(f, 0, 1)), "is the file of rank (0, 1, 0)"),
     "ranks swapped": (lambda f: swapped(rank_file(f, 0), rank_file(f, 1)), "the files are mixed up"),
     "other norm": (lambda f: edited(rank_file(f, 1), lambda c: c["model"][NORM].add_(1)), "differs between"),
-    "other tied head": (other_heads, "is not what the other ranks have"),
+    "other tied head": (other_heads, "differs from the other ranks"),
     "other iteration": (lambda f: edited(rank_file(f, 1), lambda c: c.update(iteration=7)), "is of iteration 7"),
     "lacks a tensor": (lambda f: edited(rank_file(f, 1), lambda c: c["model"].pop(QKV)), f"has no '{QKV}'"),
-    "unknown tensor": (lambda f: edited(rank_file(f, 1), lambda c: c["model"].update(x=torch.zeros(1))), "has 'x', which no model here has"),
-    "other shape": (lambda f: [edited(rank_file(f, t), lambda c: c["model"].update({QKV: torch.zeros(7, 32)})) for t in range(2)], "it is of another model"),
+    "unknown tensor": (lambda f: edited(rank_file(f, 1), lambda c: c["model"].update(x=torch.zeros(1))), "has 'x', which is unknown"),
+    "other shape": (lambda f: [edited(rank_file(f, t), lambda c: c["model"].update({QKV: torch.zeros(7, 32)})) for t in range(2)], "it is from another model"),
     "interleaved": (lambda f: edited(rank_file(f), lambda c: c.update(model0={})), "interleaved pipeline"),
-    "harmful": (lambda f: edited(rank_file(f, 1), lambda c: c.update(x=Harmful(f / "ran"))), "which is not read"),
+    "harmful": (lambda f: edited(rank_file(f, 1), lambda c: c.update(x=Harmful(f / "ran"))), "which is not supported"),
 }  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def test_one_flipped_bit_is_seen_by_the_digests_that_are_written_with_it(tmp_pat
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"does not have the digest that SHA256SUMS names"):
+    with pytest.raises(UserError, match=r"does not have its digest in SHA256SUMS"):
         convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
 
 
@@ -308,7 +308,7 @@ def test_command_says_what_it_did_and_refuses_what_cannot_be_in_one_line(tmp_pat
         (["--to", "megatron", "--pipeline", "3"], "does not divide the model's 4 layers"),
         (["--to", "megatron", "--expert", "2"], "the model has no experts"),
         (["--tensor", "2"], "add --to megatron"),
-        (["--from", "megatron"], "holds no mp_rank_* folders"),
+        (["--from", "megatron"], "contains no mp_rank_* folders"),
         (["--to", "nix"], "invalid choice: 'nix'"),
     ):
         assert main(["convert", source, str(tmp_path / "x"), *words]) == 2

@@ -270,5 +270,5 @@ def test_a_damaged_quantised_folder_is_one_clear_line(
 
 def test_a_trainer_is_not_given_a_quantised_folder(tmp_path: Path, peer_model: Callable[..., Any]) -> None:
     folder = write_folder(peer_model("llama", **SIZES), tmp_path / "model", "gptq")
-    with pytest.raises(UserError, match=r"quantised.*float checkpoint"):
+    with pytest.raises(UserError, match=r"quantized.*float checkpoint"):
         load_model(folder, select("reference"))

@@ -225,7 +225,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(tmp_path: Path) -
         quantize_folder(source, target, options, select("reference"), [], die)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["float"]
     quantize_folder(source, target, options, select("reference"), [], lambda *at: None)
-    with pytest.raises(UserError, match="exists and is not overwritten"):
+    with pytest.raises(UserError, match="already exists"):
         quantize_folder(source, target, options, select("reference"), [], lambda *at: None)
     assert json.loads((target / "config.json").read_text())["quantization_config"]["quant_method"] == "compressed-tensors"
 

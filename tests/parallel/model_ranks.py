@@ -13,7 +13,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
-from tandem.layout.sharding import ShardSpec, cut_slices, is_held
+from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.runtime.collectives.communicator import Communicator
@@ -184,10 +184,10 @@ def whole(
     tensor, expert = groups["tensor"], groups["expert"]
     for expert_rank in range(expert.size):
         for rank in range(tensor.size):
-            cut = ShardSpec(rank, tensor.size, model.cut.deterministic, expert_rank, expert.size)
+            cut = ShardSpec(rank, tensor.size, model.shard_spec.deterministic, expert_rank, expert.size)
             for name, tensor_of_all in found.items():
                 if is_held(model.shapes, name, cut):
-                    part = cut_slices(model.shapes, name, tuple(tensor_of_all.shape), cut)
+                    part = shard_slices(model.shapes, name, tuple(tensor_of_all.shape), cut)
                     is_own = (expert_rank, rank) == (expert.rank, tensor.rank)
                     sent = (own[name] if is_own else tensor_of_all[part]).clone(memory_format=torch.contiguous_format)
                     tensor.broadcast(sent, rank, "gathering")

@@ -18,7 +18,7 @@ from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
 from tandem.layout.shapes import parameters
-from tandem.layout.sharding import ShardSpec, cut_slices
+from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.rl.algorithms.batch import make_batch, train_sequence
@@ -172,7 +172,7 @@ def together(found: list[dict[str, Any]], kind: str, policy: Policy) -> dict[str
     held: dict[tuple[Any, ...], torch.Tensor] = {}
     for rank in found:
         for name, part in rank[kind].items():
-            at = cut_slices(policy.case.shapes, name, shapes[name], rank["cut"])
+            at = shard_slices(policy.case.shapes, name, shapes[name], rank["cut"])
             assert torch.equal(held.setdefault((name, str(at)), part), part), (kind, name)
             whole.setdefault(name, torch.full(shapes[name], torch.nan, dtype=part.dtype))[at] = part
     assert whole.keys() == shapes.keys() and all(bool(value.isfinite().all()) for value in whole.values())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
-from tandem.layout.sharding import ShardSpec, cut_slices
+from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.families import mixtral
 from tandem.trainer.checkpoint import write
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
@@ -38,7 +38,7 @@ def whole(shapes: ModelShapes, state: str, seed: int = 0) -> dict[str, torch.Ten
 
 
 def part(shapes: ModelShapes, name: str, size: tuple[int, ...], cut: ShardSpec) -> ShardOffsets:
-    slices = cut_slices(shapes, name, size, cut)
+    slices = shard_slices(shapes, name, size, cut)
     return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
 
 

@@ -15,7 +15,7 @@ from tandem.kernels import select
 from tandem.layout.mesh import MeshShape
 from tandem.layout.pipeline_stages import stage_spans
 from tandem.layout.schedules import PipelineShape, ScheduleName
-from tandem.layout.sharding import cut_slices
+from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model, to_huggingface
 from tandem.trainer.losses.aggregate import counts_of
@@ -121,7 +121,7 @@ def test_products_with_other_kinds_of_parallelism_are_one_process(ranks: Ranks, 
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
         for kind in ("gradients", "parameters"):
             for name, value in rank[kind].items():
-                part = wanted[kind][name][cut_slices(case.shapes, name, wanted[kind][name].shape, rank["cut"])]
+                part = wanted[kind][name][shard_slices(case.shapes, name, wanted[kind][name].shape, rank["cut"])]
                 assert torch.allclose(value, part, rtol=1e-9, atol=1e-10), (kind, name)
     names = {name for rank in found for name in rank["parameters"]}
     assert names == wanted["parameters"].keys()

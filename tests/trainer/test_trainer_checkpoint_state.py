@@ -91,8 +91,8 @@ def test_runs_of_a_stacked_parameter_make_the_same_shards_as_the_whole_of_it() -
         cuts = [0, flat.numel() // 3 + 1, flat.numel() // 2, flat.numel()]
         for first, last in itertools.pairwise(cuts):
             for shard in run_shards(parts, "weights", name, first, flat[first:last]):
-                assert whole[shard.key.name][shard.box.slices].isnan().all()
-                whole[shard.key.name][shard.box.slices] = shard.tensor
+                assert whole[shard.key.name][shard.offsets.slices].isnan().all()
+                whole[shard.key.name][shard.offsets.slices] = shard.tensor
         wanted = dict(to_huggingface(model))
         assert all(torch.equal(tensor, wanted[key]) for key, tensor in whole.items())
     assert isinstance(optimizer, AdamW)

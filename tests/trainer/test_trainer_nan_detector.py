@@ -35,7 +35,7 @@ def micro_batches(dtype=torch.float64):
 def watched(model, loss=None):
     watch = NanDetector(model)
     passed = watch.forward_backward(micro_batches(model.dtype), loss or make_cross_entropy_loss(counts_of(sequences())), scale=2.0)
-    return watch.found, passed
+    return watch.findings, passed
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

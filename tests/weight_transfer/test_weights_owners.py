@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range, intersection, whole_offsets
-from tandem.layout.sharding import ShardSpec, cut_slices, is_held
+from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.huggingface.model_folder import save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.rpc.calls import error_meta, raise_error
@@ -189,13 +189,13 @@ def test_a_rank_of_an_engine_reads_its_own_slices(ranks: Ranks, shared: Shared, 
         cut = ShardSpec(rank, 2, deterministic)
 
         def box(name: str, shape: tuple[int, ...], cut: ShardSpec = cut) -> ShardOffsets | None:
-            slices = cut_slices(shapes, name, shape, cut)
+            slices = shard_slices(shapes, name, shape, cut)
             return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices)) if is_held(shapes, name, cut) else None
 
         reader = shared.reader(wanted=box)
         weights = reader.read()
         for name, tensor in weights.tensors:
-            assert torch.equal(tensor, wanted[name][cut_slices(shapes, name, tuple(wanted[name].shape), cut)]), name
+            assert torch.equal(tensor, wanted[name][shard_slices(shapes, name, tuple(wanted[name].shape), cut)]), name
         assert weights.size_bytes < 0.6 * sum(tensor.nbytes for tensor in wanted.values())
         reader.close()
 
@@ -228,7 +228,7 @@ def test_a_reader_beside_ranks_that_never_wait_sees_whole_versions_only(ranks: R
 
 def test_a_rank_that_fails_fails_all_in_one_line_and_the_next_version_is_registered(ranks: Ranks, shared: Shared, tmp_path: Path) -> None:
     found = ranks.run(MeshShape(data=2), one_fails, shared.buffers.names, shared.store_path, tmp_path, "raise")
-    assert found == ["the weights of step 2 (incarnation 1) are not registered: rank 1: [Errno 5] Input/output error"] * 2
+    assert found == ["the weights of step 2 (incarnation 1) were not published: rank 1: [Errno 5] Input/output error"] * 2
     check_first(shared)
     ranks.run(MeshShape(data=2), many_versions, shared.buffers.names, shared.store_path, 3)
     assert shared.reader().read().version == WeightVersion(1, 3)

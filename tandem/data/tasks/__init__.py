@@ -1,4 +1,4 @@
-"""The tasks a model can be taught, and the one function that makes a task from its section of the recipe."""
+"""The tasks that a model can learn, and the function that makes a task from its section of the recipe."""
 
 from tandem.config.task import TaskConfig
 from tandem.data.tasks.addition import addition_task
@@ -11,7 +11,7 @@ __all__ = ["Demonstration", "Task", "TaskItem", "make_task"]
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
-    """The task that ``config`` names. Raises ``UserError`` for a file or dataset that cannot be used."""
+    """Returns the task that ``config`` names. Raises ``UserError`` for a file or dataset that cannot be used."""
     config.check()
     if config.name == "sort":
         return sort_task(config, seed)

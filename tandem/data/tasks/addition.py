@@ -1,4 +1,4 @@
-"""Adding two numbers: ``12+34=`` asks for ``46``."""
+"""Addition of two numbers: the answer to ``12+34=`` is ``46``."""
 
 from random import Random
 
@@ -9,8 +9,8 @@ Operands = tuple[int, int]
 
 
 def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
-    """Two operands of ``min_digits`` to ``max_digits`` digits each, drawn apart, every length as likely as any
-    other."""
+    """Returns the task: two operands of ``min_digits`` to ``max_digits`` digits, drawn independently, with uniformly distributed
+    lengths."""
     low, high = config.digits()
 
     def operand(random: Random) -> int:
@@ -38,7 +38,7 @@ def answer(operands: Operands) -> str:
 
 
 def wrong_answer(operands: Operands, random: Random) -> str:
-    """The sum with one slip: a digit misread, or a carry lost or made up."""
+    """Returns the sum with one mistake: a misread digit, or a wrong carry."""
     right = sum(operands)
     if random.random() < 0.5:
         place = 10 ** random.randint(1, max(len(str(right)) - 1, 1))

@@ -19,7 +19,7 @@ class TaskItem:
 
 
 class Demonstration(NamedTuple):
-    """A training instance and what is shown as its completion; ``correct`` is false for one made wrong on purpose."""
+    """A training instance and its demonstrated completion; ``correct`` is false for one made wrong on purpose."""
 
     item: TaskItem
     completion: str
@@ -27,9 +27,9 @@ class Demonstration(NamedTuple):
 
 
 class Task(Protocol):
-    """A source of instances. Everything is a function of the task's seed and the index, so instances can be read in any
-    order. ``size``: the number of training instances, ``None`` if they are generated on demand. ``fingerprint``: changes when the
-    instances change."""
+    """A source of instances. Everything is a function of the task's seed and the index, so that instances can be read in any order.
+    ``size``: the number of training instances, ``None`` if they are generated on demand. ``fingerprint``: changes when the instances
+    change."""
 
     @property
     def name(self) -> str: ...
@@ -49,10 +49,10 @@ class Task(Protocol):
         ...
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
-        """A training instance with an answer, which is wrong for ``corrupted_share`` of all indices. Raises
-        ``UserError`` where the task has no answers or cannot make wrong ones."""
+        """Returns a training instance with an answer, which is wrong for ``corrupted_share`` of all indices. Raises ``UserError`` if the
+        task has no answers or cannot make wrong ones."""
         ...
 
     def close(self) -> None:
-        """End what the task started, if anything."""
+        """Ends the processes that the task started."""
         ...

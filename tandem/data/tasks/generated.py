@@ -1,4 +1,4 @@
-"""Tasks whose instances are drawn: the stream of any split, and demonstrations with wrong answers among them."""
+"""Tasks with randomly drawn instances: the stream of any split, and demonstrations, some with wrong answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,8 @@ MOST_DRAWS = 10_000
 
 @dataclass(frozen=True)
 class GeneratedTask(Generic[Instance]):
-    """``draw`` makes an instance, ``question`` and ``answer`` say it as text, ``wrong_answer`` draws a text that is not
-    its answer. Draws that fall into another split are thrown away, so a split's instances follow ``draw``'s
-    distribution."""
+    """``draw`` makes an instance, ``question`` and ``answer`` format it as text, ``wrong_answer`` draws a text that is not its answer.
+    Draws that fall into another split are rejected, so a split's instances follow ``draw``'s distribution."""
 
     name: str
     seed: int
@@ -37,7 +36,7 @@ class GeneratedTask(Generic[Instance]):
         return [self._item(self._instance(split, i, seed), f"{self.name}, {split} prompt {i}") for i in range(count)]
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
-        # A stream of its own: the warm-up's prompts are other draws than those of the reinforcement learning after it.
+        # A separate stream, so that demonstrations use other draws than the reinforcement learning after them.
         instance = self._instance("train", index, seed, purpose="demonstration")
         item = self._item(instance, f"{self.name}, demonstration {index}")
         random = counter_random("corruption", self.name, seed, index)

@@ -1,4 +1,4 @@
-"""A task from a JSONL file: one JSON object a line. The whole file is checked before work begins."""
+"""A task from a JSONL file: one JSON object per line. The whole file is checked before work begins."""
 
 import hashlib
 import json
@@ -34,13 +34,13 @@ class JsonlTask:
         return self.splits["train"][index]
 
     def eval_prompts(self, split: Split, count: int, seed: int) -> list[TaskItem]:
-        """All of the split where it has fewer than ``count``."""
+        """Returns all of the split if it has fewer than ``count``."""
         items = list(self.splits[split])
         counter_random("evaluation", split, seed).shuffle(items)
         return items[:count]
 
     def demonstration(self, index: int, seed: int, corrupted_share: float) -> Demonstration:
-        """The file's own answer; each epoch is shuffled differently."""
+        """Returns the file's own answer; each epoch is shuffled differently."""
         if corrupted_share:
             raise UserError(f"task 'jsonl' cannot make wrong answers, and 'sft.corrupted_share' is {corrupted_share}; set it to 0")
         items = self.splits["train"]
@@ -49,7 +49,7 @@ class JsonlTask:
         counter_random("demonstration", seed, epoch).shuffle(order)
         item = items[order[at]]
         if item.ground_truth is None:
-            raise UserError(f"{item.where}: there is no answer to show in a warm-up; name the key that holds it in 'task.answer_key'")
+            raise UserError(f"{item.where}: there is no answer for supervised fine-tuning; set 'task.answer_key' to the key of the answer")
         return Demonstration(item, str(item.ground_truth), True)
 
     def close(self) -> None:
@@ -59,8 +59,8 @@ class JsonlTask:
 def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
     """Reads and checks ``config.path`` and, if given, ``config.eval_path``. Raises ``UserError`` with file and line.
 
-    With an evaluation file its rows serve both for evaluations and for the final figure. Without one, prompts are held
-    out in the order of their hash, equal prompts on the same side.
+    With an evaluation file its rows serve both for evaluations and for the final accuracy. Without one, prompts are held out in the order
+    of their hash, with equal prompts in the same split.
     """
     assert config.path is not None
     items, digest = read_jsonl(config.path, config.prompt_key, config.answer_key)
@@ -84,7 +84,7 @@ def read_jsonl(path: str, prompt_key: str, answer_key: str) -> tuple[list[TaskIt
         raise UserError(f"'{path}' does not exist; name the JSONL file in 'task.path' or 'task.eval_path'") from None
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from None
-    # Only a line feed ends a line: JSON may hold U+2028 and the like as they are, and str.splitlines would cut there.
+    # Only a line feed ends a line: JSON may contain U+2028 and similar characters, at which str.splitlines would split.
     lines = content.split(b"\n")
     if lines[-1].strip() == b"":
         lines.pop()
@@ -118,13 +118,13 @@ def _read_line(line: bytes, where: str, prompt_key: str, answer_key: str) -> Tas
     if not prompt.strip():
         raise UserError(f"{where}: '{prompt_key}' is an empty text; give the prompt or remove the line")
     if not _is_unicode(prompt):
-        raise UserError(f"{where}: '{prompt_key}' holds half of a surrogate pair, which is no character; mend the text")
+        raise UserError(f"{where}: '{prompt_key}' contains half of a surrogate pair, which is not a character; correct the text")
     answer = row[answer_key] if answer_key else None
     if answer_key and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise UserError(f"{where}: '{answer_key}' is {_kind(answer)}; it must be a text or a number")
     for reserved in RESERVED_COLUMNS:
         if reserved in row and reserved != prompt_key:
-            raise UserError(f"{where}: key '{reserved}' is what reward functions receive the samples under; rename it")
+            raise UserError(f"{where}: key '{reserved}' is reserved for the arguments of reward functions; rename it")
     return TaskItem(prompt, where, answer, {key: value for key, value in row.items() if key != prompt_key})
 
 
@@ -141,7 +141,7 @@ def _divide(items: list[TaskItem], config: TaskConfig) -> dict[Split, tuple[Task
     splits: dict[Split, list[TaskItem]] = {"train": [], "held_out": [], "final": []}
     for item in items:
         splits[side[item.text]].append(item)
-    return {split: tuple(found) for split, found in splits.items()}
+    return {split: tuple(items) for split, items in splits.items()}
 
 
 def _is_unicode(text: str) -> bool:
@@ -156,7 +156,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key '{next(key for key in keys if keys.count(key) > 1)}' stands twice")
+        raise ValueError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is given twice")
     return row
 
 

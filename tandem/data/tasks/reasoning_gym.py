@@ -1,7 +1,7 @@
-"""Tasks of the ``reasoning_gym`` package by name, through a process of its own.
+"""Tasks of the ``reasoning_gym`` package by name, in a separate process.
 
-Some of its generators depend on the order of Python's sets, hence on the process. The host runs with a fixed hash seed,
-so that a prompt is the same after a restart, and keeps the package's many imports out of this process.
+Some of its generators depend on the order of Python's sets, and hence on the process. The host process runs with a fixed hash seed, so that
+a prompt is the same after a restart, and keeps the package's many imports out of this process.
 """
 
 import json
@@ -26,8 +26,8 @@ MOST_DRAWS = 300
 
 
 class ReasoningGymTask:
-    """A dataset of ``reasoning_gym``. Its seeds are this task's own; ``columns`` say how an instance is made again
-    (``dataset``, ``settings``, ``seed``, ``index``) and hold its ``metadata`` as far as JSON can."""
+    """A dataset of ``reasoning_gym``. Its seeds are this task's own; ``columns`` contain what is needed to generate an instance again
+    (``dataset``, ``settings``, ``seed``, ``index``) and its ``metadata`` as far as JSON can represent it."""
 
     size: int | None = None
 
@@ -65,7 +65,7 @@ class ReasoningGymTask:
             )
         item = self._item("train", seed, index, f"{self.name}, demonstration {index}", purpose="demonstration")
         if item.ground_truth is None:
-            raise UserError(f"{item.where}: the dataset gives no answer to show in a warm-up; train without a section 'sft'")
+            raise UserError(f"{item.where}: the dataset has no answer for supervised fine-tuning; train without a section 'sft'")
         return Demonstration(item, f" {item.ground_truth}", True)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class ReasoningGymTask:
 
     def _item(self, split: Split, seed: int, index: int, where: str, purpose: str = "prompt") -> TaskItem:
         for attempt in range(MOST_DRAWS):
-            # Blocks, because some datasets take long to build; 31 bits, because some hand the seed to numpy.
+            # In blocks, because some datasets take long to build; with 31-bit seeds, because some pass the seed to numpy.
             block, at = divmod(index, BLOCK_INSTANCES)
             drawn = counter_seed(purpose, self.name, split, seed, block, attempt) >> 33
             entry = message_from(Instance, self._ask("instance", InstanceRequest(drawn, at)))
@@ -95,6 +95,6 @@ class ReasoningGymTask:
         try:
             return self._host.call(name, message_meta(request), deadline_s=DEADLINE_S).meta
         except RpcTimeout:
-            raise RunError(f"'{self.name}' made no prompt in {DEADLINE_S:.0f} s; give it easier 'task.settings'") from None
+            raise RunError(f"'{self.name}' made no prompt within {DEADLINE_S:.0f} s; choose easier 'task.settings'") from None
         except WorkerDied:
             raise RunError(f"the process that makes prompts of '{self.name}' ended; start the run again") from None

@@ -1,4 +1,4 @@
-"""The process behind a ``reasoning_gym`` task: ``python -m tandem.data.tasks.reasoning_gym_host --channel FD``."""
+"""The host process of a ``reasoning_gym`` task: ``python -m tandem.data.tasks.reasoning_gym_host --channel FD``."""
 
 import argparse
 import difflib
@@ -18,7 +18,7 @@ MOST_BLOCKS = 128
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """The call ``open``, which is the first: a dataset by name, with its settings. The answer is the ``version`` of the package."""
+    """The first call, ``open``: a dataset by name, with its settings. The answer is the ``version`` of the package."""
 
     dataset: str
     settings: dict[str, Any]
@@ -26,7 +26,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRequest:
-    """The call ``instance``: one of the instances that a seed gives. The answer is an ``Instance``."""
+    """The call ``instance``: one of the instances generated from a seed. The answer is an ``Instance``."""
 
     seed: int
     index: int
@@ -34,7 +34,7 @@ class InstanceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """``metadata``: what the package adds, as far as JSON can hold it."""
+    """``metadata``: the package's additional values, as far as JSON can represent them."""
 
     question: str
     answer: Any
@@ -43,13 +43,13 @@ class Instance:
 
 @lru_cache(maxsize=MOST_BLOCKS)
 def make_dataset(dataset: str, settings_json: str, seed: int) -> Any:
-    """The ``reasoning_gym`` dataset of BLOCK_INSTANCES instances. Raises ``UserError`` where the package, the name or a
-    setting is wrong."""
+    """Returns the ``reasoning_gym`` dataset of BLOCK_INSTANCES instances. Raises ``UserError`` if the package, the name or a setting is
+    wrong."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise UserError("tasks of reasoning_gym need the package; install it with: pip install 'tandem-rl[reasoning-gym]'") from None
+        raise UserError("tasks of reasoning_gym need a package; install it with: pip install 'tandem-rl[reasoning-gym]'") from None
     if dataset not in DATASETS:
         near = difflib.get_close_matches(dataset, DATASETS, n=1, cutoff=0.5)
         hint = f"did you mean 'reasoning_gym:{near[0]}'?" if near else "its gallery lists them"
@@ -62,8 +62,8 @@ def make_dataset(dataset: str, settings_json: str, seed: int) -> Any:
 
 
 def instance_of(columns: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset and the entry that ``columns`` of a ``ReasoningGymTask`` tell of. Needs a process with the host's
-    hash seed."""
+    """Returns the dataset and the entry that the ``columns`` of a ``ReasoningGymTask`` describe. Needs a process with the host's hash
+    seed."""
     dataset = make_dataset(columns["dataset"], json.dumps(columns["settings"], sort_keys=True), columns["seed"])
     return dataset, dataset[columns["index"]]
 
@@ -83,7 +83,7 @@ class Host:
         return str(reasoning_gym.__version__)
 
     def instance(self, request: InstanceRequest) -> Instance:
-        """Raises ``UserError`` where the generator fails."""
+        """Returns an instance. Raises ``UserError`` if the generator fails."""
         entry = self._entry(request.seed, request.index)
         return Instance(entry["question"], entry["answer"], entry.get("metadata", {}))
 

@@ -1,7 +1,7 @@
-"""Sorting digits: ``3142=`` asks for ``1234``.
+"""Sorting digits: the answer to ``3142=`` is ``1234``.
 
-Nothing stands between the digits, and no word in front: with spaces, a small character model had learned a quarter as
-much after the same warm-up, at twice the time. A template can say more to a model that reads words.
+There are no separators and no instruction: with spaces, a small character model learned a quarter as much after the same supervised
+fine-tuning, in twice the time. A template can add words for a model that reads them.
 """
 
 from random import Random
@@ -13,7 +13,7 @@ Digits = tuple[int, ...]
 
 
 def sort_task(config: TaskConfig, seed: int) -> GeneratedTask[Digits]:
-    """Lists of ``min_digits`` to ``max_digits`` digits, every length as likely as any other."""
+    """Returns the task: lists of ``min_digits`` to ``max_digits`` digits, with uniformly distributed lengths."""
     low, high = config.digits()
 
     def draw(random: Random) -> Digits:
@@ -40,7 +40,7 @@ def answer(digits: Digits) -> str:
 
 
 def wrong_answer(digits: Digits, random: Random) -> str:
-    """The answer with one slip: two unequal digits exchanged, or one digit misread."""
+    """Returns the answer with one mistake: two unequal digits exchanged, or one digit misread."""
     wrong = sorted(digits)
     unequal = [(i, j) for i in range(len(wrong)) for j in range(i) if wrong[i] != wrong[j]]
     if unequal and random.random() < 0.5:

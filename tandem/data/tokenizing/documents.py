@@ -1,8 +1,8 @@
 """Documents in files, and how the work on them is divided.
 
-Sources are JSON lines, WebDataset shards and whole files that are one text each. A JSON object holds a text, or an example for supervised
-fine-tuning. A unit of work is a list of files and parts of files. It depends on names and sizes only, so that every process divides the
-same data the same way.
+Sources are JSON lines, WebDataset shards and whole files that are one text each. A JSON object contains a text, or an example for
+supervised fine-tuning. A unit of work is a list of files and parts of files. It depends on names and sizes only, so that every process
+divides the same data in the same way.
 """
 
 import gzip
@@ -27,12 +27,12 @@ JSON = ".json"
 
 @dataclass(frozen=True, slots=True)
 class DocumentFormat:
-    """Says which files hold documents and how to read them.
+    """Describes which files contain documents and how to read them.
 
-    ``text_key``: the key of a JSON object that holds the text. ``suffixes``: of files, and of members of WebDataset shards, that are one
+    ``text_key``: the key of a JSON object that contains the text. ``suffixes``: of files, and of members of WebDataset shards, that are one
     document each, such as ``.txt``; JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and shards (``.tar``, ``.tar.gz``,
     ``.tgz``) are always read. ``exclude``: shell patterns of file names to leave out; ``*`` also matches slashes. ``skip_broken``: count
-    and leave out documents that cannot be read instead of raising. ``examples``: a JSON object holds a prompt under ``prompt_key`` and
+    and leave out documents that cannot be read instead of raising. ``examples``: a JSON object contains a prompt under ``prompt_key`` and
     its completion under ``completion_key``, or a conversation under ``messages``; files of other kinds are not read.
     """
 
@@ -48,7 +48,7 @@ class DocumentFormat:
         for suffix in self.suffixes:
             if not suffix.startswith(".") or suffix in (".", COMPRESSED, *LINES, *TARS):
                 kinds = ", ".join((*LINES, *TARS))
-                raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and be none of {kinds} and {COMPRESSED}")
+                raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and must not be one of {kinds} and {COMPRESSED}")
         for name, key in (("text", self.text_key), ("prompt", self.prompt_key), ("completion", self.completion_key)):
             if not key:
                 raise UserError(f"the key of the {name} is empty; name the key of a JSON line that holds it")
@@ -128,7 +128,7 @@ def _is_read(name: str, form: DocumentFormat) -> bool:
 def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
     at = part.start
     if at > 0:
-        # The line that ends after the boundary belongs to the part before, unless it begins exactly here.
+        # A line that ends after the boundary belongs to the previous part, unless it begins exactly here.
         file.seek(at - 1)
         at += len(file.readline()) - 1
     while at < part.stop:

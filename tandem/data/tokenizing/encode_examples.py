@@ -42,10 +42,10 @@ class ExampleEncoder:
         if not example.messages:
             return Rendered(example.completion, prompt=example.prompt)
         if any(mark in json.dumps([example.messages, example.tools], ensure_ascii=False) for mark in MARKS):
-            raise BrokenExample("it has a noncharacter (U+FDD0 or U+FDD1), which no text should have")
+            raise BrokenExample("it contains a noncharacter (U+FDD0 or U+FDD1)")
         with_tools = bool(example.tools)
         if with_tools not in self._compiled:
-            # The date of the day would make the shards differ from one day to the next.
+            # The current date would make the shards differ from one day to the next.
             self._compiled[with_tools] = ChatTemplate.from_folder(self._folder, with_tools, marks=MARKS, knows_today=False)
         template = self._compiled[with_tools]
         whole = self._render(template, example, len(example.messages))
@@ -54,8 +54,8 @@ class ExampleEncoder:
         return Rendered(whole, tuple(self._turn(template, example, i, whole) for i, m in enumerate(example.messages) if m["role"] == ASSISTANT))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """Returns the tokens and mask of each. A prompt is encoded apart from its completion, with the special tokens that generation puts before it, so
-        that training continues the same tokens as generation. The first token is not learned, as nothing predicts it."""
+        """Returns the tokens and mask of each. A prompt is encoded apart from its completion, with the special tokens that generation puts
+        before it, so that training continues the same tokens as generation. The first token is not learned, because nothing predicts it."""
         prompts = [one.prompt for one in rendered if one.prompt is not None]
         before = iter(self._backend.encode_batch_fast(prompts, add_special_tokens=True))
         encoded = []
@@ -75,7 +75,7 @@ class ExampleEncoder:
             raise BrokenExample(str(error)) from None
 
     def _turn(self, template: ChatTemplate, example: Example, number: int, whole: str) -> Span:
-        """Returns the characters of message ``number``: what rendering with it adds to the prompt that asks for it."""
+        """Returns the characters of message ``number``: what rendering with it adds to its generation prompt."""
         before, through = self._render(template, example, number, is_asked=True), self._render(template, example, number + 1)
         if not whole.startswith(through) or not through.startswith(before):
             raise UserError(
@@ -86,7 +86,7 @@ class ExampleEncoder:
 
 
 def _mask(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> list[int]:
-    """1 for each token from the first to the last one that has a character in one of ``spans``."""
+    """Returns 1 for each token from the first to the last one that has a character in one of ``spans``, else 0."""
     learned = [0] * len(encoding.ids)
     for start, stop in spans:
         inside = [i for i, (first, after) in enumerate(encoding.offsets) if first < stop and after > start]

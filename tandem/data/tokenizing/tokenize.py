@@ -31,13 +31,13 @@ UNIT_DEADLINE_S = 24 * 3600.0
 MOST_DEATHS = 3
 
 Progress = Callable[[int, int, int], None]
-"""Called with (bytes of the source done, bytes in all, tokens so far)."""
+"""Called with (bytes of the source done, total bytes, tokens so far)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDataset:
-    """``dataset.json``. ``tokenizer``: the fingerprint of the one that made it; ``end_token``: what ends every document (``None``: nothing),
-    of examples every completion; ``dtype``: of the ids."""
+    """The content of ``dataset.json``. ``tokenizer``: the fingerprint of the tokenizer used; ``end_token``: appended to every document
+    (``None``: nothing), for examples to every completion; ``dtype``: of the ids."""
 
     tokenizer: str
     vocab_size: int
@@ -82,7 +82,7 @@ def read_dataset(storage: Storage) -> TokenizedDataset:
         shards = tuple(Shard.from_json(shard) for shard in data["shards"])
         return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards)
     except FileNotFoundError:
-        raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that finish") from None
+        raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that command finish") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{DATASET} in '{storage.url}' is damaged ({error}); remove it and start 'tandem tokenize' again") from None
 
@@ -93,12 +93,12 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     settings.check()
     tokenizer = Tokenizer.from_folder(settings.tokenizer)
     if settings.append_end and not tokenizer.eos_token_ids:
-        raise UserError(f"the tokenizer in '{settings.tokenizer}' names no end of sequence; set eos_token or do not append one")
+        raise UserError(f"the tokenizer in '{settings.tokenizer}' has no end-of-sequence token; set eos_token or do not append one")
     source = open_storage(settings.source)
     units = divide(source.files(), settings.form, settings.unit_bytes)
     if not units:
         kinds = ", ".join((*LINES, *TARS, *settings.form.suffixes))
-        raise UserError(f"'{settings.source}' holds no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
+        raise UserError(f"'{settings.source}' contains no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
     destination = open_storage(settings.destination, create=True)
     plan = make_plan(settings, units)
     sizes = {file.name: file.size for file in destination.files()}
@@ -166,7 +166,7 @@ class _Crew:
         def progress(meta: dict[str, Any]) -> None:
             done = message_from(UnitProgress, meta)
             with self.lock:
-                # The last line of a part may end behind it.
+                # The last line of a part may end after the part.
                 self.bytes[number] = min(done.bytes, self._size(number))
                 self.tokens[number] = done.tokens
                 report()
@@ -182,7 +182,7 @@ class _Crew:
                 if self.ending:
                     raise
                 workers[slot] = self._start(slot)
-        raise RunError(f"{died}, {MOST_DEATHS} times in a row on {self.units[number][0].name}; is there enough memory? What was done is kept")
+        raise RunError(f"{died}, {MOST_DEATHS} times in a row on {self.units[number][0].name}; is there enough memory? finished units are kept")
 
     def _start(self, slot: int) -> Worker:
         settings = self.settings
@@ -192,7 +192,7 @@ class _Crew:
                 "form": asdict(settings.form), "end": self.end, "side": settings.side, "held_out_share": settings.held_out_share,
             }
         )
-        # A terminal's Ctrl-C is the command's: it ends its workers, which may be in the middle of their start.
+        # Ctrl-C in a terminal is handled by the command, which ends its workers; they may still be starting.
         return Worker(f"tokenizer {slot}", "tandem.data.tokenizing.tokenize_worker", ["--options", options], threads=Threads(1), new_session=True)
 
     def _size(self, number: int) -> int:

@@ -18,10 +18,9 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class TokenizeSettings:
-    """``source`` and ``destination``: folders or URLs. ``tokenizer``: a Hugging Face folder. ``unit_bytes``: of the source in
-    one shard. ``append_end``: every document ends with the tokenizer's end-of-sequence token. ``side``: all documents, or those of
-    one side where ``held_out_share`` of them, by a hash of their text, are held out. ``workers``: processes; 0 takes one for each
-    core."""
+    """``source`` and ``destination``: folders or URLs. ``tokenizer``: a Hugging Face folder. ``unit_bytes``: of the source per shard.
+    ``append_end``: appends the tokenizer's end-of-sequence token to every document. ``side``: all documents, or those of one side if
+    ``held_out_share`` of them, by a hash of their text, are held out. ``workers``: number of processes; 0: one per core."""
 
     source: str
     destination: str
@@ -61,13 +60,13 @@ def template_fingerprint(folder: str | Path) -> str:
 
 
 def make_plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> bytes:
-    """Returns all that the shards depend on, as JSON; two runs with the same plan write the same bytes."""
+    """Returns everything that the shards depend on, as JSON; two runs with the same plan write the same bytes."""
     sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
     form = asdict(settings.form)
     if settings.form.examples:
         form["chat_template"] = template_fingerprint(settings.tokenizer)
     else:
-        # Keys of examples change nothing in shards of text.
+        # Keys of examples do not matter for shards of text.
         form = {name: value for name, value in form.items() if name not in ("examples", "prompt_key", "completion_key")}
     facts = {
         "tokenizer": tokenizer_fingerprint(settings.tokenizer), **form, "unit_bytes": settings.unit_bytes,
@@ -80,12 +79,12 @@ def make_plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> 
 def check_plan(destination: Storage, plan: bytes, names: set[str]) -> None:
     if PLAN not in names:
         if names:
-            raise UserError(f"'{destination.url}' holds other files ({min(names)}); name an empty folder for the shards")
+            raise UserError(f"'{destination.url}' contains other files ({min(names)}); name an empty folder for the shards")
         return
     begun, now = json.loads(read(destination, PLAN)), json.loads(plan)
     different = [name for name in {**now, **begun} if begun.get(name) != now.get(name)]
     if different:
         raise UserError(
-            f"'{destination.url}' was begun with other {', '.join(different)}; resume with the same source, tokenizer and settings, "
+            f"'{destination.url}' was started with another {', '.join(different)}; resume with the same source, tokenizer and settings, "
             "or name another folder"
         )

@@ -41,7 +41,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class UnitProgress:
-    """Bytes of the source that are done, and tokens written, of one unit."""
+    """Progress of one unit: bytes of the source processed, and tokens written."""
 
     bytes: int
     tokens: int
@@ -66,7 +66,7 @@ class TokenizeWorker:
             return self._unit(message_from(Unit, meta), progress)
         except OSError as error:
             where = error.filename or self.destination.url
-            raise RunError(f"'{where}': {error.strerror or error}; mend that or make room, then give the command again: what was done is kept") from None
+            raise RunError(f"'{where}': {error.strerror or error}; correct that or make room, then run the command again; finished units are kept") from None
 
     def _unit(self, unit: Unit, progress: Progress) -> Reply:
         done = tokens = 0
@@ -106,7 +106,7 @@ class TokenizeWorker:
         tokens = 0
         try:
             encodings = self._encode(batch)
-        except Exception:  # The library raises the bare class, and does not say which text it was.
+        except Exception:  # The library raises the bare class without naming the text.
             encodings = self._encode([document for document in batch if self._can_encode(document.place, [document.text or ""], writer)])
         for encoding in encodings:
             ids = encoding.ids

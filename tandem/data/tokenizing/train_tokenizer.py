@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer (Sennrich et al., 2016) learned from the documents of a storage."""
+"""Trains a byte-level BPE tokenizer (Sennrich et al., 2016) on the documents of a storage."""
 
 import json
 from collections.abc import Iterator
@@ -17,9 +17,11 @@ BYTES = 256
 def train_tokenizer(
     source: Storage, form: DocumentFormat, vocabulary: int, folder: Path, most_bytes: int = 256 * 2**20, progress: bool = False
 ) -> int:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``: ``vocabulary`` tokens, 0 being the end of sequence,
-    learned from the first ``most_bytes`` of ``source``. Any text can be encoded. Returns how many tokens there are, fewer where the text has no
-    more. ``progress``: with the library's bars. Raises ``UserError``, and ``RunError`` where the disk fails."""
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``: ``vocabulary`` tokens, of which 0 is the end of sequence,
+    learned from the first ``most_bytes`` of ``source``. Any text can be encoded.
+
+    Returns the number of tokens, which is smaller if the text does not yield more. ``progress``: shows the library's progress bars. Raises
+    ``UserError``, and ``RunError`` if the disk fails."""
     if vocabulary < BYTES + 1:
         raise UserError(f"the new vocabulary has {vocabulary} tokens; it needs at least {BYTES + 1}, one for each byte and the end of sequence")
     if (folder / "tokenizer.json").exists():

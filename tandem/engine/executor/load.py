@@ -59,7 +59,8 @@ def load_decoder(
     """
     assert precision == "fp32" or is_emulated(precision, device), "the trainer's precision is emulated on a CPU"
     chosen = in_precision(select(kernels, dtype, device, deterministic, attention), precision, device)
-    stored = check_quantization(model, quantization) if group is None else check_quantization(model, quantization, group.cut.size, group.cut.deterministic)
+    ranks = () if group is None else (group.shard_spec.size, group.shard_spec.deterministic)
+    stored = check_quantization(model, quantization, *ranks)
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":
         if stored is not None:

@@ -24,14 +24,14 @@ class RankWeights:
     """Reads the weights of one rank. They are staged in private memory until ``apply`` loads them into ``decoder``."""
 
     def __init__(self, decoder: Decoder, source: WeightSource) -> None:
-        # The digests need xxhash, which an engine that only loads folders does not.
-        from tandem.weight_transfer.cut import wanted_by
+        # The digests need xxhash, which an engine that loads folders does without.
         from tandem.weight_transfer.update import WeightReader
+        from tandem.weight_transfer.wanted import wanted_by
 
         self.decoder, self.source = decoder, source
         self._store = EmbeddedStore(Path(source.store))
-        threads = max(1, source.threads // decoder.cut.size)
-        self._reader = WeightReader(self._store, threads, Path(source.folder), wanted_by(decoder.shapes, decoder.cut))
+        threads = max(1, source.threads // decoder.shard_spec.size)
+        self._reader = WeightReader(self._store, threads, Path(source.folder), wanted_by(decoder.shapes, decoder.shard_spec))
         self._staged: Weights | None = None
 
     def read(self, version: WeightVersion) -> "Weights":
@@ -39,7 +39,7 @@ class RankWeights:
         self._staged = None
         weights = self._reader.read(version)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors}
-        missing = [name for name, shape in local_parameters(self.decoder.shapes, self.decoder.cut) if shapes.get(name) != shape]
+        missing = [name for name, shape in local_parameters(self.decoder.shapes, self.decoder.shard_spec) if shapes.get(name) != shape]
         if missing:
             raise RunError(f"the published weights do not have '{missing[0]}' in the shape of the engine's model")
         self._staged = weights

@@ -102,11 +102,11 @@ class RankWorker:
         if len(self.adapters) != meta["slots"]:
             self.adapters = [None] * meta["slots"]
         self.adapters[meta["slot"]] = Adapter(meta["r"], pairs, "") if pairs else None
-        self.lora_layers = stack(self.adapters, decoder.shapes, decoder.kernels, meta["max_rank"], like, decoder.cut)
+        self.lora_layers = stack(self.adapters, decoder.shapes, decoder.kernels, meta["max_rank"], like, decoder.shard_spec)
 
     def update_weights(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
-        held = list(local_parameters(self.decoder.shapes, self.decoder.cut))
+        held = list(local_parameters(self.decoder.shapes, self.decoder.shard_spec))
         parts = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             for (name, shape), dtype in zip(held, meta["dtypes"], strict=True)

@@ -65,7 +65,7 @@ class RankSettings:
     def load(self, group: RankGroup) -> Decoder:
         """Loads this rank's shard of the model."""
         return load_decoder(
-            self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.cut.rank), self.load_format, self.seed, group,
+            self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.shard_spec.rank), self.load_format, self.seed, group,
             quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
         )
 

@@ -112,7 +112,7 @@ class Adapters:
 
     def _stack(self) -> None:
         adapters, decoder = [None if held is None else held[1] for held in self._slots], self._decoder
-        self._layers = stack(adapters, decoder.shapes, decoder.kernels, self.max_rank, self._like, decoder.cut)
+        self._layers = stack(adapters, decoder.shapes, decoder.kernels, self.max_rank, self._like, decoder.shard_spec)
 
 
 def _signature(folder: str) -> Signature:

@@ -13,7 +13,7 @@ from tandem.jobs.uploads import make_uploader
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.records.run_records import Records
-from tandem.trainer.checkpoint.find import Found
+from tandem.trainer.checkpoint.find import VerifiedCheckpoint
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
 from tandem.trainer.grad_scaler import GradScaler
@@ -50,7 +50,7 @@ class DataCheckpoints:
             fault_point=records.fault_point,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
-        self._found: Found | None = None
+        self._found: VerifiedCheckpoint | None = None
         self._boundary = 0
 
     @property
@@ -129,7 +129,7 @@ class DataCheckpoints:
         if self._registered is not None:
             self._registered.enter(step, digest, self._metrics)
 
-    def _check_cursor(self, found: Found) -> None:
+    def _check_cursor(self, found: VerifiedCheckpoint) -> None:
         per_step, cursor = self._recipe.data.global_batch_size, found.manifest.state["cursor"]
         if cursor["sequences"] != found.step * per_step:
             raise UserError(

@@ -39,6 +39,6 @@ def take_kept(run: DataRun, step: int, shares: Sequence[Sequence[TrainSequence]]
     lines = [
         f"step {step}: {len(sequences)} sequences, {tokens} tokens in {len(micro_batches)} micro-batches; {weights}",
         f"loss {result.metrics['train/loss']}, gradient norm {result.metrics['actor/grad_norm']}",
-        *describe(watch.found, len(run.model.layers), sum(1 for _ in run.model.parameters())),
+        *describe(watch.findings, len(run.model.layers), sum(1 for _ in run.model.parameters())),
     ]
     return result, lines

@@ -12,13 +12,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def load(compiler: str = "g++", directory: Path | None = None) -> Kernels:
-    """The kernels, built in ``directory`` (default ``~/.cache/tandem/kernels``) if they are not there yet. Raises
-    ``UserError``, one line, if they are unavailable."""
+    """Returns the kernels, built in ``directory`` (default ``~/.cache/tandem/kernels``) if necessary. Raises ``UserError``, one line, if
+    they are unavailable."""
     return _load(compiler, directory or default_directory())
 
 
 def load_or_none(compiler: str = "g++", directory: Path | None = None) -> Kernels | None:
-    """As ``load``, but says in the log, once, why not."""
+    """Does ``load``, but logs once why the kernels are unavailable."""
     return _load_or_none(compiler, directory or default_directory())
 
 
@@ -39,5 +39,5 @@ def _load_or_none(compiler: str, directory: Path) -> Kernels | None:
     try:
         return _load(compiler, directory)
     except UserError as error:
-        _LOG.warning("%s; going on with kernels reference, which are slower", error)
+        _LOG.warning("%s; using kernels reference, which are slower", error)
         return None

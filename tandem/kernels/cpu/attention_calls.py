@@ -1,4 +1,4 @@
-"""The C functions of attention: rotation, the cache of keys and values, and what is read from it. As ``calls`` has it."""
+"""Bindings of the C functions of attention: rotary embedding, the KV cache, and attention over it. See ``calls`` for conventions."""
 
 from torch import Tensor, bfloat16, dtype, empty_like, float8_e4m3fn, float32, int8, int32, int64
 
@@ -8,11 +8,11 @@ from tandem.kernels.cpu.library import Library
 
 _MAX_HEAD = 512
 _STORED = {float32: 0, bfloat16: 1, int8: 2, float8_e4m3fn: 3}
-"""The kinds of ``for_stored`` in cache.h."""
+"""The codes of ``for_stored`` in cache.h."""
 
 
 class AttentionCalls:
-    """One method a C function."""
+    """One method per C function."""
 
     def __init__(self, library: Library) -> None:
         self._c = library
@@ -31,7 +31,7 @@ class AttentionCalls:
             address(q_norm), address(k_norm), eps, q.data_ptr(), k.data_ptr(), v.data_ptr(),
         )  # fmt: skip
         if code:
-            raise IndexError(f"rope: a position lies outside 0..{len(cos_sin) - 1}")
+            raise IndexError(f"rope: a position is outside 0..{len(cos_sin) - 1}")
         return q, k, v
 
     def rope_to_cache(
@@ -50,14 +50,14 @@ class AttentionCalls:
             address(q_norm), address(k_norm), eps, q.data_ptr(), *addresses, blocks, slots.data_ptr(),
         )  # fmt: skip
         if code == 1:
-            raise IndexError(f"rope_to_cache: a position lies outside 0..{len(cos_sin) - 1}")
+            raise IndexError(f"rope_to_cache: a position is outside 0..{len(cos_sin) - 1}")
         if code == 2:
-            raise IndexError(f"rope_to_cache: a slot lies outside the cache of {blocks} blocks")
+            raise IndexError(f"rope_to_cache: a slot is outside the cache of {blocks} blocks")
         return q
 
     def round_kv(self, x: Tensor, stored: dtype) -> Tensor:
         if stored not in _STORED:
-            raise TypeError(f"kernels cpu keep keys and values in {', '.join(map(str, _STORED))}, not in {stored}")
+            raise TypeError(f"kernels cpu store keys and values in {', '.join(map(str, _STORED))}, not in {stored}")
         *_, size = x.shape
         if size > _MAX_HEAD:
             raise shape_error("round_kv x", x, f"a head size up to {_MAX_HEAD}")
@@ -69,7 +69,7 @@ class AttentionCalls:
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],
         q_norm: Tensor | None, k_norm: Tensor | None, eps: float, grads: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """The gradient by qkv, and ``[2, D]`` of the two norms."""
+        """Returns the gradient by qkv, and ``[2, D]`` of the two norms."""
         query_heads, kv_heads, size = heads
         grad_qkv, grad_norms = empty_like(qkv), qkv.new_empty(2, size)
         self._c.rope_backward(
@@ -120,7 +120,7 @@ class AttentionCalls:
         self, grad: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``saved``: q, k, v, out, log_sum."""
+        """Computes the gradients. ``saved``: q, k, v, out, log_sum."""
         q, k, v, out, log_sum = saved
         (_, heads, size), kv_heads, bounds = q.shape, k.shape[1], indices(cu_seqlens, int32)
         grads = tuple(empty_like(x) for x in (q, k, v))
@@ -150,18 +150,18 @@ class AttentionCalls:
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
         if code == 2:
-            raise ValueError("attention: query_start and context_lens do not fit the tokens or the block tables")
+            raise ValueError("attention: query_start and context_lens do not match the tokens or the block tables")
         if code == 3:
             raise IndexError(f"attention: a block table names a block outside the cache of {blocks} blocks")
         return out
 
 
 def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
-    """The kind of a cache and where its four tensors stand (0 for one that it does not have)."""
+    """Returns the code of a cache's dtype and the addresses of its four tensors (0 for one that it does not have)."""
     keys, values, key_scales, value_scales = cache
     blocks, kind = keys.shape[0], _STORED.get(keys.dtype)
     if kind is None or values.dtype is not keys.dtype:
-        raise TypeError(f"kernels cpu keep keys and values in one of {', '.join(map(str, _STORED))}, not in {keys.dtype} and {values.dtype}")
+        raise TypeError(f"kernels cpu store keys and values in one of {', '.join(map(str, _STORED))}, not in {keys.dtype} and {values.dtype}")
     if not keys.is_contiguous() or keys.shape != (blocks, kv_heads, size, BLOCK_TOKENS):
         raise shape_error("cache keys", keys, f"dense [N, {kv_heads}, {size}, {BLOCK_TOKENS}]")
     if not values.is_contiguous() or values.shape != (blocks, kv_heads, BLOCK_TOKENS, size):

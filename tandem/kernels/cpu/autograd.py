@@ -1,4 +1,4 @@
-"""Gradients of the C++ kernels. A backward pass sums in a fixed order too, so gradients do not depend on threads."""
+"""Gradients of the C++ kernels. Backward passes also sum in a fixed order, so that gradients do not depend on threads."""
 
 import itertools
 from typing import Any
@@ -59,7 +59,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 class Route(torch.autograd.Function):
-    """Softmax over all experts, of which the chosen ones' probabilities are the gates."""
+    """Softmax over all experts; the gates are the probabilities of the chosen ones."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, each: int, normalised: bool, calls: Calls) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ class Rope(torch.autograd.Function):
 
 
 class RoundKV(torch.autograd.Function):
-    """The gradient goes straight through (Bengio et al., 2013)."""
+    """A straight-through gradient (Bengio et al., 2013)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, calls: AttentionCalls) -> Tensor:

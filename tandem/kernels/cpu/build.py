@@ -1,8 +1,8 @@
-"""Build the C++ kernels on first use, and find them again afterwards.
+"""Builds the C++ kernels on first use and caches them.
 
-A library is named by what went into it: the sources, the compiler's version and the instruction set it compiles for.
-Its file ends with the SHA-256 of the rest, since loading a damaged library would end the process, not raise. Builders
-write to a directory of their own and rename the result into place, so any number may build at once.
+A library is named by its inputs: the sources, the compiler's version and the instruction set. Its file ends with the SHA-256 of the rest,
+because loading a damaged library would crash the process instead of raising. Builders write to a directory of their own and rename the
+result into place, so any number may build at once.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def default_directory() -> Path:
 
 
 def built_library(compiler: str, directory: Path) -> Path:
-    """The built library. Raises ``UserError`` where it cannot be built."""
+    """Returns the built library. Raises ``UserError`` if it cannot be built."""
     program = shutil.which(compiler)
     if program is None:
         raise UserError(f"kernels cpu: no compiler {compiler!r} on this machine; install g++ or use kernels reference")
@@ -46,7 +46,7 @@ def built_library(compiler: str, directory: Path) -> Path:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the library is there and ends with its own digest."""
+    """Returns whether the library exists and ends with its own digest."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -86,5 +86,5 @@ def _run(command: list[str]) -> str:
         lines = done.stderr.splitlines() or ["no message"]
         reason = next((line for line in lines if "error" in line), lines[0]).strip()
         name = Path(command[0]).name
-        raise UserError(f"kernels cpu: {name} failed ({reason}); mend the compiler or use kernels reference")
+        raise UserError(f"kernels cpu: {name} failed ({reason}); repair the compiler or use kernels reference")
     return done.stdout

@@ -1,7 +1,7 @@
-"""Tensors in, tensors out: the C functions with their outputs allocated and their error codes turned into exceptions.
+"""Bindings of the C functions: tensors in, tensors out, with outputs allocated and error codes converted to exceptions.
 
-Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are brought to their dtype here. Outputs come from
-``new_empty`` with plain sizes, by far the fastest way to a small tensor.
+Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are converted to their dtype here. Outputs come from ``new_empty``
+with plain sizes, by far the fastest way to allocate a small tensor.
 """
 
 from torch import Tensor, empty, empty_like, float32, float64, int64
@@ -11,31 +11,31 @@ from tandem.kernels.cpu.library import Library
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` as contiguous memory. Raises ``TypeError`` for what these kernels do not compute with."""
+    """Returns ``x`` in contiguous memory. Raises ``TypeError`` for an unsupported dtype or device."""
     if x.dtype is not float32 or not x.is_cpu:
         raise TypeError(f"kernels cpu take fp32 on cpu, not {x.dtype} on {x.device}; use kernels reference")
     return x if x.is_contiguous() else x.contiguous()
 
 
 def shape_error(name: str, x: Tensor, wanted: str) -> ValueError:
-    """To be raised under an ``if``: a message that is formatted in every call would cost as much as a small kernel."""
+    """Returns an error to be raised under an ``if``: formatting a message in every call would cost as much as a small kernel."""
     return ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
 
 
 def indices(x: Tensor, dtype: object) -> Tensor:
-    """``x`` as contiguous memory of ``dtype``."""
+    """Returns ``x`` in contiguous memory of ``dtype``."""
     if x.dtype is not dtype:
         x = x.to(dtype)  # type: ignore[call-overload]
     return x if x.is_contiguous() else x.contiguous()
 
 
 def address(x: Tensor | None) -> int:
-    """Where ``x`` stands, 0 for none."""
+    """Returns the address of ``x``, 0 for none."""
     return 0 if x is None else dense(x).data_ptr()
 
 
 class Calls:
-    """One method a C function; those of attention and of its cache are ``AttentionCalls``."""
+    """One method per C function, except those of attention and the KV cache (``AttentionCalls``)."""
 
     def __init__(self, library: Library) -> None:
         self._c = library
@@ -58,7 +58,7 @@ class Calls:
         return out
 
     def linear_with(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        # What ``dense`` asks, written out: for one token the check costs as much as the arithmetic.
+        # The check of ``dense``, inlined: for one token the call costs as much as the arithmetic.
         if x.dtype is not float32 or not x.is_cpu or not x.is_contiguous():
             x = dense(x)
         data, columns, width = weight
@@ -123,14 +123,14 @@ class Calls:
         return out
 
     def linear_grad_x(self, grad: Tensor, weight: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
-        """``grad[T, N] @ weight[N, K]``, written to ``out`` or added to it."""
+        """Computes ``grad[T, N] @ weight[N, K]``, written to ``out`` or added to it."""
         columns, width = weight.shape
         out = grad.new_empty(len(grad), width) if out is None else out
         self._c.linear_grad_x(grad.data_ptr(), weight.data_ptr(), len(grad), columns, width, adds, out.data_ptr())
         return out
 
     def linear_grad_weight(self, grad: Tensor, x: Tensor, out: Tensor | None = None, adds: bool = False) -> Tensor:
-        """``grad[T, N].T @ x[T, K]``, written to ``out`` or added to it."""
+        """Computes ``grad[T, N].T @ x[T, K]``, written to ``out`` or added to it."""
         rows, columns, width = len(x), grad.shape[1], x.shape[1]
         out = grad.new_empty(columns, width) if out is None else out
         self._c.linear_grad_weight(grad.data_ptr(), x.data_ptr(), rows, columns, width, adds, out.data_ptr())
@@ -189,7 +189,7 @@ class Calls:
         return out
 
     def logits(self, hidden: Tensor, weight: Tensor | PackedWeight, out: Tensor) -> Tensor:
-        """``linear`` or ``linear_with`` of dense tensors, written to ``out[T, V]``."""
+        """Computes ``linear`` or ``linear_with`` of dense tensors, written to ``out[T, V]``."""
         is_packed = isinstance(weight, PackedWeight)
         data = weight.data if isinstance(weight, PackedWeight) else weight
         (rows, width), columns = hidden.shape, out.shape[1]
@@ -210,13 +210,13 @@ class Calls:
             address(scaled), address(entropy), address(softmaxes),
         )  # fmt: skip
         if code:
-            raise IndexError(f"logprobs: a target lies outside the vocabulary of {width}")
+            raise IndexError(f"logprobs: a target is outside the vocabulary of {width}")
 
     def logprobs_backward(
         self, logits: Tensor, targets: Tensor, first: int, temperature: float, softmaxes: Tensor, grad_raw: Tensor,
         grad_scaled: Tensor | None, out: Tensor,
     ) -> None:
-        """Writes the gradient by ``logits`` [T, N], those of the token ids from ``first`` on, to the dense ``out[T, N]``, which may be
+        """Writes the gradient by ``logits`` [T, N] of the token ids from ``first`` on to the dense ``out[T, N]``, which may be
         ``logits``."""
         rows, width = logits.shape
         self._c.logprobs_backward(

@@ -1,7 +1,7 @@
 """The C++ kernels behind the interface of ``tandem.kernels.api``.
 
-Checks are few, because a small model spends as long in Python as in arithmetic: dtype, device and the sizes that a
-wrong call would turn into a stray read. A gradient's bookkeeping is set up only where one is wanted.
+Checks are few, because a small model spends as long in Python as in arithmetic: dtype, device and the sizes that a wrong call would turn
+into an invalid memory access. Autograd bookkeeping is set up only if a gradient is needed.
 """
 
 import torch

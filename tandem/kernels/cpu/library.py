@@ -47,10 +47,10 @@ _OUT_OF_MEMORY = -1
 
 
 _NO_MEMORY = (
-    b"a kernel found no memory for what it works with; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
+    b"a kernel could not allocate its working memory; free memory, or make the batch smaller (trainer.micro_batch_tokens, "
     b"rollout.engine.max_num_batched_tokens)"
 )
-"""A constant, since the library keeps the pointer."""
+"""A constant, because the library keeps the pointer."""
 
 
 def _check(code: int, function: Any, arguments: Any) -> int:
@@ -60,9 +60,9 @@ def _check(code: int, function: Any, arguments: Any) -> int:
 
 
 class Library:
-    """Each C function ``tandem_x`` as the attribute ``x``. A call lets other Python threads run, and raises ``RunError``
-    where the function could not allocate what it works with; its outputs are undefined then. What is called often is a
-    builtin of the library itself (``direct.h``); the rest goes through ctypes."""
+    """Each C function ``tandem_x`` as the attribute ``x``. A call releases the GIL, and raises ``RunError`` if the function could not
+    allocate its working memory; its outputs are undefined then. Frequently called functions are builtins of the library itself
+    (``direct.h``); the rest are called through ctypes."""
 
     def __init__(self, path: Path) -> None:
         loaded = ctypes.CDLL(str(path))

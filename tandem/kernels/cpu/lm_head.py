@@ -1,8 +1,8 @@
 """Log-probabilities of tokens from hidden states and the LM head, without all logits [T, V] in memory at once.
 
-The forward pass computes the logits of a few rows at a time and keeps two numbers a row of their softmax. The backward pass computes
-them again rectangle by rectangle: some rows and some columns of [T, V]. Rectangles are cut at the blocks in which the matrix product
-adds anyway, so gradients have the bits of one rectangle that is all of [T, V]. ``layout.lm_head`` has the sizes.
+The forward pass computes the logits of a few rows at a time and keeps two numbers per row of their softmax. The backward pass computes them
+again in rectangles of some rows and some columns of [T, V]. Rectangles are aligned to the blocks in which the matrix product accumulates,
+so that gradients have the bits of a single rectangle of all of [T, V]. ``layout.lm_head`` has the sizes.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """All logits are kept for the backward pass where they are few."""
+    """Keeps all logits for the backward pass if they are few."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits, targets[rows], columns.start, ctx.temperature, softmaxes[rows], grad_raw[rows],
                 None if grad_scaled is None else grad_scaled[rows], grad,
             )  # fmt: skip
-            # What is written first is not added to 0: the bits of -0 stay too.
+            # The first product is written instead of added to 0, which keeps the bits of -0.
             if grad_hidden is not None:
                 calls.linear_grad_x(grad, part, grad_hidden[rows], adds=columns.start > 0)
             if grad_weight is not None:
@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, calls: Calls, softmaxes: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The fields of ``TokenLogprobs``. ``softmaxes`` and ``kept``, where given, receive what a backward pass needs, and all logits."""
+    """Returns the fields of ``TokenLogprobs``. ``softmaxes`` and ``kept``, if given, receive what a backward pass needs, and all logits."""
     if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise shape_error("token_logprobs hidden", hidden, f"[T, {weight.shape[1]}]")
     raw, scaled, entropy = torch.empty(len(hidden)), None if temperature == 1 else torch.empty(len(hidden)), torch.empty(len(hidden))

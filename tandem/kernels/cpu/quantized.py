@@ -1,4 +1,4 @@
-"""Quantised weights for the C++ kernels: integer products in ``int8.cpp``, decoded ones in ``coded.cpp``."""
+"""Quantized weights for the C++ kernels: integer products in ``int8.cpp``, products with decoded weights in ``coded.cpp``."""
 
 import torch
 from torch import Tensor, empty
@@ -12,7 +12,7 @@ _PANEL = 64
 
 
 class QuantizedCalls:
-    """Packing and products of quantised weights."""
+    """Packing and products of quantized weights."""
 
     def __init__(self, library: Library) -> None:
         self._c = library
@@ -64,7 +64,7 @@ class QuantizedCalls:
 
 
 def _by_panel(x: Tensor | None) -> Tensor | None:
-    """``x[N, G]`` as [panel][G][64], with zeros at the end."""
+    """Rearranges ``x[N, G]`` as [panel][G][64], padded with zeros."""
     if x is None:
         return None
     padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % _PANEL))

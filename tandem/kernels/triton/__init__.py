@@ -17,7 +17,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def load(deterministic: bool = True) -> "TritonKernels":
-    """The kernels. ``deterministic``: keep the law of ``tandem.kernels.api``. Raises ``UserError``, one line, where they cannot run."""
+    """Returns the kernels. ``deterministic``: guarantees the invariance law of ``tandem.kernels.api``. Raises ``UserError``, one line, if
+    they cannot run."""
     why = missing()
     if why:
         raise UserError(f"kernels triton: {why}, or use kernels reference")
@@ -25,7 +26,7 @@ def load(deterministic: bool = True) -> "TritonKernels":
 
 
 def load_or_none(deterministic: bool = True) -> "TritonKernels | None":
-    """As ``load``, but says in the log, once, why not."""
+    """Does ``load``, but logs once why the kernels are unavailable."""
     why = missing()
     if why:
         _warn(why)
@@ -34,11 +35,11 @@ def load_or_none(deterministic: bool = True) -> "TritonKernels | None":
 
 
 def missing() -> str:
-    """What these kernels lack on this machine, and the fix; empty where they run."""
+    """Returns what these kernels need that this machine lacks, and the fix; empty if they can run."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; install 'tandem-rl[gpu]'"
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return "no CUDA device is found; use a machine that has one"
+        return "there is no CUDA device; use a machine that has one"
     return ""
 
 
@@ -51,4 +52,4 @@ def _load(deterministic: bool) -> "TritonKernels":
 
 @cache
 def _warn(why: str) -> None:
-    _LOG.warning("kernels triton: %s; going on with kernels reference, which are slower", why)
+    _LOG.warning("kernels triton: %s; using kernels reference, which are slower", why)

@@ -1,4 +1,4 @@
-"""Launches of attention."""
+"""Launches the attention programs."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ from tandem.kernels.triton.tiles import Tiles
 LOG2_E = 1.4426950408889634
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_PARTIAL = 1 << 28
-"""Bytes of partial results that splitting may take."""
+"""Maximum bytes of partial results of split attention."""
 
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles, log_total: Tensor | None = None
 ) -> Tensor:
-    """See ``Kernels.packed_attention``. ``log_total[T, Hq]`` fp32, where given, takes the logarithms to base 2 of the sums of weights."""
+    """Runs ``Kernels.packed_attention``. ``log_total[T, Hq]`` fp32, if given, receives the base-2 logarithms of the sums of weights."""
     tokens, _, size = q.shape
     check("attention q", q, None, None, size)
     check("attention k", k, tokens, None, size)
@@ -28,8 +28,8 @@ def packed(
 
 
 def paged(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, tiles: Tiles, splits: bool | None) -> Tensor:
-    """See ``Kernels.paged_attention``. ``splits``: one program for each split of the keys, or one for all (``None``: what fills the device); the
-    bits are the same."""
+    """Runs ``Kernels.paged_attention``. ``splits``: one program for each split of the keys, or one for all (``None``: whichever fills the
+    device); the bits are the same."""
     check("attention q", q, None, None, cache.keys.shape[2])
     keys, values = _bytes(cache.keys), _bytes(cache.values)
     width = batch.block_tables.shape[1]
@@ -50,11 +50,12 @@ def _launch(
     kv_heads: int, scale: float, window: int | None, tiles: Tiles, splits: int | None, codes: int = 0,
     log_total: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``splits``: ``None`` for packed keys; paged, 0 for one program over all of them, else how many at most."""
+    """Launches the program. ``splits``: ``None`` for packed keys; paged, 0 for one program over all splits, else the maximum number of
+    programs."""
     q = dense(q)
     tokens, query_heads, size = q.shape
     if query_heads % kv_heads:
-        raise ValueError(f"attention has {query_heads} query heads over {kv_heads} key-value heads; the first must be a multiple of the second")
+        raise ValueError(f"attention has {query_heads} query heads over {kv_heads} key-value heads; query heads must be a multiple of key-value heads")
     out = torch.empty_like(q)
     sequences = len(starts) - 1
     if not tokens or sequences < 1:
@@ -88,11 +89,11 @@ def _launch(
 
 
 def _places(sequences: int, tokens: int, group: int, tiles: Tiles) -> int:
-    """Tiles of rows at most: one a sequence more than the rows fill (see ``sequence_of``)."""
+    """Returns the maximum number of tiles of rows: one more per sequence than the rows fill (see ``sequence_of``)."""
     group_rows = power_of_two(group)
     return tokens // (max(tiles.attention_rows, group_rows) // group_rows) + sequences
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """e4m3 as bytes: the programs decode it themselves, on devices without that type too."""
+    """Returns e4m3 as bytes: the programs decode it themselves, also on devices without that type."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -1,4 +1,4 @@
-"""Launches of attention's gradients."""
+"""Launches the programs of attention's gradients."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ def packed(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_total: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
     tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D] of ``packed_attention``, whose output ``out`` has the gradient ``grad``.
-    ``log_total``: as the forward pass left it."""
+    """Returns the gradients by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D] of ``packed_attention``, whose output ``out`` has the gradient
+    ``grad``. ``log_total``: from the forward pass."""
     q, k, v, grad = (dense(x) for x in (q, k, v, grad))
     tokens, query_heads, size = q.shape
     kv_heads, sequences = k.shape[1], len(cu_seqlens) - 1

@@ -1,5 +1,5 @@
-"""Gradients. The forward pass and the backward pass of attention, norms, the gate and the rotation are Triton kernels. The other backward passes are
-torch's; with norms of heads before the rotation, that of the same formula in the reference kernels. Only the forward pass must keep its bits."""
+"""Gradients. The backward passes of attention, norms, the gate and rotary embedding are Triton kernels. The others are torch's; with head
+norms before the rotation, those of the reference kernels' formula. Only the forward pass must keep its bits."""
 
 import itertools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 
 def through_reference(own: Callable[..., Outputs], reference: Callable[..., Outputs], *tensors: Tensor | None) -> Any:
-    """``own(*tensors)``, whose gradients are those of ``reference(*tensors)``."""
+    """Runs ``own(*tensors)`` with the gradients of ``reference(*tensors)``."""
     return _ThroughReference.apply(own, reference, *tensors) if wants_grad(*tensors) else own(*tensors)
 
 
@@ -40,15 +40,15 @@ class _ThroughReference(torch.autograd.Function):
         ]
         wanted = [x for x in inputs if x is not None and x.requires_grad]
         with torch.enable_grad():
-            found = ctx.reference(*inputs)
-        outputs = (found,) if isinstance(found, Tensor) else found
+            result = ctx.reference(*inputs)
+        outputs = (result,) if isinstance(result, Tensor) else result
         reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
         got = iter(torch.autograd.grad([out for out, _ in reached], wanted, [grad for _, grad in reached], allow_unused=True))
         return None, None, *(next(got) if x is not None and x.requires_grad else None for x in inputs)
 
 
 class RmsNorm(torch.autograd.Function):
-    """(the norm of ``x`` or of ``x + residual``, that sum); of all that is saved only the sum."""
+    """Returns (the norm of ``x`` or of ``x + residual``, that sum); saves only the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class RmsNorm(torch.autograd.Function):
         out, total = rows.rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.x_dtype, ctx.residual_dtype = eps, x.dtype, None if residual is None else residual.dtype
-        # What is given back as it came in is no output of its own.
+        # An input that is returned unchanged is not an output of its own.
         return out, total.view_as(total) if residual is None else total
 
     @staticmethod
@@ -82,7 +82,7 @@ class SiluMul(torch.autograd.Function):
 
 
 class Rope(torch.autograd.Function):
-    """Without norms of heads: nothing of the projection is saved."""
+    """Rotary embedding without head norms: nothing of the projection is saved."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class Rope(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """The gradients of a matrix product are two other products, whose bits need not match an engine's."""
+    """A matrix product; its gradients are two other products, whose bits need not match an engine's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
@@ -156,7 +156,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logits are computed chunk by chunk of rows, and again in the backward pass."""
+    """Computes logits in chunks of rows, and again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -191,6 +191,6 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _logprob_grad(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
+    """Returns the gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
     out = logits.softmax(-1).mul_(-grad.unsqueeze(1))
     return out.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))

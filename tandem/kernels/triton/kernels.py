@@ -17,10 +17,10 @@ from tandem.layout import lm_head as sizes
 
 
 class TritonKernels(PlainPacking):
-    """fp32, bf16 and fp16 on CUDA, with fp32 sums; float64 goes to the reference kernels.
+    """fp32, bf16 and fp16 on CUDA, with fp32 sums; float64 uses the reference kernels.
 
-    ``deterministic``: the bits of a row depend on nothing but the row (and, in attention, what it sees). Without it products are torch's,
-    which split their sums by the number of rows. ``tiles``: instead of those for the dtype, for tests. ``splits``: see ``attention.paged``.
+    ``deterministic``: the bits of a row depend only on the row (and, in attention, on what it attends to). Otherwise products are torch's,
+    which split their sums by the number of rows. ``tiles``: overrides those for the dtype, for tests. ``splits``: see ``attention.paged``.
     """
 
     name = "triton"
@@ -53,7 +53,7 @@ class TritonKernels(PlainPacking):
         return self._multiply_groups(x, weight, bounds)
 
     def _multiply_groups(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-        # How the rows are spread over the groups is known on the device only: the smallest tile wastes least.
+        # Only the device knows how the rows are distributed over the groups; the smallest tile wastes least.
         return products.grouped_linear(x, weight, bounds, self._linear_tiles[x.dtype].agreeing(x.device, x.dtype)[0])
 
     def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
@@ -64,7 +64,7 @@ class TritonKernels(PlainPacking):
             gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
         ordered, order = experts.reshape(-1).sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        # By search and not by counting, for which torch would ask the device how many there are.
+        # A search instead of ``bincount``, for which torch would synchronize with the device.
         bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
         return Routing(gates, experts, bounds, order, inverse)
 

@@ -1,4 +1,4 @@
-"""Launches of matrix products, and the choice of their tiles."""
+"""Launches matrix products, and selects their tiles."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _BAND = 8
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> Tensor:
-    """``x[T, K] @ weight[N, K].T + bias[N]`` by tiles of one size."""
+    """Computes ``x[T, K] @ weight[N, K].T + bias[N]`` with tiles of one size."""
     rows, width = x.shape
     check("linear weight", weight, None, width)
     check("linear x", x, None, width)
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> 
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bounds: Tensor, tile: LinearTile) -> Tensor:
-    """See ``Kernels.grouped_linear``."""
+    """Runs ``Kernels.grouped_linear``."""
     rows, width = x.shape
     check("grouped linear weight", weight, None, None, width)
     check("grouped linear x", x, None, width)
@@ -50,19 +50,19 @@ def grouped_linear(x: Tensor, weight: Tensor, bounds: Tensor, tile: LinearTile) 
 
 
 class LinearTiles:
-    """The tiles that one device takes for one dtype. ``checks``: those that give an output other bits than the smallest does are left out; the
-    first product finds out."""
+    """The tile sizes that a device uses for a dtype. ``checks``: sizes that give an output other bits than the smallest one are left out;
+    tested by the first product."""
 
     def __init__(self, tiles: tuple[LinearTile, ...], checks: bool) -> None:
         self._given, self._checks = tiles, checks
         self._agreeing: dict[tuple[torch.device, torch.dtype], tuple[LinearTile, ...]] = {}
 
     def choose(self, x: Tensor, columns: int) -> LinearTile:
-        """For ``x[T, K]`` times ``columns`` columns."""
+        """Returns the tile for ``x[T, K]`` times ``columns`` columns."""
         return linear_tile(self.agreeing(x.device, x.dtype), len(x), columns, processors(x.device))
 
     def agreeing(self, device: torch.device, dtype: torch.dtype) -> tuple[LinearTile, ...]:
-        """Those that agree on ``device``, the smallest first."""
+        """Returns the tiles that agree on ``device``, the smallest first."""
         if not self._checks:
             return self._given
         key = device, dtype
@@ -72,8 +72,8 @@ class LinearTiles:
 
 
 def agreeing_tiles(tiles: tuple[LinearTile, ...], device: torch.device, dtype: torch.dtype) -> tuple[LinearTile, ...]:
-    """Those of ``tiles`` that give the bits of the first, tried on numbers of very different sizes."""
-    # On a CPU, so that every device is asked the same.
+    """Returns those of ``tiles`` that give the bits of the first, tested on numbers of very different magnitudes."""
+    # Generated on a CPU, so that every device is tested on the same numbers.
     numbers = torch.Generator().manual_seed(0)
     x, weight = (
         (torch.randn(rows, 328, generator=numbers) * torch.randn(rows, 328, generator=numbers).exp2()).to(device, dtype) for rows in (70, 96)

@@ -1,4 +1,4 @@
-"""Launches of the programs over rows of logits: log-probabilities and sampling."""
+"""Launches the programs over rows of logits: log-probabilities and sampling."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from tandem.kernels.triton.programs import sampling as sampling_programs
 
 
 class _Sums(NamedTuple):
-    """What ``chunk_sums`` finds, each [R, chunks]: the ``largest`` logits and the first ids that have them (``place``, int32), the sums of weights at
-    temperature 1 (``total``) and at the row's (``scaled``), and of ``weighted`` logarithms at the latter."""
+    """The results of ``chunk_sums``, each [R, chunks]: the ``largest`` logits and the first ids that have them (``place``, int32), the sums
+    of weights at temperature 1 (``total``) and at the row's (``scaled``), and of ``weighted`` logarithms at the latter."""
 
     largest: Tensor
     place: Tensor
@@ -27,7 +27,7 @@ class _Sums(NamedTuple):
 
 
 def logprobs(logits: Tensor, targets: Tensor, temperature: float | None, block: int) -> TokenLogprobs:
-    """Of ``targets[R]`` under ``logits[R, V]``; without a ``temperature`` only ``raw`` is filled."""
+    """Returns the log-probabilities of ``targets[R]`` under ``logits[R, V]``; without a ``temperature`` only ``raw`` is filled."""
     rows, width = logits.shape
     check("logprobs logits", logits, rows, width)
     logits = dense(logits)
@@ -38,7 +38,7 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: float | None, block: 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, block: int
 ) -> SampledRows:
-    """See ``Kernels.sample_rows``."""
+    """Runs ``Kernels.sample_rows``."""
     rows, width = logits.shape
     check("sample logits", logits, rows, width)
     logits = dense(logits)

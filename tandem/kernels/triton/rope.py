@@ -1,4 +1,4 @@
-"""Launches of the rotary embedding."""
+"""Launches rotary embedding."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _HEADS_AT_ONCE = 16
 def rope(
     qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int], q_norm: Tensor | None, k_norm: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``Kernels.rope``."""
+    """Runs ``Kernels.rope``."""
     k, v = (qkv.new_empty(len(qkv), *heads[1:]) for _ in range(2))
     q = _launch(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, KVLayer(k, v), None)
     return q, k, v
@@ -24,7 +24,7 @@ def rope_to_cache(
     qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int], q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     cache: KVLayer, slots: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See ``Kernels.rope_to_cache``."""
+    """Runs ``Kernels.rope_to_cache``."""
     return _launch(qkv, positions, cos_sin, heads, q_norm, k_norm, eps, cache, slots)
 
 
@@ -36,7 +36,7 @@ def _launch(
     all_heads = query_heads + 2 * kv_heads
     check("rope qkv", qkv, None, all_heads * size)
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("rope has a norm for one of queries and keys; give both or neither")
+        raise ValueError("rope has a norm for only one of queries and keys; give both or neither")
     qkv = dense(qkv)
     q = qkv.new_empty(len(qkv), query_heads, size)
     if not len(qkv):

@@ -1,4 +1,4 @@
-"""Launches of the programs over rows: norms and the gate of an MLP."""
+"""Launches the programs over rows: norms and the gate of an MLP."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from tandem.kernels.triton.programs import rows as programs
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of ``x`` or of ``x + residual``, that sum). The last axis is normed. A residual stream that is wider than what layers return
-    stays so."""
+    """Returns (the norm of ``x`` or of ``x + residual``, that sum), over the last axis. A residual stream of a wider dtype than the layers'
+    outputs keeps its dtype."""
     width = x.shape[-1]
     check("norm weight", weight, width)
     check("norm x", x, *x.shape)
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``Kernels.silu_mul``."""
+    """Runs ``Kernels.silu_mul``."""
     rows, double = gate_up.shape
     check("silu_mul gate_up", gate_up, rows, double)
     gate_up, width = dense(gate_up), double // 2

@@ -1,4 +1,4 @@
-"""Launches of the gradients of norms, of the gate and of the rotation."""
+"""Launches the gradients of norms, of the gate and of rotary embedding."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ _HEADS_AT_ONCE = 16
 def rms_norm(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, eps: float, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients (by y, by y in ``x_dtype``, by ``weight``) of the norm of y = ``total``. ``grad_total``: what else flows to y."""
+    """Returns the gradients (by y, by y in ``x_dtype``, by ``weight``) of the norm of y = ``total``. ``grad_total``: the gradient of y from
+    other uses."""
     width = total.shape[-1]
     rows = total.numel() // width
     grad, total = dense(grad), dense(total)
@@ -34,24 +35,24 @@ def rms_norm(
 
 def silu_mul(grad: Tensor, gate_up: Tensor) -> Tensor:
     grad, gate_up = dense(grad), dense(gate_up)
-    found, width = torch.empty_like(gate_up), gate_up.shape[1] // 2
-    if found.numel():
+    grad_gate_up, width = torch.empty_like(gate_up), gate_up.shape[1] // 2
+    if grad_gate_up.numel():
         block = min(1024, power_of_two(width))
-        programs.silu_mul_backward[(len(gate_up), -(-width // block))](grad, gate_up, found, width, BLOCK=block, num_warps=4, **UNFUSED)
-    return found
+        programs.silu_mul_backward[(len(gate_up), -(-width // block))](grad, gate_up, grad_gate_up, width, BLOCK=block, num_warps=4, **UNFUSED)
+    return grad_gate_up
 
 
 def rope(
     grads: tuple[Tensor, Tensor, Tensor], positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The gradient by ``qkv[T, (Hq + 2 Hkv) D]`` from those by q, k and v."""
+    """Returns the gradient by ``qkv[T, (Hq + 2 Hkv) D]`` from those by q, k and v."""
     q, k, v = map(dense, grads)
     query_heads, kv_heads, size = heads
     all_heads = query_heads + 2 * kv_heads
-    found = torch.empty(len(q), all_heads * size, dtype=dtype, device=q.device)
+    grad_qkv = torch.empty(len(q), all_heads * size, dtype=dtype, device=q.device)
     if len(q):
         block = min(_HEADS_AT_ONCE, power_of_two(all_heads))
         programs.rope_backward[(len(q), -(-all_heads // block))](
-            q, k, v, positions, cos_sin, found, query_heads, kv_heads, D=size, BLOCK_H=block, HALF=power_of_two(size // 2), num_warps=4, **UNFUSED
+            q, k, v, positions, cos_sin, grad_qkv, query_heads, kv_heads, D=size, BLOCK_H=block, HALF=power_of_two(size // 2), num_warps=4, **UNFUSED
         )
-    return found
+    return grad_qkv

@@ -1,5 +1,5 @@
-"""How large the tiles are, as plain data: a function of the device's generation, the dtype and the sizes of the model, never of the batch
-where that would reach a bit."""
+"""Tile sizes as plain data: a function of the device's generation, the dtype and the sizes of the model, and of the batch only where it
+cannot change a bit."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +19,9 @@ class LinearTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """``attention_rows`` x ``attention_keys``: a tile of scores. ``split``: absolute positions that are summed from zero. ``linear``: the smallest
-    tile first; all of them must give an output the same bits. ``vocabulary``: ids a block of a row of logits.
-    ``backward``: rows and keys of a tile of attention's gradients."""
+    """``attention_rows`` x ``attention_keys``: a tile of scores. ``split``: absolute positions that are summed from zero. ``linear``: the
+    smallest tile first; all of them must give an output the same bits. ``vocabulary``: ids per block of a row of logits. ``backward``: rows
+    and keys of a tile of attention's gradients."""
 
     attention_rows: int
     attention_keys: int
@@ -36,19 +36,19 @@ class Tiles:
 _HALF = (LinearTile(64, 32, 128, 4, 4), LinearTile(64, 64, 128, 4, 4), LinearTile(128, 128, 64, 8, 4), LinearTile(128, 256, 64, 8, 3))
 _FULL = (LinearTile(16, 32, 64, 4, 3), LinearTile(64, 64, 32, 8, 3))
 INTERPRETED = Tiles(32, 32, 64, (LinearTile(16, 32, 64, 4, 1), LinearTile(32, 64, 64, 4, 1)), 256)
-"""Small ones: in the interpreter a test's sequences are short and must still have several tiles and splits."""
+"""Small tiles: in the interpreter a test's sequences are short and must still have several tiles and splits."""
 
 
 def tiles_for(dtype: torch.dtype) -> Tiles:
-    """For numbers of ``dtype``. Tiles of 64 rows and more in 16 bits are multiplied by the same instruction, whose k is 16: the decoding of one row
-    too, which waits for memory however many rows it fills up."""
+    """Returns the tiles for ``dtype``. In 16 bits tiles of 64 rows and more are multiplied by the same instruction, whose k is 16; this
+    includes decoding a single row, which is bound by memory however many rows are padded."""
     if dtype in (torch.bfloat16, torch.float16):
         return Tiles(64, 64, 256, _HALF, backward=64)
     return Tiles(32, 32, 256, _FULL, attention_warps=8, attention_stages=1)
 
 
 def linear_tile(tiles: tuple[LinearTile, ...], rows: int, columns: int, processors: int) -> LinearTile:
-    """The largest tile of which there are enough for every multiprocessor, else the smallest."""
+    """Returns the largest tile of which there are enough for every multiprocessor, else the smallest."""
     for tile in reversed(tiles):
         if -(-rows // tile.rows) * -(-columns // tile.columns) >= processors:
             return tile

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., 2023; Grattafiori et al., 2024): full attention; biases where ``config.json`` asks for them."""
+"""Llama (Touvron et al., 2023; Grattafiori et al., 2024): full attention; biases if ``config.json`` enables them."""
 
 from tandem.model.family import ConfigFlag, Family
 

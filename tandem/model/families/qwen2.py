@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): biases of queries, keys and values; windows from a layer on, off by default."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): biases of queries, keys and values; sliding windows from a given layer on, off by default."""
 
 from tandem.model.family import Family
 from tandem.model.sliding_windows import WINDOW_BY_LAYER

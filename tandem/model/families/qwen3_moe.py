@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al., 2025): Qwen3 with a mixture of experts in all layers but those that ``config.json`` keeps dense."""
+"""Qwen3-MoE (Yang et al., 2025): Qwen3 with a mixture of experts in all layers except those that ``config.json`` lists as dense."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NAMES = ExpertNames(
 
 
 def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
-    """Dense layers are those of ``mlp_only_layers``, and all but every ``decoder_sparse_step``-th."""
+    """Reads the experts; dense layers are those of ``mlp_only_layers``, and all but every ``decoder_sparse_step``-th."""
     step, listed = reader.integer("decoder_sparse_step", 1), reader.config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
         raise reader.fail("mlp_only_layers", listed, "it must be a list of layers")

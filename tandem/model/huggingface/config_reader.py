@@ -47,7 +47,7 @@ class ConfigReader:
         return value
 
     def only(self, key: str, supported: Any) -> None:
-        """Raises ``UserError`` where ``key`` has a value other than ``supported`` (``None``: any value)."""
+        """Raises ``UserError`` if ``key`` has a value other than ``supported`` (``None``: any value)."""
         value = self.config.get(key)
         if value is not None and value != supported:
             raise self.fail(key, value, "it is not supported" if supported is None else f"only {supported!r} is supported")

@@ -1,4 +1,4 @@
-"""``config.json`` of a Hugging Face folder, to and from ``ModelShapes``. Imports no torch.
+"""Converts ``config.json`` of a Hugging Face folder to and from ``ModelShapes``. Imports no torch.
 
 What differs between families is declared in ``tandem.model.families``. Missing keys take the defaults of transformers 5's configuration
 classes; both key styles of rotary embedding are read (``rope_theta`` and ``rope_scaling`` of transformers 4, ``rope_parameters`` of 5).
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"'{path}' holds a JSON {type(content).__name__}; it must hold an object")
+        raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain an object")
     return content
 
 
@@ -61,7 +61,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     read.only("hidden_act", "silu")
     read.only("partial_rotary_factor", 1.0)
     heads, hidden, layers = (read.integer(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    # A null means the value that follows from the heads, a missing key the family's.
+    # Null means the value derived from the heads, a missing key the family's default.
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
@@ -103,7 +103,7 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
     kind = given.get("rope_type", given.get("type", "default"))
     nested = [name for name, value in given.items() if isinstance(value, dict)]
     if nested:
-        raise read.fail(key, nested[0], "rotary embedding of its own for a kind of layer is not supported")
+        raise read.fail(key, nested[0], "a separate rotary embedding per layer type is not supported")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise rope.fail("rope_type", kind, "supported are default, linear, llama3 and yarn")
     for name in given.keys() - _ROPE_KEYS:
@@ -114,7 +114,7 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
         return theta, RopeScaling()
     if kind == "linear":
         return theta, RopeScaling("linear", factor=rope.number("factor"))
-    # A value outside the rotary keys goes first, as in transformers.
+    # A value outside the rotary keys takes precedence, as in transformers.
     context = rope.integer("original_max_position_embeddings", max_position_embeddings)
     context = read.integer("original_max_position_embeddings", context)
     if kind == "llama3":
@@ -187,7 +187,7 @@ def _all_windows(shapes: ModelShapes) -> tuple[int | None, ...]:
 
 
 def _check_expressed(shapes: ModelShapes, content: dict[str, Any]) -> None:
-    """Raises ``ValueError`` where ``content`` does not read back as ``shapes``."""
+    """Raises ``ValueError`` if ``content`` does not read back as ``shapes``."""
     wanted, read = ({**asdict(each), "layer_windows": _all_windows(each)} for each in (shapes, shapes_of(content)))
     for name, given in wanted.items():
         if given != read[name]:

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: names, fused matrices, files."""
+"""Reads and writes Hugging Face folders: names, fused matrices, files."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import ExpertNames, parameters
-from tandem.layout.sharding import ShardSpec, cut_slices, is_held, local_parameters
+from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface.model_config import TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
@@ -38,8 +38,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder by its Hugging Face name, or those that are wanted, from one file or from shards. Raises ``UserError`` before
-    the first tensor where a file is missing, and on the way where one is broken."""
+    """Yields every tensor of the folder by its Hugging Face name, or those that ``is_wanted`` selects, from one file or from shards. Raises
+    ``UserError`` before the first tensor if a file is missing, and while reading if one is broken."""
     folder = Path(folder)
     shards: dict[str, list[str] | None] = {}
     if (folder / WEIGHTS).is_file():
@@ -56,17 +56,17 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
         raise UserError(f"'{folder}' has neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
     for shard in shards:
         if Path(shard).name != shard or not (folder / shard).is_file():
-            raise UserError(f"'{folder}' lacks the shard '{shard}' that its index lists; download the folder again")
+            raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
     for shard, listed in shards.items():
         yield from read_file(folder / shard, listed, is_wanted)
 
 
 def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
-    """A view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
+    """Returns a view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
     if decoder.is_packed:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
-    held = [name for name, _ in local_parameters(decoder.shapes, decoder.cut) if decoder.holds(name)]
+    held = [name for name, _ in local_parameters(decoder.shapes, decoder.shard_spec) if decoder.holds(name)]
     tensors: dict[str, Tensor] = {}
     if "model.embed_tokens.weight" in held:
         tensors["model.embed_tokens.weight"] = decoder.embed_tokens
@@ -81,7 +81,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         tensors |= _unfused(layer.qkv_proj, [f"{at}self_attn.{name}_proj" for name in "qkv"], projections)
         tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.experts is not None:
-            tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.cut.expert_rank * layer.experts.held)
+            tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.shard_spec.expert_rank * layer.experts.held)
         elif layer.gate_up_proj is not None and layer.down_proj is not None:
             tensors |= _unfused(
                 layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
@@ -113,28 +113,27 @@ def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[st
 
 
 def to_huggingface(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, view of the decoder's own memory) for every parameter that it holds, in the order of
+    """Yields (Hugging Face name, view of the decoder's own memory) for every parameter it holds, in the order of
     ``layout.shapes.parameters``. A tied head is not listed. No gradient."""
     for name, tensor in _parameters_of(decoder).items():
         yield name, tensor.detach()
 
 
 def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pack: bool = False) -> None:
-    """Fill every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one
-    rank's part takes whole tensors too, and of each its own part; a pipeline stage passes over what other stages hold.
+    """Fills every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one rank's shard
+    takes whole tensors and slices them; a pipeline stage ignores parameters of other stages.
 
-    Strict: each exactly once, each of its shape. Raises ``UserError`` naming the tensor, and has written nothing
-    then. A packed decoder is unpacked; call ``pack`` again before inference, or ask for it here with ``pack``, which
-    needs the plain matrices of one layer at a time. ``inv_freq`` buffers of old checkpoints are skipped, and a tied
-    head that is listed too must equal the embedding.
+    Strict: each exactly once, each with its shape. Raises ``UserError`` naming the tensor; nothing is changed then. A packed decoder is
+    unpacked; call ``pack`` again before inference, or set ``pack`` here, which needs the plain matrices of one layer at a time.
+    ``inv_freq`` buffers of old checkpoints are skipped, and a tied head that is also listed must equal the embedding.
     """
     given = checked_tensors(decoder, tensors)
-    held = {name: tensor for name, tensor in given.items() if is_held(decoder.shapes, name, decoder.cut)}
+    held = {name: tensor for name, tensor in given.items() if is_held(decoder.shapes, name, decoder.shard_spec)}
     load_parts(decoder, {name: part_of(decoder, name, tensor) for name, tensor in held.items()}, pack=pack)
 
 
 def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
-    """``load_tensors`` for what ``part_of`` gave, unchecked."""
+    """Does ``load_tensors`` for the results of ``part_of``, without checks."""
     decoder.unpack(in_one_layer=pack)
     by_layer: dict[int | None, dict[str, Tensor]] = {}
     for name, parameter in _parameters_of(decoder).items():
@@ -154,24 +153,24 @@ def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = Fa
 
 
 def _layer_of(name: str) -> int | None:
-    """The layer that a parameter belongs to, ``None`` for those outside of all."""
+    """Returns the layer of a parameter, ``None`` for parameters outside the layers."""
     _, _, rest = name.partition(".layers.")
     return int(rest.partition(".")[0]) if rest else None
 
 
-def part_of(decoder: Decoder, name: str, tensor: Tensor, cut: ShardSpec | None = None) -> Tensor:
-    """What the rank of ``cut`` (``None``: the decoder's own) holds of a whole tensor."""
-    cut = cut or decoder.cut
-    return tensor if cut.size == 1 else tensor[cut_slices(decoder.shapes, name, tuple(tensor.shape), cut)]
+def part_of(decoder: Decoder, name: str, tensor: Tensor, shard_spec: ShardSpec | None = None) -> Tensor:
+    """Returns the shard of a whole tensor that the rank of ``shard_spec`` (``None``: the decoder's own) holds."""
+    shard_spec = shard_spec or decoder.shard_spec
+    return tensor if shard_spec.size == 1 else tensor[shard_slices(decoder.shapes, name, tuple(tensor.shape), shard_spec)]
 
 
 def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """``tensors`` by name where they are what ``load_tensors`` takes. Raises ``UserError``."""
+    """Returns ``tensors`` by name if ``load_tensors`` accepts them. Raises ``UserError``."""
     shapes = dict(parameters(decoder.shapes))
     given: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name in given:
-            raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
+            raise UserError(f"tensor '{name}' is given twice; a checkpoint must contain each tensor once")
         if not name.endswith("rotary_emb.inv_freq"):
             given[name] = tensor
     tied_head = given.pop("lm_head.weight", None) if decoder.shapes.tie_word_embeddings else None
@@ -182,17 +181,17 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             )
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise UserError(
-                f"tensor '{name}' has shape {list(tensor.shape)}; config.json asks for {list(shapes[name])}"
+                f"tensor '{name}' has shape {list(tensor.shape)}; config.json requires {list(shapes[name])}"
             )
         if not tensor.is_floating_point():
             raise UserError(
-                f"tensor '{name}' is {tensor.dtype}; quantised weights are not supported, use the float checkpoint"
+                f"tensor '{name}' is {tensor.dtype}; quantized weights are not supported here; use the float checkpoint"
             )
     for name in [name for name in given if name in shapes and not decoder.holds(name)]:
         del given[name]
     for name in shapes:
         if name not in given and decoder.holds(name):
-            raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
+            raise UserError(f"tensor '{name}' is missing from the weights; config.json requires it")
     if tied_head is not None and "model.embed_tokens.weight" in given and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
         raise UserError(
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight' but config.json has "
@@ -206,8 +205,8 @@ def load_model(
     group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
     parallel: ModelParallel | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, one rank's part of it or its pipeline stages; with ``pack`` packed for inference, rounded as
-    ``quantization`` says. Raises ``UserError`` where it is none, is broken or is not supported."""
+    """Returns the model of a Hugging Face folder, one rank's shard of it or its pipeline stages; with ``pack`` packed for inference,
+    rounded as ``quantization`` says. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
     decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel)
     decoder.quantization = quantization
     try:
@@ -221,10 +220,10 @@ def unfilled_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None,
 ) -> Decoder:
-    """``load_model`` without the weights: no number of the parameters is written."""
+    """Does ``load_model`` without the weights: the parameters are uninitialised."""
     shapes = read_shapes(folder)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
-        raise UserError(f"model '{folder}' is quantised, which the engine reads and nothing else; take the float checkpoint")
+        raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")
     return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
 
 
@@ -238,17 +237,15 @@ def save_model(
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> None:
-    """Write a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
+    """Writes a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
 
-    ``tensors``: the weights by Hugging Face name where the decoder does not hold them, all of its dtype and in the order of
-    ``layout.shapes.parameters``; one is in memory at a time. Special ids that are not given are those of
-    ``tokenizer_folder``. All is written to a fresh folder beside it that
-    takes its name at the end. Raises ``UserError`` where ``folder`` exists and ``RunError`` where it cannot be
-    written.
+    ``tensors``: the weights by Hugging Face name if the decoder does not hold them, all of its dtype and in the order of
+    ``layout.shapes.parameters``; one is in memory at a time. Special ids default to those of ``tokenizer_folder``. Everything is written to
+    a temporary folder that is renamed at the end. Raises ``UserError`` if ``folder`` exists and ``RunError`` if it cannot be written.
     """
     folder = Path(folder)
     if folder.exists():
-        raise UserError(f"'{folder}' exists and is not overwritten; choose another folder or remove it")
+        raise UserError(f"'{folder}' already exists; choose another folder or remove it")
     if tokenizer_folder is not None:
         tokenizer = Tokenizer.from_folder(tokenizer_folder)
         eos_token_id = tokenizer.eos_token_ids if eos_token_id is None else eos_token_id

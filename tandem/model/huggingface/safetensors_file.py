@@ -1,8 +1,7 @@
-"""Named tensors in a safetensors file. Reading is the library's; writing is here.
+"""Reads and writes named tensors in a safetensors file. Reading uses the library, writing does not.
 
-The library's writer refuses tensors that share memory, as the rows of a fused matrix do, and asks for a copy of each.
-The format (huggingface/safetensors): an 8-byte little-endian length, a JSON header, the tensors' bytes one after
-another.
+The library's writer refuses tensors that share memory, as the rows of a fused matrix do, and would need a copy of each. The format
+(huggingface/safetensors): an 8-byte little-endian length, a JSON header, the tensors' bytes one after another.
 """
 
 import ctypes
@@ -42,9 +41,10 @@ class Form(NamedTuple):
 
 
 def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], forms: Sequence[Form] | None = None) -> None:
-    """Writes ``tensors`` in their order and flushes them to the disk. ``forms``: those of ``tensors``, in the same order; each is then taken and
-    written one after another, so that one is in memory at a time. Raises ``OSError`` as the system does, on a full disk too, and ``ValueError`` where a tensor
-    does not have its form."""
+    """Writes ``tensors`` in order and flushes them to the disk.
+
+    ``forms``: those of ``tensors``, in the same order; each tensor is then taken and written one after another, so that one is in memory at
+    a time. Raises ``OSError`` as the system does, including for a full disk, and ``ValueError`` if a tensor does not have its form."""
     held = tensors
     if forms is None:
         held = list(tensors)
@@ -61,7 +61,7 @@ def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], forms: Sequenc
         file.write(struct.pack("<Q", len(text)) + text)
         for form, (name, tensor) in zip(forms, held, strict=True):
             if form != _form(name, tensor):
-                raise ValueError(f"tensor {_form(name, tensor)} is given where the file is to have {form}")
+                raise ValueError(f"tensor {_form(name, tensor)} does not match the declared form {form}")
             _write_bytes(file, tensor.detach().cpu().contiguous())
         file.flush()
         os.fsync(file.fileno())
@@ -70,11 +70,11 @@ def write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], forms: Sequenc
 def read_file(
     path: Path, names: Iterable[str] | None = None, is_wanted: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``path``, or those of ``names``, or of either those that are wanted. Raises ``UserError`` for a file that is missing, broken or cut
-    short, and for a name that it lacks."""
+    """Yields the tensors of ``path``, or those in ``names``, filtered by ``is_wanted``. Raises ``UserError`` for a file that is missing,
+    broken or truncated, and for a missing name."""
     try:
         with safe_open(path, framework="pt") as file:
-            # An ordered set: a mixture of experts has tens of thousands of tensors.
+            # An ordered set, because a mixture of experts has tens of thousands of tensors.
             held = dict.fromkeys(file.keys())
             for name in held if names is None else names:
                 if name not in held:
@@ -86,7 +86,7 @@ def read_file(
     except FileNotFoundError:
         raise UserError(f"'{path}' is missing; download the folder again") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(f"'{path}' is broken or cut short ({error}); download it again") from None
+        raise UserError(f"'{path}' is broken or truncated ({error}); download it again") from None
 
 
 def _form(name: str, tensor: Tensor) -> Form:

@@ -31,7 +31,7 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
     windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
     window = next((window for window in windows if window is not None), None)
     if window is not None:
-        # Megatron counts the tokens on either side, without the token itself.
+        # Megatron counts the tokens on either side, excluding the token itself.
         arguments["window_size"] = (window - 1, 0)
         arguments["window_attn_skip_freq"] = None if None not in windows else [int(window is not None) for window in windows]
     if shapes.experts is not None:
@@ -48,7 +48,7 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
 def shapes_of(arguments: Namespace | None) -> ModelShapes:
     """Returns the network that ``arguments`` describe. Raises ``UserError`` for arguments that are incomplete or not supported."""
     if arguments is None:
-        raise UserError("the Megatron checkpoint has no 'args' that describe its model; name a folder with its config.json by --config")
+        raise UserError("the Megatron checkpoint has no 'args' that describe its model; give a folder with its config.json with --config")
     given = vars(arguments)
     try:
         for name, wanted in (("normalization", "RMSNorm"), ("swiglu", True), ("position_embedding_type", "rope")):
@@ -82,12 +82,12 @@ def shapes_of(arguments: Namespace | None) -> ModelShapes:
             qk_norm=normed, layer_windows=windows, experts=experts,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the 'args' of the Megatron checkpoint do not describe its model ({error}); name its config.json by --config") from None
+        raise UserError(f"the 'args' of the Megatron checkpoint do not describe its model ({error}); give its config.json with --config") from None
 
 
 def _windows(given: dict[str, Any]) -> tuple[int | None, ...]:
-    """Returns each layer's window, ``()`` where all attention is full. ``window_attn_skip_freq``: one layer in so many has full attention,
-    or a list with a 1 for each layer that has the window."""
+    """Returns each layer's window, ``()`` if all attention is full. ``window_attn_skip_freq``: every n-th layer has full attention, or a
+    list with a 1 for each layer that has the window."""
     layers, frequency = range(int(given["num_layers"])), given.get("window_attn_skip_freq")
     if given.get("window_size") is None:
         return ()

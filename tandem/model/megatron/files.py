@@ -1,7 +1,7 @@
-"""Megatron's checkpoint folders in and out: ``iter_NNNNNNN`` or ``release``, a folder and a pickled file a rank.
+"""Reads and writes Megatron checkpoint folders: ``iter_NNNNNNN`` or ``release``, with a folder and a pickled file per rank.
 
-Nothing in a file is run: it is read with ``weights_only``, and what Megatron's own classes would be in its ``args`` becomes an empty
-stand-in.
+Nothing in a file is executed: it is read with ``weights_only``, and objects of Megatron's own classes in its ``args`` are replaced by empty
+placeholders.
 """
 
 import errno
@@ -28,7 +28,7 @@ FILE, TRACKER, SUMS, RANK = "model_optim_rng.pt", "latest_checkpointed_iteration
 def write_megatron(
     folder: Path, shapes: ModelShapes, weights: Mapping[str, Tensor], mesh: MegatronMesh, spelling: Spelling, iteration: int
 ) -> None:
-    """Fill ``folder`` with a checkpoint of ``weights`` (whole, by Hugging Face name); ``iteration`` 0 is a release."""
+    """Fills ``folder`` with a checkpoint of ``weights`` (whole, by Hugging Face name); ``iteration`` 0 is a release."""
     mesh.check(shapes)
     name = f"iter_{iteration:07d}" if iteration else "release"
     dtype = weights["model.embed_tokens.weight"].dtype
@@ -38,13 +38,13 @@ def write_megatron(
         model = {}
         for entry in entries(shapes, mesh, rank, spelling):
             part = entry.join([weights[of] for of in entry.names], rank.tensor, mesh.tensor)
-            # A copy: a view would be saved with all of the memory that it looks into.
+            # A copy, because a view would be saved with all of its storage.
             model[entry.name] = part.clone(memory_format=torch.contiguous_format)
         path = folder / name / mesh.folder(rank) / FILE
         path.parent.mkdir(parents=True)
         try:
             torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": iteration, "model": model, RANK: tuple(rank)}, path)
-        except RuntimeError:  # torch's name for a write that failed, which it gives no errno
+        except RuntimeError:  # torch raises it without an errno for a failed write
             raise OSError(errno.EIO, "torch could not write all of it", str(path)) from None
         with path.open("rb") as file:
             sums.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
@@ -53,7 +53,7 @@ def write_megatron(
 
 
 class MegatronCheckpoint(NamedTuple):
-    """``folder`` holds the rank folders. ``arguments``: those of its first file."""
+    """``folder`` contains the rank folders. ``arguments``: those of its first file."""
 
     folder: Path
     mesh: MegatronMesh
@@ -62,15 +62,15 @@ class MegatronCheckpoint(NamedTuple):
 
 
 def open_megatron(folder: Path) -> MegatronCheckpoint:
-    """The checkpoint in ``folder`` (the one that its tracker names, or ``folder`` itself). Raises ``UserError`` where it is none or a
-    rank's file is missing."""
+    """Returns the checkpoint in ``folder`` (the one that its tracker names, or ``folder`` itself). Raises ``UserError`` if there is none or
+    a rank's file is missing."""
     inner = folder
     if (folder / TRACKER).is_file():
         named = (folder / TRACKER).read_text(encoding="ascii", errors="replace").strip()
         inner = folder / ("release" if named == "release" else f"iter_{int(named):07d}" if named.isdigit() else named)
     ranks = {m[0]: m for path in inner.glob("mp_rank_*") if (m := re.fullmatch(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?", path.name))}
     if not ranks:
-        raise UserError(f"'{inner}' holds no mp_rank_* folders; name a Megatron checkpoint")
+        raise UserError(f"'{inner}' contains no mp_rank_* folders; give a Megatron checkpoint")
     first = inner / min(ranks) / FILE
     content = _load(first)
     arguments = content.get("args")
@@ -86,8 +86,8 @@ def open_megatron(folder: Path) -> MegatronCheckpoint:
 
 
 def read_megatron(checkpoint: MegatronCheckpoint, shapes: ModelShapes) -> dict[str, Tensor]:
-    """Every tensor by its Hugging Face name. Raises ``UserError`` in one line for a file that is damaged, a tensor that is missing, of
-    another shape or unknown, and files that do not belong together."""
+    """Returns every tensor by its Hugging Face name. Raises ``UserError`` in one line for a file that is damaged, a tensor that is missing,
+    of another shape or unknown, and files that do not match."""
     mesh = checkpoint.mesh
     mesh.check(shapes)
     _check_sums(checkpoint.folder)
@@ -102,7 +102,7 @@ def read_megatron(checkpoint: MegatronCheckpoint, shapes: ModelShapes) -> dict[s
                 for tensor, model in enumerate(models):
                     path = checkpoint.folder / mesh.folder(MegatronRank(tensor, pipeline, expert)) / FILE
                     if entry.name not in model:
-                        raise UserError(f"'{path}' has no '{entry.name}'; it is not the file of this rank, or of another model")
+                        raise UserError(f"'{path}' has no '{entry.name}'; it is the file of another rank or another model")
                     parts.append(model.pop(entry.name))
                 _check_parts(entry, parts, shapes, wanted, where)
                 for name, tensor_ in zip(entry.names, entry.split(parts), strict=True):
@@ -111,7 +111,7 @@ def read_megatron(checkpoint: MegatronCheckpoint, shapes: ModelShapes) -> dict[s
                 left = sorted(name for name in model if not name.endswith("_extra_state"))
                 if left:
                     path = checkpoint.folder / mesh.folder(MegatronRank(tensor, pipeline, expert)) / FILE
-                    raise UserError(f"'{path}' has '{left[0]}', which no model here has; it is not the file of this rank, or of another model")
+                    raise UserError(f"'{path}' has '{left[0]}', which is unknown; it is the file of another rank or another model")
     return {name: weights[name] for name in wanted}
 
 
@@ -123,9 +123,9 @@ def _spelled(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, model:
 
 def _check_parts(entry: Entry, parts: list[Tensor], shapes: ModelShapes, wanted: Mapping[str, tuple[int, ...]], where: Path) -> None:
     if any(part.shape != parts[0].shape or part.dtype != parts[0].dtype for part in parts):
-        raise UserError(f"'{entry.name}' has another shape or dtype in a neighbour of '{where}'; the files do not belong together")
+        raise UserError(f"'{entry.name}' has another shape or dtype on a neighbouring rank of '{where}'; the files do not match")
     if entry.is_replicated and not all(torch.equal(part, parts[0]) for part in parts):
-        raise UserError(f"'{entry.name}' differs between the tensor-parallel ranks beside '{where}'; the files do not belong together")
+        raise UserError(f"'{entry.name}' differs between the tensor-parallel ranks of '{where}'; the files do not match")
     # Checks the total size of the parts before they are divided.
     sizes = [torch.Size(wanted[name]) for name in entry.names]
     count = sum(part.numel() for part in parts[: 1 if entry.is_replicated else None])
@@ -134,7 +134,7 @@ def _check_parts(entry: Entry, parts: list[Tensor], shapes: ModelShapes, wanted:
     if (count < needed if is_padded else count != needed) or parts[0].shape[1:].numel() != _inner(entry, sizes[0], len(parts)):
         raise UserError(
             f"'{entry.name}' is {list(parts[0].shape)} on each of {len(parts)} ranks in '{where}', which does not make "
-            f"{' and '.join(str(list(size)) for size in sizes)} of {', '.join(entry.names)}; it is of another model"
+            f"{' and '.join(str(list(size)) for size in sizes)} of {', '.join(entry.names)}; it is from another model"
         )
 
 
@@ -148,7 +148,7 @@ def _keep(weights: dict[str, Tensor], name: str, tensor: Tensor, wanted: Mapping
         raise UserError(f"'{where}' makes '{name}' {list(tensor.shape)}; the model's is {list(wanted[name])}")
     if name in weights and not torch.equal(weights[name], tensor):
         # Replicated tensors: all but the experts of expert-parallel ranks, and a tied embedding.
-        raise UserError(f"'{name}' in '{where}' is not what the other ranks have; the files do not belong together")
+        raise UserError(f"'{name}' in '{where}' differs from the other ranks; the files do not match")
     weights[name] = tensor
 
 
@@ -158,17 +158,17 @@ def _model(checkpoint: MegatronCheckpoint, rank: MegatronRank) -> dict[str, Tens
     if RANK in content and tuple(content[RANK]) != tuple(rank):
         raise UserError(f"'{path}' is the file of rank {tuple(content[RANK])} (tensor, pipeline, expert); the files are mixed up")
     if int(content.get("iteration") or 0) != checkpoint.iteration:
-        raise UserError(f"'{path}' is of iteration {content.get('iteration')}, the first file of {checkpoint.iteration}; the files do not belong together")
+        raise UserError(f"'{path}' is of iteration {content.get('iteration')}, the first file of {checkpoint.iteration}; the files do not match")
     if "model0" in content:
-        raise UserError(f"'{path}' is of an interleaved pipeline (model0, model1, ...), which is not read; save it with one chunk a stage")
+        raise UserError(f"'{path}' is of an interleaved pipeline (model0, model1, ...), which is not supported; save it with one chunk per stage")
     model = content.get("model")
     if not isinstance(model, dict):
-        raise UserError(f"'{path}' has no 'model'; it is no Megatron checkpoint")
+        raise UserError(f"'{path}' has no 'model'; it is not a Megatron checkpoint")
     return {name: value for name, value in model.items() if isinstance(value, Tensor) or not str(name).endswith("_extra_state")}
 
 
-class _StandIn:
-    """In place of an object of a class that is not here; it keeps nothing of it."""
+class _Placeholder:
+    """Replaces an object of a class that is not available; keeps none of its state."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -181,27 +181,27 @@ def _load(path: Path) -> dict[str, Any]:
         foreign = [name for name in unknown if name != "argparse.Namespace"]
         strange = [name for name in foreign if not name.startswith(("megatron.", "transformer_engine.", "signal.", "enum."))]
         if strange:
-            raise UserError(f"'{path}' holds an object of '{strange[0]}', which is not read; save its weights and args alone")
-        with torch.serialization.safe_globals([Namespace, *((_StandIn, name) for name in foreign)]):
+            raise UserError(f"'{path}' contains an object of '{strange[0]}', which is not supported; save only its weights and args")
+        with torch.serialization.safe_globals([Namespace, *((_Placeholder, name) for name in foreign)]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"'{path}' is missing") from None
     except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"'{path}' is damaged or cut short ({' '.join(str(error).split())[:120]}); copy it again") from None
+        raise UserError(f"'{path}' is damaged or truncated ({' '.join(str(error).split())[:120]}); copy it again") from None
     if not isinstance(content, dict):
-        raise UserError(f"'{path}' holds no state; it is no Megatron checkpoint")
+        raise UserError(f"'{path}' contains no state; it is not a Megatron checkpoint")
     return content
 
 
 def _check_sums(folder: Path) -> None:
-    """Compare every file with ``SHA256SUMS``, where the checkpoint has it."""
+    """Compares every file with ``SHA256SUMS``, if the checkpoint has it."""
     path = folder.parent / SUMS
     if not path.is_file():
         return
     for line in path.read_text(encoding="ascii", errors="replace").splitlines():
         digest, _, name = line.partition("  ")
         if not (folder.parent / name).is_file():
-            raise UserError(f"'{folder.parent / name}' is missing, which {SUMS} names; copy it again")
+            raise UserError(f"'{folder.parent / name}' is listed in {SUMS} but missing; copy it again")
         with (folder.parent / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise UserError(f"'{folder.parent / name}' does not have the digest that {SUMS} names; copy it again")
+                raise UserError(f"'{folder.parent / name}' does not have its digest in {SUMS}; copy it again")

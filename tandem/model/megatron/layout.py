@@ -1,16 +1,17 @@
-"""Megatron-Core's names and cuts of a decoder, as its checkpoint converters publish them (NVIDIA/Megatron-LM, ``tools/checkpoint``).
+"""Megatron-Core's parameter names and sharding of a decoder, as published by its checkpoint converters (NVIDIA/Megatron-LM,
+``tools/checkpoint``).
 
-A rank's file holds its part of every tensor under a name with the layer's number on its pipeline stage:
+A rank's file contains its shard of every tensor, under a name with the layer's index on its pipeline stage:
 
 - ``self_attention.linear_qkv`` stacks, for each query group, the rows of its queries, its key and its value;
 - ``mlp.linear_fc1`` of a tensor-parallel rank stacks its rows of gate on its rows of up;
-- ``linear_proj`` and ``linear_fc2`` are cut by columns, everything else that is cut by rows;
-- the vocabulary is padded with copies of its last row; a tied embedding stands a second time, as the head, on the last of several
-  stages;
-- experts are dealt in runs to expert-parallel ranks and numbered from 0 on each.
+- ``linear_proj`` and ``linear_fc2`` are sharded by columns, everything else that is sharded by rows;
+- the vocabulary is padded with copies of its last row; with several stages, a tied embedding is stored again on the last one, as
+  the head;
+- experts are assigned in runs to expert-parallel ranks and numbered from 0 on each.
 
-Two spellings exist: Transformer Engine's fused layers keep a norm's weight inside of the linear layer that follows it, the local
-ones outside of it. Experts have numbers in the name (``local_experts``) or behind it (grouped: ``linear_fc1.weight3``)."""
+There are two naming schemes: Transformer Engine's fused layers store a norm's weight in the linear layer that follows it, the local ones
+separately. Experts are numbered in the name (``local_experts``) or at its end (grouped: ``linear_fc1.weight3``)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,14 +30,14 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class MegatronMesh:
-    """How many ranks along each axis."""
+    """The number of ranks along each axis."""
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
 
     def check(self, shapes: ModelShapes) -> None:
-        """Raise ``UserError`` for a model that these ranks do not divide."""
+        """Raises ``UserError`` for a model that these ranks do not divide."""
         counts = [
             ("tensor", self.tensor, "query groups (num_key_value_heads)", shapes.num_key_value_heads),
             ("tensor", self.tensor, "intermediate_size", shapes.intermediate_size),
@@ -49,17 +50,17 @@ class MegatronMesh:
                 raise UserError(f"--{axis} is {size}, which does not divide the model's {count} {what}; choose a divisor")
         experts = shapes.experts.num_experts if shapes.experts else 0
         if self.expert < 1 or (self.expert > 1 and (not experts or experts % self.expert)):
-            raise UserError(f"--expert is {self.expert}, and the model has {experts or 'no'} experts; choose a divisor of that")
+            raise UserError(f"--expert is {self.expert}, and the model has {experts or 'no'} experts; choose a divisor of this number")
 
     def ranks(self) -> "Iterator[MegatronRank]":
-        """Every rank that has a file, tensor-parallel neighbours together."""
+        """Yields every rank that has a file, tensor-parallel neighbours together."""
         for pipeline in range(self.pipeline):
             for expert in range(self.expert):
                 for tensor in range(self.tensor):
                     yield MegatronRank(tensor, pipeline, expert)
 
     def folder(self, rank: "MegatronRank") -> str:
-        """``mp_rank_TT[_PPP[_EEE]]``: an axis of one rank is not named."""
+        """Returns ``mp_rank_TT[_PPP[_EEE]]``, without axes of one rank."""
         name = f"mp_rank_{rank.tensor:02d}"
         name += f"_{rank.pipeline:03d}" if self.pipeline > 1 else ""
         return name + (f"_{rank.expert:03d}" if self.expert > 1 else "")
@@ -72,15 +73,15 @@ class MegatronRank(NamedTuple):
 
 
 def padded_vocabulary(shapes: ModelShapes, tensor: int) -> int:
-    """Rows of the padded embedding: a multiple of ``VOCABULARY_MULTIPLE`` on every rank."""
+    """Returns the rows of the padded embedding: a multiple of ``VOCABULARY_MULTIPLE`` on every rank."""
     multiple = VOCABULARY_MULTIPLE * tensor
     return -(-shapes.vocab_size // multiple) * multiple
 
 
 class Entry(NamedTuple):
-    """One tensor of a rank's file: ``names`` are its Hugging Face parts, ``join`` makes the whole Megatron tensor of the whole parts,
-    cut for tensor-parallel rank t of n; ``split`` takes the parts of all ranks apart again. ``is_replicated``: the same on every
-    tensor-parallel rank. ``is_expert``: of one expert-parallel rank."""
+    """One tensor of a rank's file. ``names``: its Hugging Face parts; ``join`` returns the shard of tensor-parallel rank t of n from the
+    whole parts; ``split`` returns the whole parts from the shards of all ranks. ``is_replicated``: the same on every tensor-parallel rank.
+    ``is_expert``: on one expert-parallel rank."""
 
     name: str
     names: tuple[str, ...]
@@ -91,7 +92,7 @@ class Entry(NamedTuple):
 
 
 def entries(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, spelling: Spelling, grouped: bool = False) -> Iterator[Entry]:
-    """What the file of ``rank`` holds. ``grouped``: experts as grouped layers spell them."""
+    """Yields the tensors in the file of ``rank``. ``grouped``: experts are named as in grouped layers."""
     per_stage = shapes.num_hidden_layers // mesh.pipeline
     if rank.pipeline == 0:
         yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", shapes)

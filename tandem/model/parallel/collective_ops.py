@@ -1,9 +1,9 @@
 """Collectives with gradients. Each is a linear map over the ranks' tensors, and its gradient is the transposed map.
 
-What a rank holds of a value is one of three: *whole* (all ranks hold the same, and the same gradient of it), *partial* (the value,
-or its gradient, is the sum over ranks) or a *share* (rows or columns of it). A function's name says which it takes and gives;
-Shoeybi et al. (2019) call ``copied`` f and ``summed`` g, Korthikanti et al. (2022) call ``gathered_rows`` and
-``summed_rows`` g and its conjugate.
+A value is on the ranks in one of three placements: *whole* (all ranks hold the same value, and the same gradient of it), *partial* (the
+value, or its gradient, is the sum over ranks) or a *share* (rows or columns of it). A function's name says which it takes and returns;
+Shoeybi et al. (2019) call ``copied`` f and ``summed`` g, Korthikanti et al. (2022) call ``gathered_rows`` and ``summed_rows`` g and its
+conjugate.
 """
 
 import itertools
@@ -20,7 +20,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """``there(x)``, whose gradient is ``back(gradient)``."""
+    """Applies ``there(x)``, whose gradient is ``back(gradient)``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
@@ -40,29 +40,30 @@ def _apply(x: Tensor, there: Map, back: Map) -> Tensor:
 
 
 def copied(x: Tensor, ranks: Communicator, name: str) -> Tensor:
-    """A whole ``x`` that each rank uses for a part of a product: its gradients are partial, and are summed."""
+    """Returns the whole ``x``, of which each rank uses a part in a product: its gradients are partial, and are summed."""
     return _apply(x, lambda x: x.view_as(x), lambda grad: ranks.all_reduce(grad, f"{name} (gradient)"))
 
 
 def summed(x: Tensor, ranks: Communicator, name: str) -> Tensor:
-    """Partial -> whole."""
+    """Sums: partial -> whole."""
     return _apply(x, lambda x: ranks.all_reduce(x, name), lambda grad: grad)
 
 
 def gathered_rows(x: Tensor, rows: int, ranks: Communicator, name: str) -> Tensor:
-    """Each rank's rows [ceil(rows / size), ...] -> whole [rows, ...], of which the gradients are partial."""
+    """Gathers each rank's rows [ceil(rows / size), ...] -> whole [rows, ...] with partial gradients."""
     return _apply(x, lambda x: _rows_gathered(x, rows, ranks, name), lambda grad: _rows_summed(grad, ranks, f"{name} (gradient)"))
 
 
 def summed_rows(x: Tensor, ranks: Communicator, name: str) -> Tensor:
-    """Partial [rows, ...] -> this rank's rows [ceil(rows / size), ...] of the sum; the last ranks' are padded with zeros."""
+    """Reduce-scatters partial [rows, ...] -> this rank's rows [ceil(rows / size), ...] of the sum; those of the last ranks are padded with
+    zeros."""
     rows = len(x)
     return _apply(x, lambda x: _rows_summed(x, ranks, name), lambda grad: _rows_gathered(grad, rows, ranks, f"{name} (gradient)"))
 
 
 def gathered_columns(x: Tensor, ranks: Communicator, name: str, *, partial: bool) -> Tensor:
-    """Each rank's columns [rows, n] -> whole [rows, size n]. ``partial``: each rank uses it for a part of a product, so that its
-    gradients are summed; else all use it alike."""
+    """Gathers each rank's columns [rows, n] -> whole [rows, size n]. ``partial``: each rank uses the result for a part of a product, so
+    that its gradients are summed; otherwise all use it alike."""
 
     def back(grad: Tensor) -> Tensor:
         columns = grad.view(len(grad), ranks.size, -1)
@@ -74,13 +75,13 @@ def gathered_columns(x: Tensor, ranks: Communicator, name: str, *, partial: bool
 
 
 def columns_to_rows(x: Tensor, ranks: Communicator, name: str) -> Tensor:
-    """Each rank's columns [rows, n] -> its rows with all columns, [ceil(rows / size), size n]; padded with zeros."""
+    """Exchanges each rank's columns [rows, n] -> its rows with all columns, [ceil(rows / size), size n], padded with zeros."""
     rows = len(x)
     return _apply(x, lambda x: _columns_to_rows(x, ranks, name), lambda grad: _rows_to_columns(grad, rows, ranks, f"{name} (gradient)"))
 
 
 def exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Communicator, name: str) -> Tensor:
-    """``Communicator.all_to_all``: rows to each rank -> rows from each rank."""
+    """Does ``Communicator.all_to_all``: rows to each rank -> rows from each rank."""
     return _apply(
         x,
         lambda x: ranks.all_to_all(x, send, receive, name),
@@ -89,8 +90,7 @@ def exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Com
 
 
 def gathered_head(x: Tensor, part: int, rows: int, ranks: Communicator, name: str) -> Tensor:
-    """Rows of a matrix, ``part`` on each rank and what is left on the last -> whole [rows, ...], of which the gradients are
-    partial."""
+    """Gathers rows of a matrix, ``part`` on each rank and the rest on the last -> whole [rows, ...] with partial gradients."""
     held = len(x)
 
     def there(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def gathered_head(x: Tensor, part: int, rows: int, ranks: Communicator, name: st
 
 
 def gathered_runs(x: Tensor, counts: Sequence[int], ranks: Communicator, name: str) -> Tensor:
-    """Each rank's rows, ``counts`` many -> whole [sum(counts), ...], of which the gradients are partial."""
+    """Gathers each rank's ``counts[rank]`` rows -> whole [sum(counts), ...] with partial gradients."""
     longest, bounds = max(counts), list(itertools.accumulate(counts, initial=0))
 
     def back(grad: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def gathered_runs(x: Tensor, counts: Sequence[int], ranks: Communicator, name: s
 
 
 def joined_rows(x: Tensor, counts: Sequence[int], ranks: Communicator, name: str) -> Tensor:
-    """Each rank's rows, ``counts`` many -> whole [sum(counts), ...], which all ranks use alike."""
+    """Gathers each rank's ``counts[rank]`` rows -> whole [sum(counts), ...], which all ranks use alike."""
     first = sum(counts[: ranks.rank])
     return _apply(x, lambda x: _runs_gathered(x, counts, ranks, name), lambda grad: grad[first : first + counts[ranks.rank]])
 
@@ -151,5 +151,5 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _lengthened(x: Tensor, rows: int) -> Tensor:
-    """``x`` and zeros, ``rows`` in all."""
+    """Returns ``x`` padded with zeros to ``rows`` rows."""
     return x.contiguous() if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))

@@ -1,9 +1,8 @@
-"""Attention over tokens that are divided between context-parallel ranks.
+"""Attention over tokens that are sharded over context-parallel ranks.
 
-Where the query heads divide by the ranks, an all-to-all gives each rank all tokens of some heads, and another brings what it
-computed back (DeepSpeed-Ulysses; Jacobs et al., 2023): the attention is the one of a single rank, and so are its bits. Key-value
-heads that several ranks' queries see go to each of them. Where heads do not divide, keys and values are gathered instead, and
-each rank attends for its own tokens.
+If the number of query heads is divisible by the number of ranks, an all-to-all gives each rank all tokens of some heads, and another
+returns the results (DeepSpeed-Ulysses; Jacobs et al., 2023): the attention, and hence its bits, are those of a single rank. Key-value heads
+shared by several ranks' queries are sent to each of them. Otherwise keys and values are gathered, and each rank attends for its own tokens.
 """
 
 import itertools
@@ -20,7 +19,7 @@ from tandem.runtime.collectives.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class SharedContext:
-    """A ``PackedContext`` of which each rank has a run of ``counts[rank]`` tokens; ``cu_seqlens`` and ``max_seqlen`` are of all."""
+    """A ``PackedContext`` of which each rank has a run of ``counts[rank]`` tokens; ``cu_seqlens`` and ``max_seqlen`` are of all tokens."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -31,7 +30,7 @@ class SharedContext:
 def shared_attention(
     kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None
 ) -> Tensor:
-    """``q[t, Hq, D]``, ``k, v[t, Hkv, D]`` of this rank's t tokens, rotated -> [t, Hq, D]."""
+    """Computes attention: ``q[t, Hq, D]``, ``k, v[t, Hkv, D]`` of this rank's t tokens, with rotary embedding applied -> [t, Hq, D]."""
     if q.shape[1] % context.ranks.size:
         return _over_gathered_keys(kernels, q, k, v, context, scale, window)
     return _over_heads(kernels, q, k, v, context, scale, window)
@@ -52,12 +51,12 @@ def _over_heads(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: Shar
 
 
 def _key_value_heads(query_heads: int, key_value_heads: int, ranks: int, device: torch.device) -> Tensor:
-    """Which key-value heads each rank's queries see: [ranks, n] int64."""
+    """Returns the key-value heads that each rank's queries attend to: [ranks, n] int64."""
     seen = torch.arange(query_heads, device=device) // (query_heads // key_value_heads)
     each, shared = query_heads // ranks, query_heads // key_value_heads
     if each % shared == 0 or shared % each == 0:
         return seen.view(ranks, each)[:, :: min(shared, each)]
-    # A rank's queries begin in the middle of a group: each query takes its own copy.
+    # A rank's queries begin within a group, so each query takes its own copy.
     return seen.view(ranks, each)
 
 
@@ -69,13 +68,13 @@ def _over_gathered_keys(
     first = sum(counts[: ranks.rank])
     last = first + len(q)
     if first == last:
-        # Its gradient is 0, and the other ranks wait for it.
+        # Its gradient is 0, but it must take part in the other ranks' collectives.
         return q + 0 * pairs[:0].sum()
     bounds = context.cu_seqlens.tolist()
     starts = [start for start, end in itertools.pairwise(bounds) if start < last and end > first]
     begin = starts[0]
     seen_k, seen_v = (part.contiguous() for part in pairs[begin:last].chunk(2, dim=1))
-    # Zero rows take the place of the queries before this rank's, as the kernels attend over whole sequences.
+    # Zero rows replace the queries before this rank's, because the kernels attend over whole sequences.
     queries = F.pad(q, (0, 0, 0, 0, first - begin, 0))
     edges = [*starts, last]
     cu_seqlens = context.cu_seqlens.new_tensor([edge - begin for edge in edges])

@@ -14,9 +14,9 @@ from tandem.runtime.collectives.communicator import Communicator
 
 
 def on_their_ranks(rows: Tensor, bounds: Tensor, ranks: Communicator, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """``rows[R, H]`` sorted by expert as ``bounds[E + 1]`` says -> what ``compute`` makes of them, [R, N] in the same order.
+    """Computes ``rows[R, H]``, sorted by expert with boundaries ``bounds[E + 1]`` -> the results of ``compute``, [R, N] in the same order.
 
-    ``compute(rows, bounds)`` is given the rows of the E / size experts that stand here, from all ranks."""
+    ``compute(rows, bounds)`` is given the rows, from all ranks, of the E / size experts on this rank."""
     counts = bounds.diff()
     held = len(counts) // ranks.size
     each = [held] * ranks.size

@@ -1,8 +1,8 @@
-"""How the ranks that train one model share it: the collectives around each matrix, and the tokens of each rank.
+"""How ranks share the training of one model: the collectives around each matrix, and the tokens of each rank.
 
-Tensor parallelism (Shoeybi et al., 2019) cuts matrices as ``layout.sharding.ShardSpec`` says; with sequence parallelism (Korthikanti
-et al., 2022) the residual stream and its norms are cut by tokens between the same ranks. Context parallelism divides the
-tokens of a packed batch in runs.
+Tensor parallelism (Shoeybi et al., 2019) shards matrices by ``layout.sharding.ShardSpec``; with sequence parallelism (Korthikanti et al.,
+2022) the residual stream and its norms are sharded by tokens over the same ranks. Context parallelism divides the tokens of a packed batch
+into runs.
 """
 
 import itertools
@@ -34,28 +34,27 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelParallel:
-    """The groups of one rank. ``tensor``: with whom it shares matrices, cut by ``cut``; ``sequence``: the residual stream too.
-    ``context``: with whom it shares the tokens of a batch. ``expert``: with whom it shares the experts of a layer; those see
-    different tokens."""
+    """The groups of one rank. ``tensor``: shards matrices as described by ``shard_spec``; ``sequence``: the residual stream too. ``context``:
+    shards the tokens of a batch. ``expert``: shards the experts of a layer; its ranks see different tokens."""
 
-    cut: ShardSpec = WHOLE
+    shard_spec: ShardSpec = WHOLE
     tensor: Communicator = _ALONE
     context: Communicator = _ALONE
     expert: Communicator = _ALONE
     sequence: bool = False
 
     def bounds(self, tokens: int) -> list[int]:
-        """Where the context ranks' runs of a batch of ``tokens`` begin, and the last ends: [size + 1]."""
+        """Returns the boundaries of the context ranks' runs in a batch of ``tokens``: [size + 1]."""
         return [tokens * rank // self.context.size for rank in range(self.context.size + 1)]
 
     def residual_rows(self, tokens: int) -> int:
-        """Rows of the residual stream on this rank, of a batch of ``tokens``."""
+        """Returns the rows of the residual stream on this rank, for a batch of ``tokens``."""
         bounds, rank = self.bounds(tokens), self.context.rank
         own = bounds[rank + 1] - bounds[rank]
         return -(-own // self.tensor.size) if self.sequence else own
 
     def share(self, context: PackedContext, tokens: int) -> tuple[PackedContext | SharedContext, slice]:
-        """What attention is given, and this rank's run of the tokens."""
+        """Returns the context for attention, and the slice of this rank's tokens."""
         bounds, rank = self.bounds(tokens), self.context.rank
         if self.context.size == 1:
             return context, slice(0, tokens)
@@ -64,9 +63,9 @@ class ModelParallel:
 
 
 class Collectives(NamedTuple):
-    """What a forward pass does around its matrices: ``enter`` to the input of a ``column`` placement, ``before`` to the input of
-    a ``row`` placement, ``after`` to its output, ``embedded`` to the embeddings that each rank found of its own rows of the
-    table (0 for other tokens), ``leave`` to the input of the head."""
+    """The collectives around the matrices of a forward pass: ``enter`` on the input of a ``column`` placement, ``before`` on the input of a
+    ``row`` placement, ``after`` on its output, ``embedded`` on the embeddings of each rank's own rows of the table (0 for other tokens),
+    ``leave`` on the input of the head."""
 
     enter: Callable[[Tensor], Tensor] = _same
     before: Callable[[Tensor], Tensor] = _same
@@ -79,21 +78,21 @@ ALONE = Collectives()
 
 
 def training_collectives(parallel: ModelParallel | None, tokens: int) -> Collectives:
-    """Those of one forward pass over ``tokens`` (of this context rank)."""
+    """Returns the collectives of one forward pass over ``tokens`` (of this context rank)."""
     if parallel is None or parallel.tensor.size == 1:
         return ALONE
-    ranks, deterministic = parallel.tensor, parallel.cut.deterministic
-    before = (lambda x: gathered_columns(x, ranks, "inputs of a row-cut matrix", partial=True)) if deterministic else _same
+    ranks, deterministic = parallel.tensor, parallel.shard_spec.deterministic
+    before = (lambda x: gathered_columns(x, ranks, "inputs of a row-parallel matrix", partial=True)) if deterministic else _same
     if parallel.sequence:
         gather = lambda x: gathered_rows(x, tokens, ranks, "tokens of sequence parallelism")
         if deterministic:
-            after = lambda x: columns_to_rows(x, ranks, "outputs of a row-cut matrix")
+            after = lambda x: columns_to_rows(x, ranks, "outputs of a row-parallel matrix")
         else:
             after = lambda x: summed_rows(x, ranks, "partial products")
         return Collectives(gather, before, after, lambda x: summed_rows(x, ranks, "embeddings"), gather)
-    copy = lambda x: copied(x, ranks, "inputs of a column-cut matrix")
+    copy = lambda x: copied(x, ranks, "inputs of a column-parallel matrix")
     if deterministic:
-        after = lambda x: gathered_columns(x, ranks, "outputs of a row-cut matrix", partial=False)
+        after = lambda x: gathered_columns(x, ranks, "outputs of a row-parallel matrix", partial=False)
     else:
         after = lambda x: summed(x, ranks, "partial products")
     return Collectives(copy, before, after, lambda x: summed(x, ranks, "embeddings"), copy)

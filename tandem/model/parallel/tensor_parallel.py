@@ -1,5 +1,5 @@
-"""What the tensor-parallel ranks of an engine exchange. Sums are taken in rank order, so that they do not depend on who
-arrives first."""
+"""Communication between the tensor-parallel ranks of an engine. Sums are taken in rank order, so that they do not depend on the order of
+arrival."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,46 +14,45 @@ from tandem.runtime.collectives.communicator import connect
 
 
 class RankGroup:
-    """The ranks of one model, seen from ``cut.rank``. Each of its methods must be called by every rank, in the same
-    order."""
+    """The ranks of one model, as seen by ``shard_spec.rank``. Every rank must call each method, in the same order."""
 
-    def __init__(self, cut: ShardSpec, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
-        """Meet the other ranks over the file ``rendezvous``, which only they can read. A rank that is dead ends a call with
-        ``RunError`` at once, one that is silent after ``deadline_s``."""
-        self.cut = cut
-        store = dist.FileStore(str(rendezvous), cut.size)
-        self._ranks = connect("tensor", cut.rank, cut.size, store, device, deadline_s)
+    def __init__(self, shard_spec: ShardSpec, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
+        """Joins the other ranks through the file ``rendezvous``, which only they can read. A dead rank ends a call with ``RunError`` at
+        once, a silent one after ``deadline_s``."""
+        self.shard_spec = shard_spec
+        store = dist.FileStore(str(rendezvous), shard_spec.size)
+        self._ranks = connect("tensor", shard_spec.rank, shard_spec.size, store, device, deadline_s)
 
     def columns(self, x: Tensor) -> Tensor:
-        """Every rank's ``x[T, N]`` side by side: [T, size N]."""
+        """Returns every rank's ``x[T, N]`` concatenated: [T, size N]."""
         return self._ranks.all_gather(x, "columns").transpose(0, 1).flatten(1)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of every rank's ``x``, in rank order."""
+        """Returns the sum of every rank's ``x``, in rank order."""
         return self._ranks.all_reduce(x, "partial products")
 
     def first_rank_columns(self, x: Tensor, part: int, width: int) -> Tensor:
-        """On rank 0 every rank's ``x[T, n]`` side by side, [T, width], where all but the last have n = ``part``; elsewhere
+        """Returns on rank 0 every rank's ``x[T, n]`` concatenated, [T, width], where all but the last have n = ``part``; on other ranks
         ``x``."""
         padded = x if x.shape[1] == part else torch.nn.functional.pad(x, (0, part - x.shape[1]))
         parts = self._ranks.gather(padded, 0, "logits")
         return torch.cat(parts, dim=1)[:, :width].contiguous() if parts else x
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send ``tensors`` to ``rank``, which must ``receive`` them."""
+        """Sends ``tensors`` to ``rank``, which must call ``receive``."""
         for tensor in tensors:
             self._ranks.send(tensor, rank, "weights").wait()
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Fill contiguous ``tensors`` with what rank 0 sends."""
+        """Fills contiguous ``tensors`` with those sent by rank 0."""
         for tensor in tensors:
             self._ranks.receive(tensor, 0, "weights").wait()
 
 
 def collectives(group: RankGroup | None) -> Collectives:
-    """Deterministic: gather inputs, and the columns of outputs. Else: sum the partial products."""
+    """Returns the engine's collectives. Deterministic: gather inputs, and the columns of outputs. Otherwise: sum the partial products."""
     if group is None:
         return ALONE
-    if group.cut.deterministic:
+    if group.shard_spec.deterministic:
         return Collectives(before=group.columns, after=group.columns, embedded=group.total)
     return Collectives(after=group.total, embedded=group.total)

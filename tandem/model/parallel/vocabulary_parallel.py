@@ -1,4 +1,4 @@
-"""Log-probabilities where each tensor-parallel rank holds some rows of the head (Shoeybi et al., 2019, section 3)."""
+"""Log-probabilities with a head whose rows are sharded over tensor-parallel ranks (Shoeybi et al., 2019, section 3)."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from tandem.runtime.collectives.communicator import Communicator
 
 
 class Head(NamedTuple):
-    """``weight[n, H]``: this rank's rows of the head, from id ``first`` on, of ``size`` in all; every rank but the last holds
+    """``weight[n, H]``: this rank's rows of the head, from token id ``first`` on, of ``size`` in total; every rank but the last holds
     ``part``."""
 
     weight: Tensor
@@ -30,11 +30,11 @@ class Head(NamedTuple):
 def shared_logprobs(
     kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, temperature: float, tokens: int
 ) -> TokenLogprobs:
-    """``Decoder.token_logprobs`` of a batch of ``tokens`` whose final hidden states the ranks of ``parallel`` share. Each context
-    rank takes the rows of its own run."""
+    """Computes ``Decoder.token_logprobs`` of a batch of ``tokens`` whose final hidden states are sharded over the ranks of ``parallel``.
+    Each context rank takes the rows of its own run."""
     bounds, rank = parallel.bounds(tokens), parallel.context.rank
     first, last = bounds[rank], bounds[rank + 1]
-    # Where one context rank has all rows, a GPU is not waited for to learn how many.
+    # With one context rank, which has all rows, no device synchronization is needed to count them.
     edges = [0, len(rows)] if parallel.context.size == 1 else torch.searchsorted(rows, torch.tensor(bounds, device=rows.device)).tolist()
     mine = slice(edges[rank], edges[rank + 1])
     states = gathered_hidden(parallel, hidden, last - first).index_select(0, rows[mine] - first)
@@ -48,7 +48,7 @@ def shared_logprobs(
 
 
 def shared_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, tokens: int) -> Tensor:
-    """The logits [tokens, V] of the whole batch, on every rank."""
+    """Returns the logits [tokens, V] of the whole batch, on every rank."""
     bounds, rank = parallel.bounds(tokens), parallel.context.rank
     own = head_kernels(kernels).linear(gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head.weight, None)
     if parallel.tensor.size > 1:
@@ -60,19 +60,20 @@ def shared_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, hea
 
 
 def gathered_hidden(parallel: ModelParallel, hidden: Tensor, tokens: int) -> Tensor:
-    """Under sequence parallelism all ``tokens`` of this context rank. The gradient of the result is partial."""
+    """Returns the hidden states of all ``tokens`` of this context rank under sequence parallelism. The gradient of the result is
+    partial."""
     return training_collectives(parallel, tokens).leave(hidden)
 
 
 def vocabulary_logprobs(
     kernels: Kernels, parallel: ModelParallel, hidden: Tensor, head: Head, targets: Tensor, temperature: float
 ) -> TokenLogprobs:
-    """``Kernels.token_logprobs`` over the tensor ranks; ``hidden[R, H]`` and ``targets[R]`` are whole.
+    """Computes ``Kernels.token_logprobs`` over the tensor ranks; ``hidden[R, H]`` and ``targets[R]`` are whole.
 
-    Under a deterministic cut each rank takes some of the R rows to the whole head, gathered for that; the results have the bits of
-    one rank. Else each takes all rows to its own part, and maxima and sums over the vocabulary are reduced."""
+    With deterministic sharding each rank takes some of the R rows to the whole head, gathered for this; the results have the bits of one
+    rank. Otherwise each takes all rows to its own shard, and maxima and sums over the vocabulary are reduced."""
     ranks = parallel.tensor
-    if parallel.cut.deterministic:
+    if parallel.shard_spec.deterministic:
         whole = gathered_head(head.weight, head.part, head.size, ranks, "rows of the head")
         bounds = [len(hidden) * rank // ranks.size for rank in range(ranks.size + 1)]
         mine = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
@@ -83,14 +84,14 @@ def vocabulary_logprobs(
 
 
 def _joined(own: TokenLogprobs, counts: list[int], ranks: Communicator, temperature: float) -> TokenLogprobs:
-    """Every rank's rows one after another, for all of them."""
+    """Concatenates every rank's rows, on all ranks."""
     raw = joined_rows(own.raw, counts, ranks, "log-probabilities")
     scaled = raw if temperature == 1 else joined_rows(own.scaled, counts, ranks, "log-probabilities")
     return TokenLogprobs(raw, scaled, joined_rows(own.entropy, counts, ranks, "entropies"))
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
-    """Logits are computed chunk by chunk, and again in the backward pass, which needs no exchange."""
+    """Computes logits chunk by chunk, and again in the backward pass, which needs no communication."""
 
     @staticmethod
     def forward(
@@ -124,7 +125,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             total: Tensor | None = None
             for place, divisor in enumerate(ctx.temperatures):
                 of_rows = (grads[place][rows] / divisor).unsqueeze(1)
-                # Each step in the memory of the one before; the last temperature takes that of the logits.
+                # Each step reuses the previous step's memory; the last temperature uses that of the logits.
                 scaled = logits if place == len(ctx.temperatures) - 1 else logits.clone()
                 grad = scaled.div_(divisor).sub_(normaliser[place, rows].unsqueeze(1)).exp_().neg_().mul_(of_rows)
                 grad.scatter_add_(1, own[rows].unsqueeze(1), of_rows * held[rows].unsqueeze(1))
@@ -132,19 +133,19 @@ class _VocabularyLogprobs(torch.autograd.Function):
             assert total is not None
             gradients.add(total, rows)
             del logits, scaled, grad, total
-        return *gradients.found(), None, None, None, None, None
+        return *gradients.result(), None, None, None, None, None
 
 
 def _row_sums(logits: Tensor, own: Tensor, held: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Of each temperature and row of this rank's ``logits[R, n]``: the largest logit, the sum of exponentials, the sum of exponentials times
-    logits, and the target's logit (0 where ``held[R]`` says that another rank has it): [temperatures, 4, R]."""
+    """Returns for each temperature and row of this rank's ``logits[R, n]``: the largest logit, the sum of exponentials, the sum of
+    exponentials times logits, and the target's logit (0 if ``held[R]`` says that another rank has it): [temperatures, 4, R]."""
     statistics = []
     for divisor in temperatures:
         scaled = logits if divisor == 1 else logits / divisor
         largest = scaled.amax(1)
         weights = (scaled - largest.unsqueeze(1)).exp_()
         chosen = scaled.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
-        # 0 times -inf is 0 here: a token of probability 0 has no entropy.
+        # 0 times -inf must be 0: a token of probability 0 adds nothing to the entropy.
         expected = scaled.clamp_min(torch.finfo(scaled.dtype).min).mul_(weights).sum(1)
         statistics.append(torch.stack((largest, weights.sum(1), expected, chosen)))
     return torch.stack(statistics)

@@ -1,4 +1,4 @@
-"""AWQ: scale up the input channels that matter before rounding, and fold the inverse into the preceding operation (Lin et al., 2023)."""
+"""AWQ: scales up the salient input channels before rounding, and folds the inverse into the preceding operation (Lin et al., 2023)."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,17 @@ from tandem.kernels.quantized import plain_weight
 from tandem.model.quantization.scheme import Scheme, round_to_nearest
 
 GRID = 20
-"""Exponents that the search tries, from 0 on in steps of 1 / GRID (section 3.2 and the authors' code)."""
+"""Exponents tried by the search, from 0 in steps of 1 / GRID (section 3.2 and the authors' code)."""
 
 CLIP_STEPS = tuple(1.0 - i / 20 for i in range(10))
-"""Shares of a group's largest magnitude that its range may shrink to."""
+"""Shares of a group's largest magnitude that its range may be clipped to."""
 
 SAMPLED_TOKENS = 512
 
 
 def search_scales(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
-    """The scales [K] for the input channels of ``weight[N, K]`` under inputs ``x[T, K]``: ``s = mean |x|^a``, with the a in
-    [0, 1) that keeps the outputs best (equations 4 and 5). 1 for a = 0, which leaves all as it is."""
+    """Returns the scales [K] for the input channels of ``weight[N, K]`` under inputs ``x[T, K]``: ``s = mean |x|^a``, with the a in [0, 1)
+    of the smallest output error (equations 4 and 5). All 1 for a = 0."""
     magnitude = x.abs().mean(0).clamp_min(1e-4)
     truth = x @ weight.t()
     best, best_error = torch.ones(weight.shape[1]), float("inf")
@@ -32,8 +32,8 @@ def search_scales(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
-    """``weight[N, K]`` with the numbers of every group cut at the share of its largest magnitude that keeps the group's part of the
-    outputs best under ``x[T, K]``."""
+    """Returns ``weight[N, K]`` with every group clipped at the share of its largest magnitude that gives the smallest error of the group's
+    part of the outputs under ``x[T, K]``."""
     group = scheme.group_size or weight.shape[1]
     parts = []
     for run, inputs in zip(weight.split(group, dim=1), x.split(group, dim=1), strict=True):
@@ -53,5 +53,5 @@ def clip(weight: Tensor, x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def sampled(x: Tensor) -> Tensor:
-    """At most ``SAMPLED_TOKENS`` rows of ``x[T, K]``, evenly taken."""
+    """Returns at most ``SAMPLED_TOKENS`` evenly spaced rows of ``x[T, K]``."""
     return x[:: max(1, len(x) // SAMPLED_TOKENS)][:SAMPLED_TOKENS]

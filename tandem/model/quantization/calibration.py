@@ -1,4 +1,4 @@
-"""Calibration text, and what a layer's linear layers see of it."""
+"""Calibration text, and the inputs of a layer's linear layers for it."""
 
 import json
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 QKV, OUTPUT, GATE_UP, DOWN, END = range(5)
-"""The inputs of a layer's four linear layers in the order of the forward pass, and what the layer hands on."""
+"""The inputs of a layer's four linear layers in the order of the forward pass, and the layer's output."""
 
 CHUNK_TOKENS = 4096
 
 
 class Chunk(NamedTuple):
-    """Sequences side by side: the residual stream [T, H] before a layer, and where its tokens stand."""
+    """A batch of sequences: the residual stream [T, H] before a layer, and the positions of its tokens."""
 
     residual: Tensor
     positions: Tensor
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a ``.jsonl`` file (the field ``text`` of each line), or any other file as one text. Raises ``UserError``."""
+    """Returns the texts of a ``.jsonl`` file (the field ``text`` of each line), or any other file as one text. Raises ``UserError``."""
     path = Path(path)
     try:
         content = path.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def read_texts(path: str | Path) -> list[str]:
     else:
         texts = [_text_of(line, number, path) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
     if not texts:
-        raise UserError(f"calibration '{path}' holds no text; give a file with text")
+        raise UserError(f"calibration '{path}' contains no text; give a file with text")
     return texts
 
 
@@ -55,8 +55,8 @@ def _text_of(line: str, number: int, path: Path) -> str:
 
 
 def sequences_of(texts: list[str], tokenizer: Tokenizer, count: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(calibration sequences, held-out ones) of ``length`` tokens each, cut from the texts one after another. At most ``count`` and
-    a quarter as many, the held-out ones from the end. Raises ``UserError`` where there are not two."""
+    """Returns (calibration sequences, held-out ones) of ``length`` tokens each, taken from the concatenated texts: at most ``count``, and a
+    quarter as many held-out ones from the end. Raises ``UserError`` if there are fewer than two."""
     tokens: list[int] = []
     for text in texts:
         tokens += tokenizer.encode(text)
@@ -64,13 +64,13 @@ def sequences_of(texts: list[str], tokenizer: Tokenizer, count: int, length: int
             tokens.append(tokenizer.eos_token_ids[0])
     rows = list(torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length))
     if len(rows) < 2:
-        raise UserError(f"the calibration text has {len(tokens)} tokens; two sequences of {length} are the least, so give more text")
+        raise UserError(f"the calibration text has {len(tokens)} tokens; at least two sequences of {length} are needed; give more text")
     held_out = max(1, min(count // 4, len(rows) // 5))
     return rows[:-held_out][:count], rows[-held_out:]
 
 
 def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
-    """The sequences' embeddings in chunks of about ``CHUNK_TOKENS`` tokens."""
+    """Yields the sequences' embeddings in chunks of about ``CHUNK_TOKENS`` tokens."""
     each = max(1, CHUNK_TOKENS // len(sequences[0]))
     for start in range(0, len(sequences), each):
         part = sequences[start : start + each]
@@ -83,7 +83,7 @@ def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
 
 @torch.no_grad()
 def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
-    """What layer ``index`` computes of ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
+    """Returns what layer ``index`` computes from ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
     stream [T, H] after it."""
     kernels, layer, eps = decoder.kernels, decoder._layers()[index], decoder.shapes.rms_norm_eps
     step = decoder._plain_steps()[index]
@@ -103,8 +103,8 @@ def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
 
 @torch.no_grad()
 def perplexity(decoder: Decoder, sequences: list[Tensor]) -> float:
-    """``exp`` of the mean negative log-probability of every token but the first of each sequence, as the decoder computes
-    it: with quantised weights where it is packed."""
+    """Returns ``exp`` of the mean negative log-probability of every token except the first of each sequence, as computed by the decoder:
+    with quantized weights if it is packed."""
     total, count = 0.0, 0
     for tokens in sequences:
         context = PackedContext(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens))

@@ -1,4 +1,4 @@
-"""``quantization_config`` of a Hugging Face folder: which format its linear layers are stored in. Imports no torch."""
+"""Reads ``quantization_config`` of a Hugging Face folder: the format of its linear layers. Imports no torch."""
 
 import re
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from tandem.model.huggingface.model_config import read_json
 from tandem.types import UserError
 
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8"]
-"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, and DeepSeek's fp8 with scales of blocks."""
+"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, and DeepSeek's fp8 with block scales."""
 
 SUPPORTED = "awq, gptq, compressed-tensors and fp8"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """``group_size``: 0 for one scale a row. ``stored_zeros_are_one_less``: GPTQ's first version. ``block``: rows and
-    columns that share a scale of fp8. ``ignored``: modules that are stored plain, by name or ``re:`` pattern."""
+    """``group_size``: 0 for one scale per row. ``stored_zeros_are_one_less``: GPTQ's first version. ``block``: rows and columns that share
+    a scale of fp8. ``ignored``: modules that are stored plain, by name or ``re:`` pattern."""
 
     layout: Layout
     group_size: int = 0
@@ -28,7 +28,7 @@ class CheckpointFormat:
     ignored: tuple[str, ...] = ()
 
     def ignores(self, module: str) -> bool:
-        """Whether ``module`` (a name without ``.weight``) is listed as stored plain."""
+        """Returns whether ``module`` (a name without ``.weight``) is listed as stored plain."""
         for name in self.ignored:
             if name.startswith("re:"):
                 if re.match(name[3:], module):
@@ -39,7 +39,7 @@ class CheckpointFormat:
 
 
 def read_format(folder: str | Path) -> CheckpointFormat | None:
-    """The format of the folder's weights, ``None`` where they are plain. Raises ``UserError`` for one that is not read."""
+    """Returns the format of the folder's weights, ``None`` if they are plain. Raises ``UserError`` for a format that is not supported."""
     path = Path(folder) / "config.json"
     config = read_json(path).get("quantization_config")
     if config is None:
@@ -50,13 +50,13 @@ def read_format(folder: str | Path) -> CheckpointFormat | None:
 
 
 def format_of(config: dict[str, Any], where: str) -> CheckpointFormat:
-    """The format that the content of a ``quantization_config`` describes; ``where`` names it in errors."""
+    """Returns the format that the content of a ``quantization_config`` describes; ``where`` names it in errors."""
     method = config.get("quant_method")
     if method is None and ("load_in_4bit" in config or "load_in_8bit" in config):
         method = "bitsandbytes"
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
     if method not in readers:
-        raise UserError(f"'{where}' has quant_method {method!r}; read are {SUPPORTED}, so take such a checkpoint or the float one")
+        raise UserError(f"'{where}' has quant_method {method!r}; supported are {SUPPORTED}; use such a checkpoint or the float one")
     return readers[method](config, where)
 
 
@@ -80,14 +80,14 @@ def _group_size(config: dict[str, Any], where: str) -> int:
 def _four_bits(config: dict[str, Any], key: str, where: str) -> None:
     bits = config.get(key, 4)
     if bits != 4:
-        raise _fail(where, key, bits, "only 4 bits are read; take a 4-bit checkpoint, or an 8-bit one of compressed-tensors")
+        raise _fail(where, key, bits, "only 4 bits are supported; use a 4-bit checkpoint, or an 8-bit one of compressed-tensors")
 
 
 def _awq(config: dict[str, Any], where: str) -> CheckpointFormat:
     _four_bits(config, "bits" if "bits" in config else "w_bit", where)
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise _fail(where, "version", version, "only the GEMM layout of AWQ is read")
+        raise _fail(where, "version", version, "only the GEMM layout of AWQ is supported")
     return CheckpointFormat("awq", _group_size(config, where), symmetric=False, ignored=_names(config, "modules_to_not_convert"))
 
 
@@ -95,7 +95,7 @@ def _gptq(config: dict[str, Any], where: str) -> CheckpointFormat:
     _four_bits(config, "bits", where)
     version = config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
-        raise _fail(where, "checkpoint_format", version, "read are gptq and gptq_v2")
+        raise _fail(where, "checkpoint_format", version, "supported are gptq and gptq_v2")
     return CheckpointFormat(
         "gptq", _group_size(config, where), bool(config.get("sym", True)), stored_zeros_are_one_less=version == "gptq",
         ignored=_names(config, "modules_to_not_convert"),
@@ -105,10 +105,10 @@ def _gptq(config: dict[str, Any], where: str) -> CheckpointFormat:
 def _fp8(config: dict[str, Any], where: str) -> CheckpointFormat:
     block = config.get("weight_block_size")
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-        raise _fail(where, "weight_block_size", block, "it must be two whole numbers, [128, 128] as a rule")
+        raise _fail(where, "weight_block_size", block, "it must be two whole numbers, usually [128, 128]")
     scheme = config.get("activation_scheme", "dynamic")
     if scheme != "dynamic":
-        raise _fail(where, "activation_scheme", scheme, "only dynamic scales of the inputs are read")
+        raise _fail(where, "activation_scheme", scheme, "only dynamic scales of the inputs are supported")
     return CheckpointFormat(
         "fp8", block=(block[0], block[1]), rounds_inputs=True, ignored=_names(config, "modules_to_not_convert")
     )
@@ -117,23 +117,23 @@ def _fp8(config: dict[str, Any], where: str) -> CheckpointFormat:
 def _compressed_tensors(config: dict[str, Any], where: str) -> CheckpointFormat:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise _fail(where, "config_groups", list(groups or ()), "exactly one group is read")
+        raise _fail(where, "config_groups", list(groups or ()), "exactly one group is supported")
     group = next(iter(groups.values()))
     if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
-        raise _fail(where, "targets", group.get("targets") if isinstance(group, dict) else group, "only ['Linear'] is read")
+        raise _fail(where, "targets", group.get("targets") if isinstance(group, dict) else group, "only ['Linear'] is supported")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     layout = group.get("format") or config.get("format")
     if layout not in ("pack-quantized", "int-quantized", "float-quantized"):
-        raise _fail(where, "format", layout, "read are pack-quantized, int-quantized and float-quantized")
+        raise _fail(where, "format", layout, "supported are pack-quantized, int-quantized and float-quantized")
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     if (bits, kind) != {"pack-quantized": (4, "int"), "int-quantized": (8, "int"), "float-quantized": (8, "float")}[layout]:
-        raise _fail(where, "weights", f"{bits} bits {kind}", f"{layout} is read with 4 bits (pack), 8 bits (int) or 8 bits float")
+        raise _fail(where, "weights", f"{bits} bits {kind}", f"{layout} is supported with 4 bits (pack), 8 bits (int) or 8 bits float")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
     if strategy not in ("tensor", "channel", "group", "block"):
-        raise _fail(where, "strategy", strategy, "read are tensor, channel, group and block")
+        raise _fail(where, "strategy", strategy, "supported are tensor, channel, group and block")
     symmetric = weights.get("symmetric", True)
     if not symmetric and layout != "pack-quantized":
-        raise _fail(where, "symmetric", symmetric, f"{layout} is read with symmetric weights only")
+        raise _fail(where, "symmetric", symmetric, f"{layout} is supported with symmetric weights only")
     block = weights.get("block_structure") if strategy == "block" else None
     if isinstance(block, list) and len(block) != 2:
         raise _fail(where, "block_structure", block, "it must be two whole numbers")
@@ -148,9 +148,9 @@ def _compressed_tensors(config: dict[str, Any], where: str) -> CheckpointFormat:
 def _check_inputs(inputs: dict[str, Any], layout: str, strategy: str, where: str) -> None:
     wanted = {"int-quantized": "int", "float-quantized": "float"}.get(layout)
     if wanted is None or inputs.get("num_bits") != 8 or inputs.get("type", "int") != wanted:
-        raise _fail(where, "input_activations", inputs.get("num_bits"), f"{layout} is read with plain inputs or its own 8 bits")
+        raise _fail(where, "input_activations", inputs.get("num_bits"), f"{layout} is supported with plain inputs or its own 8 bits")
     if not inputs.get("dynamic") or not inputs.get("symmetric", True):
-        raise _fail(where, "input_activations", "static or asymmetric", "only dynamic, symmetric scales of the inputs are read")
+        raise _fail(where, "input_activations", "static or asymmetric", "only dynamic, symmetric scales of the inputs are supported")
     per = inputs.get("strategy") or "token"
     if per != ("group" if strategy == "block" else "token"):
-        raise _fail(where, "input_activations strategy", per, "read is token, or group where the weights have blocks")
+        raise _fail(where, "input_activations strategy", per, "supported are token, and group if the weights have blocks")

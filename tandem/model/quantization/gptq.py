@@ -1,4 +1,4 @@
-"""GPTQ: round one column after another, and let the columns to come make up for the error (Frantar et al., 2022)."""
+"""GPTQ: rounds one column after another and corrects the remaining columns for the error (Frantar et al., 2022)."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,18 @@ from tandem.model.quantization.scheme import Scheme, codes_of, group_scales
 from tandem.types import UserError
 
 BLOCK_COLUMNS = 128
-"""Columns whose corrections reach the rest of the matrix in one product (section 3.3, "lazy batch updates")."""
+"""Columns whose corrections are applied to the rest of the matrix in one product (section 3.3, "lazy batch updates")."""
 
 
 class Hessian:
-    """``2 / T * sum x x^T`` of a layer's inputs (equation 1), added up batch by batch."""
+    """Accumulates ``2 / T * sum x x^T`` of a layer's inputs (equation 1), batch by batch."""
 
     def __init__(self, columns: int) -> None:
         self._sum = torch.zeros(columns, columns)
         self._tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Count the inputs ``x[T, K]``."""
+        """Adds the inputs ``x[T, K]``."""
         self._sum.addmm_(x.t(), x)
         self._tokens += len(x)
 
@@ -28,11 +28,11 @@ class Hessian:
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.01, act_order: bool = False) -> QuantizedWeight:
-    """``weight[N, K]`` in codes that keep the layer's outputs, given ``hessian[K, K]``.
+    """Quantizes ``weight[N, K]`` so that the layer's outputs are preserved, given ``hessian[K, K]``.
 
-    ``damping``: of the mean diagonal, added to the diagonal. ``act_order``: columns of large inputs first, and groups of
-    columns in that order. Scales are computed from the corrected columns when their group begins. Raises ``UserError`` where
-    the damped Hessian is not positive definite."""
+    ``damping``: share of the mean diagonal that is added to the diagonal. ``act_order``: columns with large inputs first, and groups of
+    columns in that order. Scales are computed from the corrected columns when their group begins. Raises ``UserError`` if the damped
+    Hessian is not positive definite."""
     rest, hessian = weight.detach().float().clone(), hessian.float().clone()
     columns = rest.shape[1]
     group = scheme.group_size or columns
@@ -66,7 +66,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
 
 
 def _blocks(columns: int, group: int) -> list[slice]:
-    """Runs of at most ``BLOCK_COLUMNS`` columns, none of which crosses the border of a group."""
+    """Returns runs of at most ``BLOCK_COLUMNS`` columns that do not cross group boundaries."""
     blocks, start = [], 0
     while start < columns:
         stop = min(columns, start + BLOCK_COLUMNS, (start // group + 1) * group)
@@ -76,7 +76,7 @@ def _blocks(columns: int, group: int) -> list[slice]:
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse: row i holds what column i owes to those after it
+    """Returns the upper Cholesky factor of the damped Hessian's inverse: row i contains the corrections of later columns for column i
     (section 3.3, "Cholesky reformulation")."""
     damped = hessian + torch.eye(len(hessian)) * (damping * hessian.diagonal().mean())
     lower, failed = torch.linalg.cholesky_ex(damped)
@@ -87,6 +87,6 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 def reconstruction_error(weight: Tensor, quantised: QuantizedWeight, hessian: Tensor) -> float:
-    """``tr((W - Q) H (W - Q)^T)``: the mean squared error of the outputs, summed over the output channels, times two."""
+    """Returns ``tr((W - Q) H (W - Q)^T)``: twice the mean squared error of the outputs, summed over the output channels."""
     difference = weight.detach().double() - plain_weight(quantised).double()
     return float(((difference @ hessian.double()) * difference).sum())

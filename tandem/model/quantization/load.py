@@ -1,4 +1,4 @@
-"""A quantised Hugging Face folder to a packed decoder."""
+"""Loads a quantized Hugging Face folder into a packed decoder."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.kernels.api import Kernels
 from tandem.kernels.quantized import QuantizedWeight
 from tandem.layout.shapes import ModelShapes, parameters
-from tandem.layout.sharding import cut_slices
+from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 
 
 def scheme_of(stored: CheckpointFormat) -> Scheme:
-    """How plain weights are rounded where they replace those of a checkpoint in this format."""
+    """Returns how plain weights are rounded when they replace those of a checkpoint in this format."""
     if stored.layout == "int-quantized":
         return Scheme("int8", stored.group_size, inputs="int8" if stored.rounds_inputs else "plain")
     if stored.layout in ("float-quantized", "fp8"):
@@ -38,17 +38,18 @@ def load_quantized(
     folder: str | Path, stored: CheckpointFormat, kernels: Kernels, *, dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu", group: RankGroup | None = None,
 ) -> Decoder:
-    """The model of a quantised folder, or one rank's rows of it, packed. Raises ``UserError`` naming the tensor that is missing or wrong."""
+    """Returns the model of a quantized folder, or one rank's rows of it, packed. Raises ``UserError`` naming the tensor that is missing or
+    wrong."""
     shapes = read_shapes(folder)
     if shapes.experts is not None:
-        raise UserError(f"model '{folder}' is a quantised mixture of experts, which is not read; take the float checkpoint")
+        raise UserError(f"model '{folder}' is a quantized mixture of experts, which is not supported; use the float checkpoint")
     decoder = Decoder(shapes, kernels, dtype=dtype, device=device, group=group)
     decoder.quantization = scheme_of(stored)
     try:
         tensors: Tensors = {}
         for name, tensor in read_tensors(folder):
             if name in tensors:
-                raise UserError(f"tensor '{name}' is given twice; a checkpoint must hold each tensor once")
+                raise UserError(f"tensor '{name}' is given twice; a checkpoint must contain each tensor once")
             tensors[name] = tensor.to(decoder.embed_tokens.device)
         _fill(decoder, stored, tensors)
     except UserError as error:
@@ -58,7 +59,7 @@ def load_quantized(
 
 
 def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
-    """Every linear layer with the names of the modules whose rows it stacks."""
+    """Returns every linear layer with the names of the modules whose rows it stacks."""
     linears = []
     for index, layer in enumerate(decoder._layers()):
         at = f"model.layers.{index}."
@@ -81,7 +82,7 @@ def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
             if not _is_plain(module, stored, tensors):
                 name = f"{module}.weight"
                 whole = read_weight(module, stored, tensors, tuple(wanted[name]))
-                quantised[module] = rows_of(whole, cut_slices(decoder.shapes, name, tuple(wanted[name]), decoder.cut)[0])
+                quantised[module] = rows_of(whole, shard_slices(decoder.shapes, name, tuple(wanted[name]), decoder.shard_spec)[0])
     for name, parameter in own.items():
         if name.removesuffix(".weight") not in quantised:
             parameter.copy_(part_of(decoder, name, _plain(name, tensors, tuple(wanted[name]))))
@@ -93,7 +94,7 @@ def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:
 
 
 def rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    """Some rows of ``weight``, which quantise and multiply as they do among all: scales and zeros are those of rows."""
+    """Returns some rows of ``weight``; they quantize and multiply as within the whole, because scales and zeros are per row."""
     return weight._replace(
         codes=weight.codes[rows],
         scales=None if weight.scales is None else weight.scales[rows],
@@ -112,16 +113,16 @@ def _is_plain(module: str, stored: CheckpointFormat, tensors: Tensors) -> bool:
 def _plain(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
     tensor = _take(name, tensors, shape)
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        raise UserError(f"tensor '{name}' is {tensor.dtype}, and its format is not what config.json says; download the folder again")
+        raise UserError(f"tensor '{name}' is {tensor.dtype}, which is not the format in config.json; download the folder again")
     return tensor
 
 
 def _take(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
     if name not in tensors:
-        raise UserError(f"tensor '{name}' is missing from the weights; config.json asks for it")
+        raise UserError(f"tensor '{name}' is missing from the weights; config.json requires it")
     tensor = tensors.pop(name)
     if tuple(tensor.shape) != shape:
-        raise UserError(f"tensor '{name}' has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
+        raise UserError(f"tensor '{name}' has shape {list(tensor.shape)}; config.json requires {list(shape)}")
     return tensor
 
 
@@ -133,7 +134,7 @@ def _check_rest(shapes: ModelShapes, tensors: Tensors) -> None:
 
 
 def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: tuple[int, int] | tuple[int, ...]) -> QuantizedWeight:
-    """The weight [N, K] of ``module`` out of ``tensors`` (what is read is removed). Raises ``UserError``."""
+    """Returns the weight [N, K] of ``module`` from ``tensors``, removing what it reads. Raises ``UserError``."""
     rows, columns = shape
     group = stored.group_size or columns
     readers: dict[str, Callable[..., QuantizedWeight]] = {
@@ -143,7 +144,7 @@ def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: 
     weight = readers[stored.layout](module, stored, tensors, rows, columns, group)
     for name, x in (("scales", weight.scales), ("weight", weight.codes.float() if weight.kind == "float8_e4m3" else None)):
         if x is not None and not bool(x.isfinite().all()):
-            raise UserError(f"tensor '{module}.{name}' holds a number that is not finite; download the folder again")
+            raise UserError(f"tensor '{module}.{name}' contains a value that is not finite; download the folder again")
     return weight
 
 
@@ -173,12 +174,12 @@ def _gptq(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, co
 
 
 def _by_group(module: str, codes: Tensor, index: Tensor | None, group: int) -> tuple[Tensor, Tensor | None]:
-    """Codes with the columns of a group side by side, and which input each column belongs to (``None``: in order)."""
+    """Returns codes with the columns of a group adjacent, and the input index of each column (``None``: in order)."""
     plain = torch.arange(codes.shape[1]) // group
     if index is None or torch.equal(index.long(), plain):
         return codes, None
     if index.shape != plain.shape or not torch.equal(index.long().sort().values, plain):
-        raise UserError(f"tensor '{module}.g_idx' does not deal the columns into groups of {group}; download the folder again")
+        raise UserError(f"tensor '{module}.g_idx' does not divide the columns into groups of {group}; download the folder again")
     order = index.long().argsort(stable=True)
     return codes.index_select(1, order), order
 
@@ -230,7 +231,7 @@ def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) 
 
 
 def held_bytes(decoder: Decoder) -> int:
-    """Bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
+    """Returns the bytes of all weights that a decoder holds, packed ones in the kernels' layout."""
     packed = [list(matrices.values()) for matrices in decoder.packed_matrices()]
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*decoder.parameters(), *_tensors_in(packed))}
     return sum(held.values())

@@ -1,4 +1,4 @@
-"""A float folder to a quantised one, layer by layer."""
+"""Quantizes a float model folder, layer by layer."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """``bits`` and ``group_size`` (0: one scale a row) are those of int4. ``damping``, ``act_order``: see ``gptq.gptq``."""
+    """``bits`` and ``group_size`` (0: one scale per row) are for int4. ``damping``, ``act_order``: see ``gptq.gptq``."""
 
     method: Method
     bits: int = 4
@@ -41,7 +41,7 @@ class QuantizeOptions:
     act_order: bool = False
 
     def check(self) -> None:
-        """Raise ``UserError`` for what cannot be done."""
+        """Raises ``UserError`` for invalid options."""
         if self.method not in METHODS:
             raise UserError(f"--method is '{self.method}'; it must be one of {', '.join(METHODS)}")
         if self.bits != 4 and self.method not in ("int8", "fp8"):
@@ -63,21 +63,21 @@ class QuantizeOptions:
 def quantize_folder(
     source: str | Path, target: str | Path, options: QuantizeOptions, kernels: Kernels, sequences: list[Tensor], progress: Progress
 ) -> None:
-    """Write ``target``, which loads in this engine and, where the format's package is installed, in transformers.
+    """Writes ``target``, which loads in this engine and, if the format's package is installed, in transformers.
 
-    ``sequences``: calibration tokens, for gptq and awq. ``progress`` is called with finished and all layers. The folder
-    appears whole or not at all: an interrupted run leaves ``.NAME.partial`` beside it, which the next one removes. Raises ``UserError``
-    before any work where it cannot be done.
+    ``sequences``: calibration tokens, for gptq and awq. ``progress`` is called with the finished and the total number of layers. The folder
+    is written atomically: an interrupted run leaves ``.NAME.partial`` next to it, which the next run removes. Raises ``UserError`` before
+    any work if it is not possible.
     """
     source, target = Path(source), Path(target)
     options.check()
     if target.exists():
-        raise UserError(f"'{target}' exists and is not overwritten; choose another folder or remove it")
+        raise UserError(f"'{target}' already exists; choose another folder or remove it")
     if options.method in CALIBRATED and not sequences:
-        raise UserError(f"--method {options.method} needs text to calibrate with; give --calibration FILE")
+        raise UserError(f"--method {options.method} needs calibration text; give --calibration FILE")
     decoder = load_model(source, kernels)
     if decoder.shapes.experts is not None:
-        raise UserError(f"'{source}' is a mixture of experts, which is not quantised; only dense models are")
+        raise UserError(f"'{source}' is a mixture of experts, which is not supported; only dense models can be quantized")
     dtype = _dtype(source)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -94,7 +94,7 @@ def quantize_folder(
                 shutil.copyfile(source / name, partial / name)
         partial.rename(target)
     except OSError as error:
-        raise RunError(f"the quantised model cannot be saved to '{target}': {error}") from None
+        raise RunError(f"the quantized model cannot be saved to '{target}': {error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -120,8 +120,8 @@ def _all_tensors(decoder: Decoder, quantized: dict[str, QuantizedWeight], method
 def _quantize(
     decoder: Decoder, options: QuantizeOptions, dtype: torch.dtype, sequences: list[Tensor], progress: Progress
 ) -> dict[str, QuantizedWeight]:
-    """Returns the quantised weights by module. Replaces the decoder's own matrices by their dequantised values, so that every layer is
-    calibrated on the inputs that it gets at inference."""
+    """Returns the quantized weights by module. Replaces the decoder's own matrices by their dequantized values, so that every layer is
+    calibrated on the inputs it has at inference."""
     scheme, layers = options.scheme(dtype), decoder.shapes.num_hidden_layers
     weights: dict[str, QuantizedWeight] = {}
     chunks = list(calibration.chunks_of(decoder, sequences)) if options.method in CALIBRATED else []
@@ -139,7 +139,7 @@ def _quantize(
                 quantised = gptq(weight, hessian.mean(), scheme, damping=options.damping, act_order=options.act_order)
             else:
                 if options.method == "awq" and stage != calibration.QKV:
-                    # Queries and keys are not clipped: their product is what attention exponentiates.
+                    # Queries and keys are not clipped, because attention exponentiates their product.
                     weight = clip(weight, _sample(decoder, index, stage, chunks), scheme)
                 quantised = round_to_nearest(weight, scheme)
             linear.weight = nn.Parameter(plain_weight(quantised).to(weight.dtype), requires_grad=False)
@@ -150,7 +150,7 @@ def _quantize(
 
 
 def _rows(decoder: Decoder, stage: int) -> tuple[int, ...]:
-    """Output channels of each projection that a fused matrix stacks."""
+    """Returns the output channels of each projection that a fused matrix stacks."""
     shapes = decoder.shapes
     return (
         (shapes.query_size, shapes.key_value_size, shapes.key_value_size),
@@ -168,13 +168,14 @@ def _split(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
 
 
 def _sample(decoder: Decoder, index: int, stage: int, chunks: list[calibration.Chunk]) -> Tensor:
-    """Some hundred rows of inputs, from every chunk."""
+    """Returns a sample of some hundred input rows, from every chunk."""
     return sampled(torch.cat([sampled(calibration.inputs_of(decoder, index, stage, chunk)) for chunk in chunks]))
 
 
 def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], scheme: Scheme) -> None:
-    """Searches the scales of each linear layer's inputs and folds their inverse into what computes the inputs: a norm, the rows of v, or
-    the rows of up. With fewer key-value heads than query heads a row of v makes several inputs, so o_proj is not scaled."""
+    """Searches the scales of each linear layer's inputs and folds their inverse into the operation that computes the inputs: a norm, the
+    rows of v, or the rows of up. With fewer key-value heads than query heads a row of v produces several inputs, so o_proj is not
+    scaled."""
     layer, shapes = decoder._layers()[index], decoder.shapes
     down = layer.down_proj
     gate_up = layer.gate_up_proj

@@ -1,4 +1,4 @@
-"""How a weight is quantised: the choices, rounding to nearest under them, and packing for inference."""
+"""Quantization schemes of a weight: options, rounding to nearest, and packing for inference."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from tandem.kernels.quantized import CODE_DTYPES, FP8_MAX, INT8_MAX, CodeKind, I
 from tandem.types import UserError
 
 Stored = QuantizedWeight | Tensor
-"""A weight of a checkpoint: quantised, or plain."""
+"""A weight of a checkpoint: quantized, or plain."""
 
 INT4_MAX = 15.0
 GROUP_SIZES = (32, 64, 128)
@@ -19,9 +19,9 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """``group_size``: columns that share a scale (0: all of a row). ``symmetric``: no zeros (int4's is 8 then).
-    ``inputs``, ``input_group``: see ``QuantizedWeight``. ``head``: the output head too. ``half_scales``: scales are
-    rounded to fp16, in which checkpoints store them, before anything is rounded with them."""
+    """``group_size``: columns that share a scale (0: all of a row). ``symmetric``: no zeros (int4's is 8 then). ``inputs``,
+    ``input_group``: see ``QuantizedWeight``. ``head``: includes the output head. ``half_scales``: scales are rounded to fp16, in which
+    checkpoints store them, before they are used."""
 
     kind: CodeKind
     group_size: int = 0
@@ -42,7 +42,7 @@ SCHEMES = {
 
 
 def scheme_named(name: str) -> Scheme:
-    """The scheme of ``LLM(quantization=...)``; ``name+head`` quantises the output head as well. Raises ``UserError``."""
+    """Returns the scheme of ``LLM(quantization=...)``; ``name+head`` quantizes the output head as well. Raises ``UserError``."""
     base, plus, head = name.partition("+")
     if base not in SCHEMES or (plus and head != "head"):
         raise UserError(f"quantization is {name!r}; it must be one of {', '.join(SCHEMES)}, with '+head' for the output head too")
@@ -50,8 +50,8 @@ def scheme_named(name: str) -> Scheme:
 
 
 def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
-    """``weight[N, K]`` under scales of the largest magnitude (symmetric) or of the range (not) of every group. The width
-    of a last, shorter group is its own."""
+    """Rounds ``weight[N, K]`` with scales from the largest magnitude (symmetric) or the range (asymmetric) of every group. A last, shorter
+    group has its own width."""
     wide = weight.detach().float()
     columns = wide.shape[1]
     group = scheme.group_size or columns
@@ -66,7 +66,7 @@ def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
 
 
 def group_scales(run: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """The scale [N] and zero [N] of ``run[N, g]``. A scale is never 0."""
+    """Returns the scale [N] and zero [N] of ``run[N, g]``. A scale is never 0."""
     if scheme.kind == "int4" and not scheme.symmetric:
         low, high = run.amin(1).clamp_max(0.0), run.amax(1).clamp_min(0.0)
         scale = _usable((high - low) / INT4_MAX, scheme)
@@ -77,13 +77,13 @@ def group_scales(run: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 def _usable(scale: Tensor, scheme: Scheme) -> Tensor:
     if scheme.half_scales:
-        # fp16 reaches 65504 above and 2^-24 below.
+        # fp16 is limited to 65504 above and 2^-24 below.
         scale = scale.clamp(2.0**-24, 65504.0).half().float()
     return torch.where(scale > 0, scale, 1.0)
 
 
 def codes_of(run: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
-    """``run[N, g]`` as codes under ``scale[N]`` and, for int4, ``zero[N]``."""
+    """Returns ``run[N, g]`` as codes under ``scale[N]`` and, for int4, ``zero[N]``."""
     ratio = run / scale.unsqueeze(1)
     if scheme.kind == "int4":
         return (ratio.round() + zero.unsqueeze(1)).clamp(0.0, INT4_MAX).to(torch.uint8)
@@ -93,12 +93,12 @@ def codes_of(run: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor
 
 
 def pack_weight(kernels: Kernels, weight: Tensor, scheme: Scheme | None) -> Any:
-    """A plain weight for inference: rounded under ``scheme``, or as it is."""
+    """Packs a plain weight for inference: rounded under ``scheme``, or unchanged."""
     return kernels.pack(weight) if scheme is None else kernels.pack_quantized(round_to_nearest(weight, scheme))
 
 
 def pack_stored(kernels: Kernels, stored: tuple[Stored, ...]) -> Any:
-    """The projections of a fused matrix as a checkpoint stores them: one weight where they are stored alike, else parts."""
+    """Packs the stored projections of a fused matrix: as one weight if they are stored alike, else as parts."""
     whole = [part for part in stored if isinstance(part, QuantizedWeight)]
     if len(whole) == len(stored) and all(_is_alike(whole[0], part) for part in whole):
         first = whole[0]

@@ -1,4 +1,4 @@
-"""Quantised weights in the tensors and the ``quantization_config`` of existing checkpoint formats."""
+"""Writes quantized weights as the tensors and the ``quantization_config`` of existing checkpoint formats."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -13,8 +13,8 @@ Method = Literal["int8", "fp8", "rtn", "gptq", "awq"]
 
 
 def stored_tensors(method: Method, module: str, weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``module``. int8, fp8: codes and scales of compressed-tensors; rtn: its packed int4; gptq and awq:
-    theirs, with scales in fp16."""
+    """Yields the tensors of ``module``. int8, fp8: codes and scales of compressed-tensors; rtn: its packed int4; gptq and awq: theirs, with
+    scales in fp16."""
     assert weight.scales is not None
     scales = weight.scales
     if method in ("int8", "fp8"):
@@ -34,7 +34,7 @@ def stored_tensors(method: Method, module: str, weight: QuantizedWeight) -> Iter
     else:
         codes, index = weight.codes, torch.arange(weight.columns, dtype=torch.int32) // weight.group_size
         if weight.order is not None:
-            # Back to the order of the inputs; each of which names its group.
+            # Restores the order of the inputs, each of which has the index of its group.
             codes = torch.empty_like(codes).index_copy_(1, weight.order, codes)
             index = torch.empty_like(index).index_copy_(0, weight.order, index)
         yield f"{module}.qweight", pack_words(codes).t()
@@ -44,7 +44,7 @@ def stored_tensors(method: Method, module: str, weight: QuantizedWeight) -> Iter
 
 
 def quantization_config(method: Method, group_size: int, act_order: bool, damping: float) -> dict[str, Any]:
-    """What ``config.json`` says of them, as the format's own tools write it."""
+    """Returns the ``quantization_config`` as the format's own tools write it."""
     size = group_size or -1
     if method == "awq":
         return {

@@ -1,7 +1,7 @@
-"""Model folders in object storage, kept on the local disk.
+"""A local cache of model folders in object storage.
 
-``objects`` reads the storage, ``manifest`` says what of a folder is here, ``download`` fetches the rest, ``store`` decides
-what stays. None of them imports torch.
+``objects`` reads the storage, ``manifest`` records which files are cached, ``download`` fetches the rest, ``store`` decides what is
+evicted. None of them imports torch.
 """
 
 from tandem.model.weight_store.store import HeldModel, WeightStore, is_remote

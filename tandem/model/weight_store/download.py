@@ -15,24 +15,24 @@ from tandem.types import RunError, UserError
 
 RANGE_BYTES = 8 << 20
 STREAMS = 4
-"""Ranges that are read at a time."""
+"""Ranges that are read in parallel."""
 SAFE_BYTES = 64 << 20
-"""At most so much is fetched again after a crash."""
+"""Maximum number of bytes that are downloaded again after a crash."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are here and those wanted in all."""
+"""Called with the bytes downloaded so far and the total."""
 
 
 def fetch(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progress: Progress | None = None) -> None:
-    """Bring every file of ``manifest`` that is not stored to ``entry/model``, the manifest following each step.
+    """Downloads every file of ``manifest`` that is not stored to ``entry/model``, updating the manifest after each step.
 
-    Raises ``RunError`` where a file does not have the digest that its folder publishes, or changes on the way; ``OSError``
-    as the disk does."""
+    Raises ``RunError`` if a file does not have the digest that its folder publishes, or changes during the download; ``OSError`` if the
+    disk fails."""
     (entry / "model").mkdir(parents=True, exist_ok=True)
     try:
         _fetch_files(remote, manifest, entry, on_progress)
     except (RunError, UserError):
-        # A folder that is rewritten meanwhile has short or missing files; report the change, which is the cause.
+        # A folder that is rewritten during the download has short or missing files; the change is the cause to report.
         if not _is_changed(remote, manifest):
             raise
     else:
@@ -66,7 +66,7 @@ def _fetch_files(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progr
 
 
 def file_xxh3(path: Path) -> str:
-    """xxh3-128 of a file, in hexadecimal."""
+    """Returns the xxh3-128 of a file, in hexadecimal."""
     import xxhash
 
     with path.open("rb") as file:
@@ -103,7 +103,7 @@ def _fetch_file(
     if published is not None and last.hexdigest() != published.value:
         part.unlink()
         manifest.write(entry)
-        raise RunError(f"'{remote.url}/{file.name}' does not have the {published.algorithm} digest that its folder names; upload it again")
+        raise RunError(f"'{remote.url}/{file.name}' does not have the {published.algorithm} digest that its folder publishes; upload it again")
     final = entry / "model" / file.name
     part.replace(final)
     manifest.stored[file.name] = StoredFile(own.hexdigest(), final.stat().st_mtime_ns)
@@ -111,7 +111,7 @@ def _fetch_file(
 
 
 def _hashers(published: Digest | None) -> list[Any]:
-    """Our own digest, then the one that the folder publishes, where it does."""
+    """Returns hashers for our own digest and for the one that the folder publishes, if any."""
     import xxhash
 
     own = [xxhash.xxh3_128()]
@@ -121,7 +121,7 @@ def _hashers(published: Digest | None) -> list[Any]:
 
 
 def _resumed(part: Path, known: Part | None, file: RemoteFile, hashers: list[Any]) -> int:
-    """How many bytes of ``file`` are in ``part`` for certain; ``hashers`` have read them."""
+    """Returns how many verified bytes of ``file`` are in ``part``; ``hashers`` have consumed them."""
     if known is None or known.name != file.name or not part.is_file():
         return 0
     fresh = hashers[0].copy()
@@ -143,7 +143,7 @@ def _beginning(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _in_order(remote: RemoteFolder, file: RemoteFile, start: int, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """The bytes of ``file`` from ``start`` on; a few ranges are fetched at a time."""
+    """Yields the bytes of ``file`` from ``start`` on, with a few ranges fetched ahead."""
     starts = iter(range(start, file.size_bytes, RANGE_BYTES))
     under_way: deque[Future[bytes]] = deque()
 

@@ -1,4 +1,4 @@
-"""What of a folder is on the local disk: one JSON file, replaced as a whole whenever something more is safe."""
+"""The cached files of a model folder: one JSON file, replaced atomically whenever more bytes are safely stored."""
 
 import json
 import os
@@ -12,7 +12,7 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that is here: ``xxh3`` (128 bits, hexadecimal) of its bytes and the time of its last change."""
+    """A stored file: ``xxh3`` (128 bits, hexadecimal) of its bytes and the time of its last change."""
 
     xxh3: str
     mtime_ns: int
@@ -29,8 +29,7 @@ class Part:
 
 @dataclass(slots=True)
 class Manifest:
-    """``files``: what the folder at ``url`` holds. ``stored``: those of them that are here. ``part``: the one that is on
-    its way."""
+    """``files``: the content of the folder at ``url``. ``stored``: the files that are complete. ``part``: the file being downloaded."""
 
     url: str
     files: tuple[RemoteFile, ...]
@@ -46,7 +45,7 @@ class Manifest:
         return all(file.name in self.stored for file in self.files)
 
     def write(self, entry: Path) -> None:
-        """Replace the manifest in the folder ``entry``, in one step."""
+        """Replaces the manifest in the folder ``entry`` atomically."""
         fresh = entry / f".{NAME}.tmp"
         with fresh.open("w", encoding="utf-8") as file:
             json.dump(asdict(self), file, indent=1)

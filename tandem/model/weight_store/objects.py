@@ -1,4 +1,4 @@
-"""A model folder in object storage, through fsspec: what lies in it, and its bytes."""
+"""Reads a model folder in object storage, through fsspec."""
 
 import json
 import time
@@ -11,10 +11,10 @@ from tandem.storage.backend import connect
 from tandem.types import RunError, UserError
 
 WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
-"""How the names end of files that a model is read from; pickled weights are not among them."""
+"""Suffixes of the files that a model is read from; pickled weights are not included."""
 
 PAUSES_S = (0.2, 1.0, 4.0)
-"""Between the attempts to read a range."""
+"""Seconds between the attempts to read a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest that the folder itself publishes; ``algorithm`` is ``sha256`` or ``blake2b`` (of 16 bytes)."""
+    """A digest that the folder publishes; ``algorithm`` is ``sha256`` or ``blake2b`` (of 16 bytes)."""
 
     algorithm: str
     value: str
 
 
 class RemoteFolder:
-    """The folder at ``url``. Credentials and endpoints are those that the storage's own library finds (for S3 the usual
-    AWS settings), or ``options`` for it. Raises ``UserError`` where that library is missing."""
+    """The folder at ``url``. Credentials and endpoints are those found by the storage's own library (for S3 the usual AWS settings), or
+    ``options`` for it. Raises ``UserError`` if that library is missing."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url.rstrip("/")
@@ -44,7 +44,7 @@ class RemoteFolder:
 
     def list(self) -> tuple[RemoteFile, ...]:
         """Returns the files that a model is read from, sorted by name, without subfolders. Raises ``UserError`` if the folder does not
-        exist or holds no model."""
+        exist or contains no model."""
         with _one_line(self.url):
             entries = self._files.ls(self._path, detail=True)
         files = []
@@ -53,17 +53,17 @@ class RemoteFolder:
             if entry["type"] == "file" and _is_wanted(name):
                 files.append(RemoteFile(name, int(entry["size"]), _version(entry)))
         if all(file.name != "config.json" for file in files):
-            raise UserError(f"'{self.url}' has no config.json; name the folder of a model")
+            raise UserError(f"'{self.url}' has no config.json; give the folder of a model")
         return tuple(sorted(files, key=lambda file: file.name))
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Bytes ``start .. end - 1`` of a file. Reads again after a fault that may pass."""
+        """Returns bytes ``start .. end - 1`` of a file. Retries after transient errors."""
         for pause in (*PAUSES_S, None):
             try:
                 with _one_line(f"{self.url}/{name}"):
                     data: bytes = self._files.cat_file(f"{self._path}/{name}", start=start, end=end)
                     if len(data) != end - start:
-                        raise OSError(f"{len(data)} bytes came where {end - start} were asked for")
+                        raise OSError(f"{len(data)} bytes received instead of {end - start}")
                     return data
             except RunError:
                 if pause is None:
@@ -72,8 +72,8 @@ class RemoteFolder:
         raise AssertionError("the last attempt returns or raises")
 
     def published_digests(self, files: tuple[RemoteFile, ...]) -> dict[str, Digest]:
-        """Digests by file name, from ``SHA256SUMS`` (as sha256sum writes it) or the ``COMMIT`` of a checkpoint, where one
-        of them is among ``files``."""
+        """Returns digests by file name, from ``SHA256SUMS`` (as written by sha256sum) or the ``COMMIT`` of a checkpoint, if one of them is
+        among ``files``."""
         sizes = {file.name: file.size_bytes for file in files}
         digests: dict[str, Digest] = {}
         for name, parse in _PUBLISHED.items():
@@ -98,7 +98,7 @@ _PUBLISHED = {"COMMIT": _commit, "SHA256SUMS": _sha256sums}
 
 
 def _is_wanted(name: str) -> bool:
-    # Mistral's own format holds the same weights a second time.
+    # Mistral's own format contains the same weights again.
     return name in _PUBLISHED or (name.endswith(WANTED) and not name.startswith("consolidated"))
 
 
@@ -109,7 +109,7 @@ def _version(entry: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _one_line(name: str) -> Iterator[None]:
-    """The storage's errors, which are of every library's own kind, as ours."""
+    """Converts the errors of storage libraries, which have no common type, to ``UserError`` and ``RunError``."""
     try:
         yield
     except UserError:
@@ -117,7 +117,7 @@ def _one_line(name: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"'{name}' does not exist; check the address") from None
     except PermissionError as error:
-        raise UserError(f"'{name}' may not be read: {_line(error)}") from None
+        raise UserError(f"'{name}' cannot be read (permission denied): {_line(error)}") from None
     except Exception as error:
         raise RunError(f"'{name}' cannot be read: {_line(error)}") from None
 

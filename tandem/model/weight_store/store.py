@@ -1,8 +1,8 @@
-"""The cache: one folder a model and version, shared by every process of the machine.
+"""The weight cache: one folder per model and version, shared by all processes of the machine.
 
-A process that reads a model holds a shared lock on it, one that downloads it an exclusive one, and what is evicted is
-locked exclusively first. The locks are the kernel's, so a process that is killed holds none. A process holds ``cache.lock``
-briefly while it frees space or downgrades its exclusive lock to a shared one.
+A process that reads a model holds a shared lock on it, one that downloads it an exclusive one, and eviction takes an exclusive lock first.
+The locks are the kernel's, so a killed process releases them. A process holds ``cache.lock`` briefly while it frees space or downgrades its
+exclusive lock to a shared one.
 """
 
 import errno
@@ -30,12 +30,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def is_remote(model: str | Path) -> bool:
-    """Whether ``model`` is an address (``s3://bucket/folder``) and no path."""
+    """Returns whether ``model`` is a URL (``s3://bucket/folder``) and not a path."""
     return isinstance(model, str) and re.match(r"[a-z][a-z0-9+.-]*://", model) is not None
 
 
 class HeldModel:
-    """A model folder that stays where it is until ``release`` or the end of this process."""
+    """A model folder that is not evicted until ``release`` or the end of this process."""
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -52,9 +52,8 @@ class HeldModel:
 
 
 class WeightStore:
-    """The cache in ``directory`` (``None``: ``~/.cache/tandem/weights``), of at most ``max_bytes`` (0: as long as the disk
-    has room). ``options`` reach the storage's library. ``on_progress`` hears of a download, also of one that another
-    process makes for us."""
+    """The cache in ``directory`` (``None``: ``~/.cache/tandem/weights``), of at most ``max_bytes`` (0: limited by the disk). ``options``
+    are passed to the storage's library. ``on_progress`` reports downloads, including those of other processes that this one waits for."""
 
     def __init__(
         self, directory: str | Path | None = None, max_bytes: int = 0, on_progress: Progress | None = None,
@@ -68,12 +67,12 @@ class WeightStore:
         self._options = options
 
     def hold(self, url: str, verify: bool = False) -> HeldModel:
-        """The folder at ``url`` on the local disk, downloaded where it is not here or has changed there.
+        """Returns the folder at ``url`` on the local disk, downloaded if it is not cached or has changed.
 
-        Files whose size or time of change are not those of the download are compared by digest, with ``verify`` all of
-        them, and what is damaged is downloaded again. Where the storage cannot be reached the copy that was used last is
-        given, with a warning. Raises ``UserError`` in one line: no such model, a model larger than the cache, a disk that
-        is full; ``RunError`` for a storage that cannot be reached and nothing here."""
+        Files whose size or modification time differ from the download's are compared by digest, with ``verify`` all files, and damaged ones
+        are downloaded again. If the storage cannot be reached, the most recently used copy is returned with a warning. Raises ``UserError``
+        in one line for a missing model, a model larger than the cache or a full disk; ``RunError`` if the storage cannot be reached and
+        there is no copy."""
         remote = RemoteFolder(url, self._options)
         try:
             files = remote.list()
@@ -81,7 +80,7 @@ class WeightStore:
             last = self._last_copy(remote.url, verify)
             if last is None:
                 raise
-            warnings.warn(f"{error}; the copy in '{last.path}' is used, which may be an older one", stacklevel=2)
+            warnings.warn(f"{error}; using the copy in '{last.path}', which may be outdated", stacklevel=2)
             return last
         key = _key(remote.url, files)
         entry = self.directory / key
@@ -112,7 +111,7 @@ class WeightStore:
         return None
 
     def _take_shared(self, lock: IO[bytes], entry: Path, verify: bool) -> bool:
-        """Whether the model is here, whole; it is locked then."""
+        """Returns whether the model is cached completely; it is locked then."""
         with self._whole_cache():
             if not _try_lock(lock, fcntl.LOCK_SH):
                 return False
@@ -124,7 +123,7 @@ class WeightStore:
         return False
 
     def _bring(self, lock: IO[bytes], entry: Path, remote: RemoteFolder, files: tuple[RemoteFile, ...], verify: bool) -> bool:
-        """Download what is missing. False where another process has the model; else it is here and locked."""
+        """Downloads what is missing. Returns ``False`` if another process has the model locked; otherwise it is complete and locked."""
         if not _try_lock(lock, fcntl.LOCK_EX):
             return False
         manifest = read_manifest(entry) or Manifest(remote.url, files)
@@ -146,7 +145,7 @@ class WeightStore:
         return True
 
     def _make_room(self, entry: Path, manifest: Manifest) -> None:
-        """Evict until ``manifest`` fits, what was used longest ago first and nothing that is in use."""
+        """Evicts models until ``manifest`` fits, the least recently used first, and never models in use."""
         need = manifest.total_bytes
         if 0 < self._max_bytes < need:
             raise UserError(
@@ -172,7 +171,7 @@ class WeightStore:
             raise _no_room(manifest.url, need, self.directory)
 
     def _evict(self, entry: Path) -> bool:
-        """Remove a model. False where it is in use."""
+        """Removes a model. Returns ``False`` if it is in use."""
         with (self.directory / "locks" / entry.name).open("ab") as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 return False
@@ -182,7 +181,7 @@ class WeightStore:
             return True
 
     def _watch(self, entry: Path) -> None:
-        """Report how far another process has come."""
+        """Reports the progress of another process's download."""
         manifest = read_manifest(entry)
         if self._on_progress is not None and manifest is not None:
             self._on_progress(min(_bytes_in(entry), manifest.total_bytes), manifest.total_bytes)
@@ -195,7 +194,7 @@ class WeightStore:
 
 
 def _key(url: str, files: tuple[RemoteFile, ...]) -> str:
-    """A folder's name for what is at ``url`` now: readable, and another one as soon as a file changes there."""
+    """Returns a readable folder name for the current content of ``url``; it changes with any file there."""
     content = json.dumps([url, [astuple(file) for file in files]])
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.rpartition("/")[2])[:40]
     return f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
@@ -228,7 +227,7 @@ def _try_lock(lock: IO[bytes], kind: int) -> bool:
 
 
 def _reserved(entry: Path) -> int:
-    """Bytes that a model has or is about to have."""
+    """Returns the bytes that a model occupies or will occupy."""
     manifest = read_manifest(entry)
     return _bytes_in(entry) if manifest is None else manifest.total_bytes
 
@@ -238,7 +237,7 @@ def _bytes_in(entry: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    """0 for a file that another process has moved or removed meanwhile."""
+    """Returns the file's size; 0 if another process has moved or removed it."""
     try:
         return path.stat().st_size
     except OSError:

@@ -73,7 +73,7 @@ class Checkpointer:
         assert staging is not None
         # The thread may still be touching the pages of the staging memory.
         self._thread.submit(int).result()
-        staging.fill([shard for shard in shards if (shard.key, shard.box) in self._chosen])
+        staging.fill([shard for shard in shards if (shard.key, shard.offsets) in self._chosen])
         self._fault_point(f"after:checkpoint_stage:{step}")
         work = Work(step, staging, state, own or {}, companions)
         self._under_way = self._thread.submit(self._write, work, span or nullcontext())
@@ -116,7 +116,7 @@ class Checkpointer:
         is_new = held != self._held or self._staging is None
         if not any(gather_values(self.ranks, is_new, "whether the checkpoint's parts changed")):
             return
-        told = [[*piece.key, piece.whole, *piece.box, DTYPE_NAMES[piece.dtype]] for piece in held]
+        told = [[*piece.key, piece.whole, *piece.offsets, DTYPE_NAMES[piece.dtype]] for piece in held]
         everyone = [
             [
                 Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), DTYPES[dtype])
@@ -126,6 +126,6 @@ class Checkpointer:
         ]
         self._chosen = divide(everyone)[self.ranks.rank]
         self._held = held
-        own = [piece for piece in held if (piece.key, piece.box) in self._chosen]
+        own = [piece for piece in held if (piece.key, piece.offsets) in self._chosen]
         pinned = any(shard.tensor.is_cuda for shard in shards)
         self._staging = Staging(own, pinned, self._staging_folder)

@@ -21,7 +21,7 @@ def committed_steps(checkpoints: Path) -> list[int]:
     return sorted(int(match[1]) for path in checkpoints.iterdir() if (match := re.fullmatch(r"step-(\d+)", path.name)))
 
 
-class Found(NamedTuple):
+class VerifiedCheckpoint(NamedTuple):
     """A verified checkpoint."""
 
     step: int
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 def newest_whole(
     checkpoints: Path, ranks: Communicator, at_most: int | None = None, passed_over: Callable[[str], None] | None = None
-) -> Found | None:
+) -> VerifiedCheckpoint | None:
     """Returns the newest checkpoint, at or before step ``at_most``, in which every byte is as written; ``None`` if there is none.
 
     The ranks share the reading and return the same checkpoint. Damaged checkpoints are logged and skipped; ``passed_over`` is called with
@@ -49,7 +49,7 @@ def newest_whole(
             trouble = str(error)
         troubles = gather_values(ranks, trouble, f"the checkpoint of step {step}")
         if verified is not None and not any(troubles):
-            return Found(step, folder, verified[1], verified[0])
+            return VerifiedCheckpoint(step, folder, verified[1], verified[0])
         why = f"checkpoint '{folder}' is skipped: {next(text for text in troubles if text)}"
         if ranks.rank == 0:
             logger.warning("%s", why)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.layout.sharding import cut_slices
+from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
@@ -33,7 +33,7 @@ def parts_of(decoder: Decoder) -> list[Part]:
     for name, view in to_huggingface(decoder):
         start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
         assert view.is_contiguous()
-        slices = cut_slices(decoder.shapes, name, shapes[name], decoder.cut)
+        slices = shard_slices(decoder.shapes, name, shapes[name], decoder.shard_spec)
         box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
         parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
     return parts
@@ -82,8 +82,8 @@ def named_shards(parts: list[Part], kind: str, tensors: Mapping[str, Tensor], de
     for part in parts:
         tensor = tensors.get(part.parameter)
         if tensor is not None:
-            run = tensor.view(-1)[part.first : part.first + part.box.numel]
-            yield Shard(Key(kind, part.name), part.whole, part.box, run.view(part.box.shape))
+            run = tensor.view(-1)[part.first : part.first + part.offsets.numel]
+            yield Shard(Key(kind, part.name), part.whole, part.offsets, run.view(part.offsets.shape))
 
 
 def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values: Tensor) -> list[Shard]:
@@ -91,9 +91,9 @@ def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values:
     ``parameter`` from ``first`` on."""
     shards = []
     for part in parts:
-        start, stop = max(first, part.first), min(first + values.numel(), part.first + part.box.numel)
+        start, stop = max(first, part.first), min(first + values.numel(), part.first + part.offsets.numel)
         if part.parameter == parameter and start < stop:
-            shards += flat_shards(Key(kind, part.name), part.whole, part.box, start - part.first, values[start - first : stop - first])
+            shards += flat_shards(Key(kind, part.name), part.whole, part.offsets, start - part.first, values[start - first : stop - first])
     return shards
 
 

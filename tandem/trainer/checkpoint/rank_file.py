@@ -41,7 +41,7 @@ class RankIndex:
 
     def to_json(self) -> bytes:
         pieces = [
-            [*placed.piece.key, DTYPE_NAMES[placed.piece.dtype], placed.piece.whole, *placed.piece.box, placed.offset] for placed in self.placed
+            [*placed.piece.key, DTYPE_NAMES[placed.piece.dtype], placed.piece.whole, *placed.piece.offsets, placed.offset] for placed in self.placed
         ]
         content = {
             "rank": self.rank, "file": self.file, "size": self.size, "chunk_bytes": self.chunk_bytes, "algorithm": self.algorithm,
@@ -76,14 +76,14 @@ class Layout(NamedTuple):
 
 def lay_out(pieces: Sequence[Piece]) -> Layout:
     """Lays out a file of ``pieces``. The widest dtypes come first, so that every tensor is aligned to its own."""
-    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.key, piece.box))
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.key, piece.offsets))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     offsets = []
     for piece in ordered:
-        where = ",".join(f"{a}:{b}" for a, b in zip(*piece.box, strict=True))
+        where = ",".join(f"{a}:{b}" for a, b in zip(*piece.offsets, strict=True))
         header[f"{piece.key}[{where}]"] = {
-            "dtype": DTYPE_NAMES[piece.dtype], "shape": piece.box.shape, "data_offsets": [offset, offset + piece.nbytes],
+            "dtype": DTYPE_NAMES[piece.dtype], "shape": piece.offsets.shape, "data_offsets": [offset, offset + piece.nbytes],
         }  # fmt: skip
         offsets.append(offset)
         offset += piece.nbytes

@@ -70,13 +70,13 @@ class Contents:
         with ExitStack() as stack:
             files: dict[int, _ChunkedFile] = {}
             for shard in shards:
-                left = [shard.box]
+                left = [shard.offsets]
                 for index, placed in self.stored[shard.key]:
-                    for common in [overlap for box in left if (overlap := intersection(box, placed.piece.box)) is not None]:
+                    for common in [overlap for box in left if (overlap := intersection(box, placed.piece.offsets)) is not None]:
                         if index.rank not in files:
                             files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index))
                         _copy(files[index.rank], placed, common, shard)
-                    left = [rest for box in left for rest in difference(box, placed.piece.box)]
+                    left = [rest for box in left for rest in difference(box, placed.piece.offsets)]
             return sum(file.read_bytes for file in files.values())
 
     def check(self, shards: Sequence[Shard]) -> None:
@@ -91,7 +91,7 @@ class Contents:
         whole, dtype = self.whole(shard.key)
         if whole != shard.whole or dtype != shard.tensor.dtype:
             raise UserError(f"its '{shard.key}' is {dtype} {list(whole)}; expected {shard.tensor.dtype} {list(shard.whole)}")
-        if not is_covered(shard.box, [stored.placed.piece.box for stored in parts]):
+        if not is_covered(shard.offsets, [stored.placed.piece.offsets for stored in parts]):
             raise UserError(f"its '{shard.key}' is incomplete")
 
 
@@ -139,17 +139,17 @@ class _ChunkedFile:
 def _copy(file: _ChunkedFile, placed: Placed, common: ShardOffsets, shard: Shard) -> None:
     """Copies ``common`` from where ``placed`` is stored into the shard, a block of rows at a time."""
     piece = placed.piece
-    inside, target = common.within(piece.box), shard.tensor[common.within(shard.box).slices]
+    inside, target = common.within(piece.offsets), shard.tensor[common.within(shard.offsets).slices]
     if not piece.whole:
         target.copy_(_tensor(file.read(placed.offset, placed.offset + piece.nbytes), piece.dtype))
         return
-    row = piece.nbytes // piece.box.shape[0]
+    row = piece.nbytes // piece.offsets.shape[0]
     rows = max(1, BLOCK_BYTES // row)
     (first, *_), (last, *_) = inside
     for begin in range(first, last, rows):
         end = min(begin + rows, last)
         data = _tensor(file.read(placed.offset + begin * row, placed.offset + end * row), piece.dtype)
-        block = data.view(end - begin, *piece.box.shape[1:])[(slice(None), *inside.slices[1:])]
+        block = data.view(end - begin, *piece.offsets.shape[1:])[(slice(None), *inside.slices[1:])]
         target[begin - first : end - first].copy_(block)
 
 

@@ -18,7 +18,7 @@ from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
-from tandem.trainer.checkpoint.find import Found, newest_whole, prune
+from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
 from tandem.trainer.checkpoint.manifest import read_manifest
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
@@ -56,7 +56,7 @@ class ReplicaCheckpoints:
             fault_point=fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
         )  # fmt: skip
 
-    def load(self, at_most: int | None = None, check: Callable[[Found], None] = lambda checkpoint: None) -> Found | None:
+    def load(self, at_most: int | None = None, check: Callable[[VerifiedCheckpoint], None] = lambda checkpoint: None) -> VerifiedCheckpoint | None:
         """Loads the newest undamaged checkpoint at or before step ``at_most`` after calling ``check`` on it, and returns it; ``None`` if
         there is none. ``damaged`` says why others were skipped."""
         self.damaged = []

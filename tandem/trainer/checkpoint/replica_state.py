@@ -24,12 +24,12 @@ from tandem.types import UserError
 
 
 class WeightShard(NamedTuple):
-    """A weight shard that is read on demand. ``read`` returns it in the shape of ``box``, as a view of the rank's memory or, for paged
+    """A weight shard that is read on demand. ``read`` returns it in the shape of ``offsets``, as a view of the rank's memory or, for paged
     weights, of the file."""
 
     name: str
     whole: tuple[int, ...]
-    box: ShardOffsets
+    offsets: ShardOffsets
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
@@ -99,7 +99,7 @@ class ReplicaState:
         paged = None if isinstance(optimizer, ShardedOptimizer) else self.replica.paged
         weight = model.get_parameter if paged is None else paged.weight
         return [
-            WeightShard(p.name, p.whole, p.box, model.dtype, partial(_view, partial(weight, p.parameter), p.first, p.box)) for p in parts
+            WeightShard(p.name, p.whole, p.offsets, model.dtype, partial(_view, partial(weight, p.parameter), p.first, p.offsets)) for p in parts
         ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -107,7 +107,7 @@ class ReplicaState:
         assert self.replica.paged is not None
         held = self.replica.paged.weights()
         for part in self._parts:
-            yield part.name, held[part.parameter].view(-1)[part.first : part.first + part.box.numel].view(part.box.shape)
+            yield part.name, held[part.parameter].view(-1)[part.first : part.first + part.offsets.numel].view(part.offsets.shape)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights of a whole model by Hugging Face name, one tensor in memory at a time. For paged weights and weights sharded by
@@ -143,14 +143,14 @@ def fill_parts(
     Raises ``UserError`` if they are not this model's, before the first call."""
     given = checked_tensors(model, tensors)
     for part in parts:
-        put(part.parameter, part.first, given[part.name][part.box.slices].reshape(-1))
+        put(part.parameter, part.first, given[part.name][part.offsets.slices].reshape(-1))
 
 
 def _shard_of_run(run: Run, shard: Shard, read: Callable[[], Tensor]) -> WeightShard:
     # The shard is a view of the run's placeholder, so its offset in the placeholder is its offset in the run.
     first = int(shard.tensor.storage_offset() - run.values.storage_offset())
-    return WeightShard(shard.key.name, shard.whole, shard.box, shard.tensor.dtype, partial(_view, read, first, shard.box))
+    return WeightShard(shard.key.name, shard.whole, shard.offsets, shard.tensor.dtype, partial(_view, read, first, shard.offsets))
 
 
-def _view(flat: Callable[[], Tensor], first: int, box: ShardOffsets) -> Tensor:
-    return flat().detach().view(-1)[first : first + box.numel].view(box.shape)
+def _view(flat: Callable[[], Tensor], first: int, offsets: ShardOffsets) -> Tensor:
+    return flat().detach().view(-1)[first : first + offsets.numel].view(offsets.shape)

@@ -21,12 +21,12 @@ class Key(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A part of a tensor: the elements ``box`` of ``key``, whose full shape is ``whole``. ``tensor`` has the box's shape; a checkpoint is
+    """A part of a tensor: the elements ``offsets`` of ``key``, whose full shape is ``whole``. ``tensor`` has their shape; a checkpoint is
     written from it or read into it."""
 
     key: Key
     whole: tuple[int, ...]
-    box: ShardOffsets
+    offsets: ShardOffsets
     tensor: Tensor
 
 
@@ -35,24 +35,24 @@ class Piece(NamedTuple):
 
     key: Key
     whole: tuple[int, ...]
-    box: ShardOffsets
+    offsets: ShardOffsets
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.offsets.numel * self.dtype.itemsize
 
 
 def piece_of(shard: Shard) -> Piece:
-    return Piece(shard.key, shard.whole, shard.box, shard.tensor.dtype)
+    return Piece(shard.key, shard.whole, shard.offsets, shard.tensor.dtype)
 
 
-def flat_shards(key: Key, whole: tuple[int, ...], box: ShardOffsets, first: int, values: Tensor) -> list[Shard]:
-    """Returns the shards of a run of memory. ``values[n]``: the elements from ``first`` on of the row-major memory of the part ``box``."""
+def flat_shards(key: Key, whole: tuple[int, ...], offsets: ShardOffsets, first: int, values: Tensor) -> list[Shard]:
+    """Returns the shards of a run of memory. ``values[n]``: the elements from ``first`` on of the row-major memory of the part ``offsets``."""
     shards, taken = [], 0
-    for run in boxes_of_range(box.shape, first, first + values.numel()):
+    for run in boxes_of_range(offsets.shape, first, first + values.numel()):
         part = values[taken : taken + run.numel].view(run.shape)
-        shards.append(Shard(key, whole, run.moved(box.start), part))
+        shards.append(Shard(key, whole, run.moved(offsets.start), part))
         taken += run.numel
     return shards
 
@@ -66,7 +66,7 @@ def divide(held: Sequence[Iterable[Piece]]) -> list[set[tuple[Key, ShardOffsets]
     sizes: dict[tuple[Key, ShardOffsets], int] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
-            part = (piece.key, piece.box)
+            part = (piece.key, piece.offsets)
             holders.setdefault(part, []).append(rank)
             sizes[part] = piece.nbytes
     loads = [0] * len(held)

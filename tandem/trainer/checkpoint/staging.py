@@ -36,8 +36,8 @@ class Staging:
         self._view[: len(header)] = header
         self._tensors: dict[object, Tensor] = {}
         for piece, offset in self.layout.placed:
-            part = self._bytes[offset : offset + piece.nbytes].view(piece.dtype).view(piece.box.shape)
-            self._tensors[(piece.key, piece.box)] = part
+            part = self._bytes[offset : offset + piece.nbytes].view(piece.dtype).view(piece.offsets.shape)
+            self._tensors[(piece.key, piece.offsets)] = part
 
     def _mapped(self, size: int, folder: Path | None) -> mmap.mmap:
         if folder is not None:
@@ -66,7 +66,7 @@ class Staging:
     def fill(self, shards: Sequence[Shard]) -> None:
         """Copies ``shards`` here; they may change again once it returns."""
         for shard in shards:
-            self._tensors[(shard.key, shard.box)].copy_(shard.tensor, non_blocking=True)
+            self._tensors[(shard.key, shard.offsets)].copy_(shard.tensor, non_blocking=True)
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.current_stream().synchronize()
 

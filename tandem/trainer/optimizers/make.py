@@ -43,8 +43,9 @@ def make_piece_optimizer(
     if config.optimizer == "adamw8bit":
         whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))]
         # The sizes of the whole model decide, so that what is coded does not depend on the mesh.
-        cut = model.cut
-        coded = {n for n in matrices if parameters[n].numel() * cut.size * (cut.expert_size if ".experts." in n else 1) >= FEWEST_CODED}
+        shard_spec = model.shard_spec
+        ranks_of = lambda name: shard_spec.size * (shard_spec.expert_size if ".experts." in name else 1)
+        coded = {name for name in matrices if parameters[name].numel() * ranks_of(name) >= FEWEST_CODED}
         return AdamW8bit(pieces.items(), config, whole, matrices, coded)
     # Offloading to host memory makes sense for parameters on a GPU only.
     is_offloaded_from_gpu = config.offload == "cpu" and any(piece.is_cuda for piece in pieces.values())
@@ -59,7 +60,7 @@ def matrices_of(model: Decoder, names: Sequence[str], buckets: Sequence[FlatBuff
     for name in names:
         shape, axis = parameters[name].shape, None
         if tensor is not None and tensor.size > 1:
-            axis = ROWS if model.cut.deterministic or "qkv_proj" in name or "gate_up_proj" in name else COLUMNS
+            axis = ROWS if model.shard_spec.deterministic or "qkv_proj" in name or "gate_up_proj" in name else COLUMNS
         stacks[name] = Stack(shape, rows.get(name, (shape[-2],)), axis)
     return Matrices(stacks, tensor or ALONE, buckets)
 

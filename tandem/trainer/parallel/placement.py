@@ -28,7 +28,7 @@ def placement(model: Decoder, name: str) -> Placement:
     if re.search(r"(embed_tokens|lm_head\.weight|(qkv|gate_up)_proj\.(weight|bias)|(o|down)_proj\.weight)$", name):
         return Placement("shard", "tokens")
     if re.search(r"(o|down)_proj\.bias$", name):
-        return Placement("shard" if model.cut.deterministic else residual, "tokens")
+        return Placement("shard" if model.shard_spec.deterministic else residual, "tokens")
     if re.search(r"([qk]_norm\.weight|experts\.router)$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
         return Placement("partial", "tokens")

@@ -50,8 +50,8 @@ class Ranks:
         tensor, context, expert = self.groups["tensor"], self.groups["context"], self.groups["expert"]
         if tensor.size == context.size == expert.size == 1:
             return None
-        cut = ShardSpec(tensor.rank, tensor.size, self.deterministic, expert.rank, expert.size)
-        return ModelParallel(cut, tensor, context, expert, self.sequence)
+        shard_spec = ShardSpec(tensor.rank, tensor.size, self.deterministic, expert.rank, expert.size)
+        return ModelParallel(shard_spec, tensor, context, expert, self.sequence)
 
     def trace(self, tracer: Tracer) -> None:
         """Records the waits for all collectives of this rank with ``tracer``."""

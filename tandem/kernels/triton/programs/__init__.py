@@ -1,1 +1,1 @@
-"""What runs on the device: Triton programs and nothing else. The modules beside this package launch them."""
+"""Triton programs that run on the device, without launch code."""

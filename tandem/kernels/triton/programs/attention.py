@@ -1,9 +1,9 @@
-"""Causal attention by tiles with an online softmax (Dao, 2023), in splits of a fixed number of absolute positions.
+"""Causal attention in tiles with an online softmax (Dao, 2023), in splits of a fixed number of absolute positions.
 
-A row is one query head of one token; a tile has rows of one sequence that share a key-value head. The keys of a split are summed
-from zero, and the splits are merged in the order of positions, whether one program walks all of them or one each (Flash-Decoding; Dao et
-al., 2023, with a fixed size instead of a fixed number). Multiply-adds are written out, and compiled with contraction off, so that both ways
-round alike. What a row does not see adds exact zeros to it, so neither the tile nor its other rows reach its bits.
+A row is one query head of one token; a tile has rows of one sequence that share a key-value head. The keys of a split are summed from zero,
+and the splits are merged in the order of positions, whether one program processes all of them or one each (Flash-Decoding; Dao et al.,
+2023, with a fixed size instead of a fixed number). Multiply-adds are explicit, and compiled with contraction off, so that both variants
+round alike. Masked keys add exact zeros to a row, so that neither the tile nor its other rows affect its bits.
 """
 
 import triton
@@ -14,40 +14,40 @@ from tandem.kernels.triton.programs.common import decode_fp8, group_rows, produc
 
 @triton.jit
 def _load_keys(k, scales, table, at, read, head, d, start_row, kv_heads, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr):
-    """Keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``CODES``: 0 numbers, 1 int8, 2 e4m3."""
+    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``CODES``: 0 values, 1 int8, 2 e4m3."""
     mask = (d < D)[:, None] & read[None, :]
     if PAGED:
         block = tl.load(table + at // 16, mask=read, other=0).to(tl.int64)
         offset = ((block * kv_heads + head) * D * 16 + at % 16)[None, :] + d[:, None] * 16
-        # Sixteen keys stand side by side, and every block starts at a multiple of 16.
+        # Sixteen keys are contiguous, and every block starts at a multiple of 16.
         offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
-        found = tl.load(k + offset, mask=mask, other=0)
+        keys = tl.load(k + offset, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
-            wide = decode_fp8(found) if CODES == 2 else found.to(tl.float32)
-            found = wide * scale[None, :]
+            wide = decode_fp8(keys) if CODES == 2 else keys.to(tl.float32)
+            keys = wide * scale[None, :]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
-        found = tl.load(k + offset[None, :] + d[:, None], mask=mask, other=0)
-    return found
+        keys = tl.load(k + offset[None, :] + d[:, None], mask=mask, other=0)
+    return keys
 
 
 @triton.jit
 def _load_values(v, scales, table, at, read, head, d, start_row, kv_heads, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr):
-    """Values [BLOCK_N, BLOCK_D], as ``_load_keys``."""
+    """Loads values [BLOCK_N, BLOCK_D], as ``_load_keys``."""
     mask = read[:, None] & (d < D)[None, :]
     if PAGED:
         block = tl.load(table + at // 16, mask=read, other=0).to(tl.int64)
         offset = ((block * kv_heads + head) * 16 + at % 16) * D
-        found = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+        values = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
-            wide = decode_fp8(found) if CODES == 2 else found.to(tl.float32)
-            found = wide * scale[:, None]
+            wide = decode_fp8(values) if CODES == 2 else values.to(tl.float32)
+            values = wide * scale[:, None]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
-        found = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
-    return found
+        values = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+    return values
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def _attend_split(
     WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``begin .. end - 1``, none below ``low``, for ``q[BLOCK_M, BLOCK_D]`` at ``position[BLOCK_M]`` (-1: no row) -> the largest score in
-    units of log 2, the sum of weights and the weighted values."""
+    """Attends to keys ``begin .. end - 1``, none below ``low``, for ``q[BLOCK_M, BLOCK_D]`` at ``position[BLOCK_M]`` (-1: no row) -> the
+    largest score in units of log 2, the sum of weights and the weighted values."""
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -76,7 +76,7 @@ def _attend_split(
         shrink = tl.exp2(largest - base)
         weights = tl.exp2(scores - base[:, None])
         values = _load_values(v, v_scales, table, at, read, head, d, start_row, kv_heads, PAGED, CODES, D).to(q.dtype)
-        # 0 times what is not finite is not 0: such values are taken out, and whoever sees one is made undefined.
+        # 0 times a non-finite value is not 0: such values are replaced by 0, and rows that attend to one become NaN.
         finite = tl.abs(values.to(tl.float32)) < float("inf")
         spoiled = tl.max(tl.where(finite, 0, 1), 1)
         values = tl.where(finite, values, 0.0).to(q.dtype)
@@ -90,7 +90,7 @@ def _attend_split(
 
 @triton.jit
 def _merge(largest, total, acc, split_largest, split_total, split_acc):
-    """The splits so far, and the next one -> both."""
+    """Merges the splits so far with the next one."""
     new = tl.maximum(largest, split_largest)
     base = tl.where(new == float("-inf"), 0.0, new)
     old = tl.exp2(largest - base)
@@ -108,12 +108,12 @@ def attention(
     PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``BLOCK_M // GROUP_ROWS`` tokens of a sequence times the ``GROUP`` query heads of a key-value head.
+    """Computes a tile of ``BLOCK_M // GROUP_ROWS`` tokens of a sequence times the ``GROUP`` query heads of a key-value head.
 
-    Grid: (tiles, key-value heads, splits or 1). ``starts[S + 1]``: where sequences start in ``q[T, Hq, D]``. Paged, ``lengths[S]`` are their
-    tokens in the cache, the new ones at the end; packed, they are those of q. ``IS_SPLIT``: this program's split alone goes to ``partial[T, Hq,
-    splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; else all of them, in order, to ``out[T, Hq, D]``, and with
-    ``KEEPS_TOTAL`` the logarithm to base 2 of the sum of weights to ``log_total[T, Hq]``."""
+    Grid: (tiles, key-value heads, splits or 1). ``starts[S + 1]``: where sequences start in ``q[T, Hq, D]``. ``lengths[S]``: paged, their
+    tokens in the cache, the new ones at the end; packed, their tokens in q. ``IS_SPLIT``: writes this program's split to ``partial[T, Hq,
+    splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; otherwise all splits, in order, to ``out[T, Hq, D]``, and with
+    ``KEEPS_TOTAL`` the base-2 logarithm of the sum of weights to ``log_total[T, Hq]``."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
     head = tl.program_id(1)
     s, row, count, first = tile_of(starts, sequences, TOKENS)
@@ -164,7 +164,7 @@ def merge_splits(
     partial, partial_largest, partial_total, starts, lengths, out, sequences, query_heads, splits,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one token and ``BLOCK_H`` of its heads, in order, to ``out``. Grid: (tokens, head tiles)."""
+    """Merges the splits of one token and ``BLOCK_H`` of its heads, in order, into ``out``. Grid: (tokens, head tiles)."""
     token = tl.program_id(0)
     s = sequence_with(token, starts, sequences)
     position = tl.load(lengths + s) - tl.load(starts + s + 1) + token

@@ -9,7 +9,7 @@ from tandem.kernels.triton.programs.common import group_rows, product, tile_of
 
 @triton.jit
 def _weights(q, k, position, at, log_total, scale_log2, last, WINDOW: tl.constexpr, WIDEN: tl.constexpr):
-    """The weights [M, N] of the keys ``k[N, D]`` at positions ``at[N]``, up to ``last``, for ``q[M, D]`` at ``position[M]``."""
+    """Returns the weights [M, N] of the keys ``k[N, D]`` at positions ``at[N]``, up to ``last``, for ``q[M, D]`` at ``position[M]``."""
     scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN) * scale_log2
     seen = (at[None, :] <= position[:, None]) & (at < last)[None, :]
     if WINDOW > 0:
@@ -23,8 +23,8 @@ def attention_queries(
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The gradients by ``q[T, Hq, D]`` of a tile of rows, as ``attention`` has them. ``grad[T, Hq, D]``: those by its output; ``inner[T, Hq]``: their
-    products with that output. Grid: (tiles, key-value heads)."""
+    """Computes the gradients by ``q[T, Hq, D]`` of a tile of rows, tiled as in ``attention``. ``grad[T, Hq, D]``: the gradients by its
+    output; ``inner[T, Hq]``: their dot products with that output. Grid: (tiles, key-value heads)."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
     head = tl.program_id(1)
     _, row, count, first = tile_of(starts, sequences, TOKENS)
@@ -60,7 +60,7 @@ def attention_keys(
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The gradients by ``k`` and ``v`` [T, Hkv, D] of ``BLOCK_N`` keys of a sequence. Grid: (tiles of keys, key-value heads)."""
+    """Computes the gradients by ``k`` and ``v`` [T, Hkv, D] of ``BLOCK_N`` keys of a sequence. Grid: (tiles of keys, key-value heads)."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
     head = tl.program_id(1)
     _, row, count, first = tile_of(starts, sequences, BLOCK_N)

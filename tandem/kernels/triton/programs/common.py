@@ -1,4 +1,4 @@
-"""What several programs share."""
+"""Functions shared by several programs."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def product(a, b, acc, WIDEN: tl.constexpr):
-    """``acc[M, N] + a[M, K] @ b[K, N]``, fp32 sums. ``WIDEN``: Triton's interpreter multiplies no bf16."""
+    """Computes ``acc[M, N] + a[M, K] @ b[K, N]`` with fp32 sums. ``WIDEN``: Triton's interpreter does not multiply bf16."""
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -15,8 +15,8 @@ def product(a, b, acc, WIDEN: tl.constexpr):
 
 @triton.jit
 def sequence_of(place, starts, count, SHIFT: tl.constexpr):
-    """The sequence s that tile ``place`` belongs to, where the tiles of ``SHIFT`` rows of s begin at ``starts[s] // SHIFT + s``:
-    one place more than the rows need, so that no two sequences share a tile and tiles need not be counted first. -> s."""
+    """Returns the sequence s of tile ``place``, where the tiles of ``SHIFT`` rows of s begin at ``starts[s] // SHIFT + s``: one more tile
+    than the rows need, so that no two sequences share a tile and tiles need not be counted first."""
     low = 0
     high = count
     while low < high:
@@ -30,8 +30,8 @@ def sequence_of(place, starts, count, SHIFT: tl.constexpr):
 
 @triton.jit
 def tile_of(starts, sequences, SHIFT: tl.constexpr):
-    """The tile of ``SHIFT`` rows that this program has -> its sequence s, where s starts, how many rows s has, and the first of the tile
-    (past the last, where the tile is the one too many)."""
+    """Returns this program's tile of ``SHIFT`` rows: its sequence s, where s starts, the number of rows of s, and the first row of the tile
+    (past the last for the surplus tile)."""
     place = tl.program_id(0)
     s = sequence_of(place, starts, sequences, SHIFT)
     start = tl.load(starts + s)
@@ -43,9 +43,9 @@ def group_rows(
     first, start, count, head, query_heads, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The rows of ``BLOCK_M // GROUP_ROWS`` tokens from ``first`` on, of a sequence of ``count`` that starts at ``start``, times the query heads of
-    key-value head ``head`` -> the rows' tokens [BLOCK_M], which of them are rows, their places in ``[T, Hq]``, and in ``[T, Hq, D]`` their
-    offsets and mask [BLOCK_M, BLOCK_D]."""
+    """Returns the rows of ``BLOCK_M // GROUP_ROWS`` tokens from ``first`` on, of a sequence of ``count`` tokens that starts at ``start``,
+    times the query heads of key-value head ``head``: the rows' tokens [BLOCK_M], which of them are valid, their indices in ``[T, Hq]``, and
+    their offsets and mask [BLOCK_M, BLOCK_D] in ``[T, Hq, D]``."""
     rows = tl.arange(0, BLOCK_M)
     token = first + rows // GROUP_ROWS
     member = rows % GROUP_ROWS
@@ -57,7 +57,7 @@ def group_rows(
 
 @triton.jit
 def sequence_with(token, starts, count):
-    """The sequence that row ``token`` belongs to: the last that starts at or before it."""
+    """Returns the sequence of row ``token``: the last that starts at or before it."""
     low = 0
     high = count
     while low < high:
@@ -71,8 +71,8 @@ def sequence_with(token, starts, count):
 
 @triton.jit
 def heads_of_token(query_heads, kv_heads, BLOCK_H: tl.constexpr):
-    """The token and the ``BLOCK_H`` heads of its fused projection that this program has, of how many, and which of them are queries, keys and
-    values. Grid: (T, head tiles)."""
+    """Returns this program's token and the ``BLOCK_H`` heads of its fused projection, the number of heads, and which of them are queries,
+    keys and values. Grid: (T, head tiles)."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     all_heads = query_heads + 2 * kv_heads
@@ -84,7 +84,7 @@ def heads_of_token(query_heads, kv_heads, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def rotation(positions, cos_sin, token, h, in_half, D: tl.constexpr):
-    """The cosines and sines [1, HALF] that ``token`` is turned by."""
+    """Returns the cosines and sines [1, HALF] of the rotation of ``token``."""
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(cos_sin + position * D + h, mask=in_half, other=0.0)[None, :]
     sin = tl.load(cos_sin + position * D + D // 2 + h, mask=in_half, other=0.0)[None, :]
@@ -93,7 +93,7 @@ def rotation(positions, cos_sin, token, h, in_half, D: tl.constexpr):
 
 @triton.jit
 def decode_fp8(codes):
-    """``codes`` uint8 of e4m3 -> fp32, exactly. Its bits are those of an fp16 whose exponent bias is 8 larger."""
+    """Decodes ``codes`` uint8 of e4m3 to fp32, exactly. Its bits are those of an fp16 whose exponent bias is 8 larger."""
     wide = codes.to(tl.int16)
     half = ((wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where((wide & 0x80) != 0, -half, half)
@@ -102,11 +102,11 @@ def decode_fp8(codes):
 
 @triton.jit
 def encode_fp8(x):
-    """fp32 ``x`` of at most 448 in size -> uint8 codes of e4m3, rounded to the nearest, ties to even."""
+    """Encodes fp32 ``x`` of magnitude at most 448 to uint8 codes of e4m3, rounded to nearest, ties to even."""
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
     normal = rounded - (120 << 3)
-    # Below 2^-6 codes are whole multiples of 2^-9. Adding 2^23 rounds to a whole number.
+    # Below 2^-6 codes are integer multiples of 2^-9. Adding 2^23 rounds to an integer.
     steps = (tl.abs(x) * 512.0 + 8388608.0) - 8388608.0
     code = tl.where(bits < 0x3C800000, steps.to(tl.int32), normal)
     return tl.where(x.to(tl.int32, bitcast=True) < 0, code | 0x80, code).to(tl.uint8)
@@ -114,5 +114,5 @@ def encode_fp8(x):
 
 @triton.jit
 def encode_int8(x):
-    """fp32 ``x`` of at most 127 in size -> int8, rounded to the nearest, ties to even."""
+    """Encodes fp32 ``x`` of magnitude at most 127 to int8, rounded to nearest, ties to even."""
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)

@@ -1,7 +1,7 @@
 """Matrix products whose row bits do not depend on the number of rows (He et al., 2025, "Defeating nondeterminism in LLM inference").
 
-An output is one chain of multiply-adds over k from 0 upwards in one accumulator. The number of rows never splits that chain: it chooses
-only how many outputs one program has.
+An output is one chain of multiply-adds over k from 0 upwards in one accumulator. The number of rows never splits that chain; it only
+determines how many outputs one program computes.
 """
 
 import triton
@@ -15,7 +15,7 @@ def _tile_of(
     x, w, bias, out, row, end, column, N, K,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``row .. end - 1`` of ``x[T, K]``, at most BLOCK_M of them, times columns ``column ..`` of ``w[N, K].T``."""
+    """Computes rows ``row .. end - 1`` of ``x[T, K]``, at most BLOCK_M of them, times columns ``column ..`` of ``w[N, K].T``."""
     m = row + tl.arange(0, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     is_row = m < end
@@ -44,8 +44,8 @@ def linear(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, BAND: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """``x[M, K] @ w[N, K].T + bias[N]`` -> ``out[M, N]``. Grid: (programs,), each of which takes every ``programs``-th tile. Tiles go in bands of
-    ``BAND`` row tiles, so that those under way together share rows and columns in the second-level cache."""
+    """Computes ``x[M, K] @ w[N, K].T + bias[N]`` -> ``out[M, N]``. Grid: (programs,), each of which computes every ``programs``-th tile.
+    Tiles are ordered in bands of ``BAND`` row tiles, so that concurrent tiles share rows and columns in the L2 cache."""
     row_tiles = tl.cdiv(M, BLOCK_M)
     column_tiles = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, programs):
@@ -62,8 +62,8 @@ def grouped_linear(
     x, w, bounds, out, groups, N, K,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``bounds[g] .. bounds[g + 1] - 1`` of ``x[R, K]`` times ``w[G, N, K][g].T``. Grid: (at least the row tiles of all groups, column
-    tiles): which group a tile belongs to is found here, so that the bounds never leave the device."""
+    """Computes rows ``bounds[g] .. bounds[g + 1] - 1`` of ``x[R, K]`` times ``w[G, N, K][g].T``. Grid: (at least the row tiles of all
+    groups, column tiles); the group of a tile is determined on the device, so that the bounds are never copied to the host."""
     g = tl.arange(0, BLOCK_G)
     starts = tl.load(bounds + g, mask=g < groups, other=0)
     ends = tl.load(bounds + g + 1, mask=g < groups, other=0)

@@ -1,5 +1,6 @@
-"""Programs over rows of logits. A row is cut into chunks of ids, each summed by a program of its own; what they found is put together in one
-vector operation, whose order is a function of the vocabulary. So one row keeps the whole device busy, and has the same bits in any batch."""
+"""Programs over rows of logits. A row is split into chunks of ids, each summed by a separate program; their results are combined in one
+vector operation, whose order is a function of the vocabulary. One row therefore uses the whole device, and has the same bits in any
+batch."""
 
 import triton
 import triton.language as tl
@@ -7,8 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def chunk_sums(logits, temperatures, largest, place, total, scaled, weighted, width, chunks, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of ids ``BLOCK c .. BLOCK (c + 1) - 1`` of a row of ``logits[R, V]``: the largest logit, the first id that has it, and relative to it the sum of
-    weights; with ``SCALED`` that at the row's temperature (0: 1), and the sum of weight times its logarithm. All are [R, chunks]. Grid: (R, chunks)."""
+    """Computes, for ids ``BLOCK c .. BLOCK (c + 1) - 1`` of a row of ``logits[R, V]``: the largest logit, the first id that has it, and
+    relative to it the sum of weights; with ``SCALED`` also that at the row's temperature (0: 1), and the sum of weight times its logarithm.
+    All are [R, chunks]. Grid: (R, chunks)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -24,7 +26,7 @@ def chunk_sums(logits, temperatures, largest, place, total, scaled, weighted, wi
         distance = tl.div_rn(distance, tl.where(given == 0, 1.0, given) + tl.zeros_like(distance))
         weight = tl.exp(distance)
         tl.store(scaled + to, tl.sum(weight, 0))
-        # A token of probability 0 has entropy 0, and not 0 * -inf.
+        # A token of probability 0 contributes 0 to the entropy, not 0 * -inf.
         tl.store(weighted + to, tl.sum(tl.where(weight > 0, weight * distance, 0.0), 0))
 
 
@@ -33,8 +35,8 @@ def logprobs(
     logits, targets, temperatures, largest, total, scaled, weighted, raw, tempered, entropy, width, chunks,
     SCALED: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """From the sums of ``chunk_sums``: ``log_softmax(logits[R, V])[target]`` to ``raw[R]``, with ``SCALED`` that at the row's temperature to
-    ``tempered``, and the ``entropy`` of the latter distribution. Grid: (R,)."""
+    """Computes from the results of ``chunk_sums``: ``log_softmax(logits[R, V])[target]`` to ``raw[R]``, with ``SCALED`` that at the row's
+    temperature to ``tempered``, and the ``entropy`` of the latter distribution. Grid: (R,)."""
     row = tl.program_id(0).to(tl.int64)
     chosen = tl.load(logits + row * width + tl.load(targets + row)).to(tl.float32)
     c = tl.arange(0, BLOCK_C)

@@ -1,4 +1,4 @@
-"""From the fused projection to rotated heads: split, norm per head, rotary embedding (Su et al., 2021), and the cache, in one pass."""
+"""Splits the fused projection, norms heads, applies rotary embedding (Su et al., 2021) and writes the cache in one pass."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from tandem.kernels.triton.programs.common import encode_fp8, encode_int8, heads
 
 @triton.jit
 def _coded(first, second, is_inner, CODES: tl.constexpr):
-    """Codes of 8 bits for rows whose halves are ``first`` and ``second``, and the scale of each row (see ``kv_dtype``)."""
+    """Returns 8-bit codes for rows whose halves are ``first`` and ``second``, and the scale of each row (see ``kv_dtype``)."""
     most: tl.constexpr = 127.0 if CODES == 1 else 448.0
     finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
     is_whole = tl.min(tl.where(finite | ~is_inner, 1, 0), 1) > 0
@@ -33,8 +33,9 @@ def rope(
     qkv, positions, cos_sin, q_norm, k_norm, q, k, v, k_scales, v_scales, slots, eps, query_heads, kv_heads,
     HAS_NORM: tl.constexpr, TO_CACHE: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_H`` of the heads of one token of ``qkv[T, (Hq + 2 Hkv) D]``: queries to ``q[T, Hq, D]``, keys and values to ``k`` and ``v`` [T, Hkv, D], or
-    with ``TO_CACHE`` to their slot of a cache (see ``KVLayer``). ``HALF``: D / 2 and padding. Grid: (T, head tiles)."""
+    """Processes ``BLOCK_H`` of the heads of one token of ``qkv[T, (Hq + 2 Hkv) D]``: queries to ``q[T, Hq, D]``, keys and values to ``k``
+    and ``v`` [T, Hkv, D], or with ``TO_CACHE`` to their slot of a cache (see ``KVLayer``). ``HALF``: D / 2, padded. Grid: (T, head
+    tiles)."""
     token, heads, all_heads, is_query, is_key, is_value = heads_of_token(query_heads, kv_heads, BLOCK_H)
     h = tl.arange(0, HALF)
     is_inner = (h < D // 2)[None, :] & (heads < all_heads)[:, None]
@@ -50,7 +51,7 @@ def rope(
         q_second = tl.load(q_norm + D // 2 + h, mask=in_half, other=0).to(tl.float32)[None, :]
         k_first = tl.load(k_norm + h, mask=in_half, other=0).to(tl.float32)[None, :]
         k_second = tl.load(k_norm + D // 2 + h, mask=in_half, other=0).to(tl.float32)[None, :]
-        # Rounded to the model's dtype, as a norm of its own would.
+        # Rounded to the model's dtype, as a separate norm would.
         normed_first = (tl.where(is_query[:, None], q_first, k_first) * (first * rstd)).to(dtype).to(tl.float32)
         normed_second = (tl.where(is_query[:, None], q_second, k_second) * (second * rstd)).to(dtype).to(tl.float32)
         first = tl.where(is_value[:, None], first, normed_first)

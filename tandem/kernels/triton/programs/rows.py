@@ -1,4 +1,4 @@
-"""Programs over rows: norms and the gate of an MLP. Sums are fp32, their order is a function of the row's width."""
+"""Programs over rows: norms and the gate of an MLP. Sums are fp32; their order is a function of the row's width."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm(x, residual, weight, out, total, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """``out = weight * y / sqrt(mean(y^2) + eps)`` of one row; y is the row of ``x[T, H]``, or with ``ADD`` ``x + residual``, rounded to its dtype and
-    kept in ``total``. Grid: (T,)."""
+    """Computes ``out = weight * y / sqrt(mean(y^2) + eps)`` of one row; y is the row of ``x[T, H]``, or with ``ADD`` ``x + residual``,
+    rounded to its dtype and stored in ``total``. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -24,7 +24,7 @@ def rms_norm(x, residual, weight, out, total, width, eps, ADD: tl.constexpr, BLO
 
 @triton.jit
 def silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
-    """``silu(gate_up[:, :F]) * gate_up[:, F:]``. Grid: (T, tiles of F)."""
+    """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``. Grid: (T, tiles of F)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

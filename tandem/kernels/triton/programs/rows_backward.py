@@ -1,4 +1,4 @@
-"""Gradients of norms, of the gate and of the rotation. Each output is summed by one program in order: no atomic addition."""
+"""Gradients of norms, of the gate and of rotary embedding. Each output is summed by one program in order, without atomic addition."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,10 @@ def rms_norm_backward(
     grad, grad_total, total, weight, grad_y, grad_x, partial, rows, width, eps, programs,
     ADDS: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by y = ``total[T, H]`` of ``weight * y / sqrt(mean(y^2) + eps)``, whose own is ``grad[T, H]``; with ``ADDS`` plus ``grad_total``. To
-    ``grad_y``, and with ``NARROW`` in its dtype to ``grad_x``. ``partial[programs, H]`` fp32 takes each program's sum over its rows of the gradient by
-    ``weight``. Grid: (programs,), of which each has every ``programs``-th row."""
+    """Computes the gradient by y = ``total[T, H]`` of ``weight * y / sqrt(mean(y^2) + eps)``, whose output gradient is ``grad[T, H]``; with
+    ``ADDS`` plus ``grad_total``. Written to ``grad_y``, and with ``NARROW`` in its dtype to ``grad_x``. ``partial[programs, H]`` fp32
+    receives each program's sum over its rows of the gradient by ``weight``. Grid: (programs,), each of which processes every
+    ``programs``-th row."""
     first = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -28,19 +29,20 @@ def rms_norm_backward(
         normed = y * rstd
         by_weight += g * normed
         scaled = g * scale
-        found = rstd * (scaled - normed * (tl.sum(scaled * normed, 0) / width))
+        grad_of_y = rstd * (scaled - normed * (tl.sum(scaled * normed, 0) / width))
         if ADDS:
-            found += tl.load(grad_total + place, mask=mask, other=0).to(tl.float32)
-        tl.store(grad_y + place, found.to(grad_y.dtype.element_ty), mask=mask)
+            grad_of_y += tl.load(grad_total + place, mask=mask, other=0).to(tl.float32)
+        tl.store(grad_y + place, grad_of_y.to(grad_y.dtype.element_ty), mask=mask)
         if NARROW:
-            tl.store(grad_x + place, found.to(grad_x.dtype.element_ty), mask=mask)
+            tl.store(grad_x + place, grad_of_y.to(grad_x.dtype.element_ty), mask=mask)
         row += programs
     tl.store(partial + first * width + at, by_weight, mask=mask)
 
 
 @triton.jit
 def silu_mul_backward(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):
-    """The gradient by ``gate_up[T, 2 F]`` of ``silu(gate) * up``, whose own is ``grad[T, F]``. Grid: (T, tiles of F)."""
+    """Computes the gradient by ``gate_up[T, 2 F]`` of ``silu(gate) * up``, whose output gradient is ``grad[T, F]``. Grid: (T, tiles of
+    F)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
@@ -57,8 +59,8 @@ def silu_mul_backward(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):
 def rope_backward(
     grad_q, grad_k, grad_v, positions, cos_sin, grad_qkv, query_heads, kv_heads, D: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """From the gradients by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D] to that by ``qkv[T, (Hq + 2 Hkv) D]`` without norms: queries and keys are turned
-    back. Grid: (T, head tiles)."""
+    """Computes the gradient by ``qkv[T, (Hq + 2 Hkv) D]``, without norms, from those by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D]:
+    queries and keys are rotated back. Grid: (T, head tiles)."""
     token, heads, all_heads, is_query, is_key, is_value = heads_of_token(query_heads, kv_heads, BLOCK_H)
     h = tl.arange(0, HALF)
     in_half = h < D // 2

@@ -1,8 +1,9 @@
-"""One token for each row of logits, without sorting and without asking the host anything.
+"""Samples one token for each row of logits, without sorting and without host synchronization.
 
-A row's settings are read here, and each filter becomes a threshold: a token stays where its logit lies above it, or is equal to it and one of the first
-so many equals by id. Thresholds are found bit by bit in the order of floating-point numbers, with one pass over the row for each bit, and only in
-rows that have that filter. Weights are fp32; their sums are fp64, by blocks of ids in order, or by chunks if no filter is set.
+A row's settings are read here, and each filter becomes a threshold: a token is kept if its logit is above it, or equal to it and among the
+first allowed equals by id. Thresholds are determined bit by bit in the order of floating-point numbers, with one pass over the row for each
+bit, and only in rows that have that filter. Weights are fp32; their sums are fp64, by blocks of ids in order, or by chunks if no filter is
+set.
 """
 
 import triton
@@ -11,21 +12,21 @@ import triton.language as tl
 
 @triton.jit
 def _key(x):
-    """An int64 from 0 upwards that orders as the fp32 ``x`` does; -0 is 0."""
+    """Returns an int64 from 0 upwards with the order of the fp32 ``x``; -0 is 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @triton.jit
 def _number(key):
-    """The fp32 whose ``_key`` is ``key``."""
+    """Returns the fp32 whose ``_key`` is ``key``."""
     bits = (key - 2147483648).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _kept(x, seen, floor, threshold, equals):
-    """Returns which of a block of logits stay, given ``seen`` values equal to the threshold before it, and the number seen after it."""
+    """Returns which of a block of logits are kept, given ``seen`` values equal to the threshold before it, and the number seen after it."""
     key = _key(x)
     is_equal = key == threshold
     place = seen + tl.cumsum(is_equal.to(tl.int32), 0)
@@ -35,7 +36,7 @@ def _kept(x, seen, floor, threshold, equals):
 
 @triton.jit
 def _above(own, width, candidate, largest, temperature, floor, threshold, equals, BLOCK: tl.constexpr):
-    """Of the tokens that stay and whose key is at least ``candidate``: how many, and the sum of their weights."""
+    """Returns, for the kept tokens whose key is at least ``candidate``, their number and the sum of their weights."""
     seen = 0
     count = 0
     weight = tl.full((), 0.0, tl.float64)
@@ -52,7 +53,7 @@ def _above(own, width, candidate, largest, temperature, floor, threshold, equals
 
 @triton.jit
 def _filtered(own, width, uniform, largest, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
-    """The token of a row with filters, and the logarithm of the sum of the weights that stay."""
+    """Returns the token of a row with filters, and the logarithm of the sum of the kept weights."""
     floor = float("-inf")
     if min_p > 0:
         floor = largest + temperature * tl.log(min_p)
@@ -78,7 +79,7 @@ def _filtered(own, width, uniform, largest, temperature, top_k, top_p, min_p, BL
             _, weight = _above(own, width, at_least + step, largest, temperature, floor, threshold, equals, BLOCK)
             at_least = tl.where(weight >= wanted, at_least + step, at_least)
             step = step >> 1
-        # The likeliest token stays, whatever is wanted.
+        # The likeliest token is always kept.
         at_least = tl.minimum(at_least, _key(largest))
         _, before = _above(own, width, at_least + 1, largest, temperature, floor, threshold, equals, BLOCK)
         each = tl.exp(tl.div_rn(_number(at_least) - largest, temperature)).to(tl.float64)
@@ -101,7 +102,7 @@ def _filtered(own, width, uniform, largest, temperature, top_k, top_p, min_p, BL
         weights = tl.where(stays & (at < width), weights, 0.0).to(tl.float64)
         cumulative = weight + tl.cumsum(weights, 0)
         drawn = tl.minimum(drawn, tl.min(tl.where((cumulative > target) & (weights > 0), at, width), 0))
-        # Where rounding carries the target to the very end of the sum.
+        # For rounding that moves the target to the very end of the sum.
         last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0))
         weight += tl.sum(weights, 0)
     return tl.minimum(drawn, last), tl.log(whole)
@@ -112,9 +113,9 @@ def sample(
     logits, temperatures, top_ks, top_ps, min_ps, uniforms, tops, places, sums, tokens, sampling, width, chunks,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A row of ``logits[R, V]`` -> ``tokens[R]`` int64 and the log-probability ``sampling[R]`` fp32 in the distribution it was drawn from. ``tops``, ``places``
-    and ``sums`` [R, chunks] are what ``chunk_sums`` found, the last at the row's temperature: without filters a chunk is drawn first, and only that is
-    read. Grid: (R,). The meaning of the settings is that of ``Kernels.sample_rows``."""
+    """Samples a row of ``logits[R, V]`` -> ``tokens[R]`` int64 and the log-probability ``sampling[R]`` fp32 in the distribution it was
+    drawn from. ``tops``, ``places`` and ``sums`` [R, chunks] are the results of ``chunk_sums``, the last at the row's temperature: without
+    filters a chunk is drawn first, and only that chunk is read. Grid: (R,). The settings have the semantics of ``Kernels.sample_rows``."""
     row = tl.program_id(0)
     own = logits + row.to(tl.int64) * width
     given = tl.load(temperatures + row)
@@ -125,25 +126,25 @@ def sample(
     temperature = tl.where(given == 0, 1.0, given)
     c = tl.arange(0, BLOCK_C)
     held = c < chunks
-    found = row.to(tl.int64) * chunks + c
-    top = tl.load(tops + found, mask=held, other=float("-inf"))
+    at = row.to(tl.int64) * chunks + c
+    top = tl.load(tops + at, mask=held, other=float("-inf"))
     largest = tl.max(top, 0)
     token = tl.full((), 0, tl.int32)
     log_total = tl.full((), 0.0, tl.float64)
     if given == 0:
-        first = tl.load(places + found, mask=held, other=2147483647)
+        first = tl.load(places + at, mask=held, other=2147483647)
         token = tl.min(tl.where(top == largest, first, 2147483647), 0)
     elif (top_p < 1) | (min_p > 0) | ((top_k > 0) & (top_k < width)):
         token, log_total = _filtered(own, width, uniform, largest, temperature, top_k, top_p.to(tl.float64), min_p, BLOCK)
     else:
         distance = tl.where(top == float("-inf"), float("-inf"), top - largest)
         factor = tl.exp(tl.div_rn(distance, temperature + tl.zeros_like(distance))).to(tl.float64)
-        parts = tl.load(sums + found, mask=held, other=0.0).to(tl.float64) * factor
+        parts = tl.load(sums + at, mask=held, other=0.0).to(tl.float64) * factor
         cumulative = tl.cumsum(parts, 0)
         whole = tl.sum(parts, 0)
         log_total = tl.log(whole)
         target = uniform * whole
-        # Where rounding carries the target to the very end of a sum, the last that has weight is drawn.
+        # If rounding moves the target to the very end of a sum, the last token with weight is drawn.
         chunk = tl.min(tl.where((cumulative > target) & (parts > 0), c, BLOCK_C), 0)
         chunk = tl.minimum(chunk, tl.max(tl.where(parts > 0, c, 0), 0))
         rest = target - tl.sum(tl.where(c == chunk, cumulative - parts, 0.0), 0)
@@ -154,7 +155,7 @@ def sample(
         weights = tl.where(at < width, weights, 0.0)
         drawn = tl.min(tl.where((tl.cumsum(weights, 0) > rest) & (weights > 0), at, width), 0)
         token = tl.minimum(drawn, tl.max(tl.where(weights > 0, at, 0), 0))
-    # Where nothing is finite no token is right; the log-probability will say so.
+    # If no logit is finite there is no valid token; the log-probability will show it.
     token = tl.maximum(0, tl.minimum(token, width - 1))
     chosen = tl.load(own + token).to(tl.float32)
     scaled = tl.div_rn(chosen - largest, temperature).to(tl.float64) - log_total
