@@ -22,7 +22,7 @@ from typing import Any
 
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn, wait
-from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, StepPoints, WorkerDied, error_meta, is_result
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.types.errors import UserError
 from tandem.types.wire import Frame
@@ -183,15 +183,14 @@ class Worker:
 def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoint = no_fault) -> None:
     """Answers calls from the descriptor ``channel``, one after the other, until the owner closes it."""
     dump_stack_on_abort()
-    points = StepPoints(fault_point)
-    known = {name: points.around(name, method) for name, method in methods.items()}
+    methods = with_fault_points(methods, fault_point)
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     owner = Channel(connection)
     with contextlib.closing(owner):
         while True:
             try:
-                _answer(owner, known, owner.receive())
+                _answer(owner, methods, owner.receive())
             except (EOFError, OSError, BrokenFrame, _OwnerGone):
                 logger.info("the owner closed the channel")
                 return
