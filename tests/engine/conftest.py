@@ -93,7 +93,7 @@ def ranks() -> Iterator[Callable[..., LLM]]:
     def make(folder: Path, **settings: Any) -> LLM:
         key = f"{folder} {sorted(settings.items())}"
         if key not in made:
-            made[key] = LLM(folder, max_num_seqs=16, max_num_batched_tokens=64, tensor_parallel_size=2, **settings)
+            made[key] = LLM(folder, **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "tensor_parallel_size": 2, **settings})
         return made[key]
 
     yield make
