@@ -161,7 +161,7 @@ def test_doctor_names_the_torch_and_the_cores_that_are_here(command) -> None:
 def test_a_dry_run_prints_the_plan_and_makes_nothing(command, recipe) -> None:
     before = sorted(recipe.parent.iterdir())
     done: Done = command("train", recipe, "--dry-run")
-    assert done.code == 0 and "is in order" in done.out
+    assert done.code == 0 and "is valid" in done.out
     assert all(f"predicted {name}: " in done.out for name in ("trainer", "rollout", "segments", "disk"))
     assert sorted(recipe.parent.iterdir()) == before
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from data_runs import command, rows
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
 from sharded import is_same, tensors_of
 
@@ -32,29 +32,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("data"), "json")
 
 
-def write_recipe(folder: Path, data: Path) -> None:
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
-            }
-        },
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 7},
-        "trainer": {"learning_rate": 3.0e-3, "warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100},
-        "evaluation": {"every_steps": STEPS, "sequences": 5},
-        "checkpoint": {"every_steps": 5, "keep": 2},
-        "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
-        "parallel": {"heartbeat_timeout_s": 2.0},
-    }  # fmt: skip
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+def write_ranks_recipe(folder: Path, data: Path) -> None:
+    write_recipe(
+        folder, data,
+        data={"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "global_batch_size": 7},
+        trainer={"warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100}, evaluation={"every_steps": STEPS, "sequences": 5},
+        checkpoint={"every_steps": 5, "keep": 2}, run={"max_steps": STEPS}, parallel={"heartbeat_timeout_s": 2.0},
+    )  # fmt: skip
 
 
 def run(folder: Path, data: Path, *arguments: str, status: int = 0) -> str:
     """Train in ``folder``/run; what the command printed."""
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     return command("train", "recipe.yaml", "--machine.threads=1", *arguments, status=status, folder=folder)
 
 
@@ -71,7 +60,7 @@ def is_same_run(folder: Path, other: Path) -> bool:
 @pytest.fixture(scope="module")
 def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     before = torch.get_num_threads()
     train(load_config(folder / "recipe.yaml", ["--machine.threads=1"]))
     torch.set_num_threads(before)
