@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_jobs_ranks import data, write_recipe  # noqa: F401 - a fixture too
+from test_jobs_ranks import data, write_ranks_recipe  # noqa: F401 - a fixture too
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
@@ -40,7 +40,7 @@ def test_peak_of_each_stage_is_within_a_quarter_of_the_prediction_and_each_stage
 
 
 def checked(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     recipe = load_config(folder / "recipe.yaml", list(overrides))
     assert isinstance(recipe, PretrainRecipe)
     return check_data_run(recipe)
