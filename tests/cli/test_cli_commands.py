@@ -171,4 +171,4 @@ def test_runs_without_a_name_take_the_next_free_one(recipe) -> None:
     from tandem.jobs.start import _new_directory
 
     config = load_config(recipe)
-    assert [_new_directory(config, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]
+    assert [_new_directory(config.run, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]

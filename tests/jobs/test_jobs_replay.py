@@ -139,7 +139,7 @@ def test_shares_of_two_ranks_are_run_in_one_process_and_their_recorded_step_on_t
     assert status == 0 and "loaded the checkpoint of step 0\nreplaying step 0\n" in said and " equal bit for bit" in said
     status, said = replay(capsys, tmp_path / "run", "--step", "1")
     assert status == 0 and "train: 2 of 2 finite or not as recorded" in said
-    assert "the run has 2 ranks and this is one process" in said and "of rank 0's share" in said
+    assert "the run has 2 ranks and the replay has one process" in said and "of rank 0's share" in said
     (tmp_path / "run/skipped/step-1-share-0-of-2.json").unlink()
     status, said = replay(capsys, tmp_path / "run", "--step", "1")
     assert status == 2 and "of the 2 shares of the saved batch of step 1" in said
