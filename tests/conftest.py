@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent))
+
 if "avx512f" in Path("/proc/cpuinfo").read_text():
     # Triton's interpreter multiplies with numpy: OpenBLAS' kernels of other core types give a row other bits in another batch.
     os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"

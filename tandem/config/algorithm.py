@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 AlgorithmName = Literal["grpo", "dr_grpo", "rloo"]
@@ -81,8 +82,6 @@ class AlgorithmConfig:
                 f"'algorithm.tis_cap' is {self.tis_cap}; "
                 "it must be at least 1, or empty"
             )
-        for name in ("minibatches", "epochs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'algorithm.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one("algorithm", self, "minibatches", "epochs")
         if self.length_constant < 0:
             raise UserError(f"'algorithm.length_constant' is {self.length_constant}; it must be 0 (automatic) or more")

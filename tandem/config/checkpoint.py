@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 
@@ -21,8 +22,6 @@ class CheckpointConfig:
     """Folder or URL to copy each checkpoint to. Empty: none."""
 
     def check(self) -> None:
-        for name in ("every_steps", "keep"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'checkpoint.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one("checkpoint", self, "every_steps", "keep")
         if not 0 <= self.every_minutes < float("inf"):
             raise UserError(f"'checkpoint.every_minutes' is {self.every_minutes}; it must be 0 (off) or more, and finite")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 
@@ -23,9 +24,7 @@ class EvaluationConfig:
     """Number of completions that each evaluation keeps for the report."""
 
     def check(self) -> None:
-        for name in ("every_steps", "prompts", "consecutive", "final_prompts"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'evaluation.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one("evaluation", self, "every_steps", "prompts", "consecutive", "final_prompts")
         if not 0 < self.target_accuracy <= 1:
             raise UserError(f"'evaluation.target_accuracy' is {self.target_accuracy}; it must be above 0 and at most 1")
         if self.examples < 0:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 MOST_LAYERS = 1000
@@ -46,12 +47,10 @@ class NewModelConfig:
     """Width of an expert. 0: `intermediate_size`."""
 
     def check(self) -> None:
-        for name in (
-            "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-            "max_position_embeddings"
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"'model.create.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one(
+            "model.create", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "intermediate_size", "max_position_embeddings",
+        )  # fmt: skip
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"'model.create.num_attention_heads' is {self.num_attention_heads}; it must be a multiple of num_key_value_heads ({self.num_key_value_heads})"

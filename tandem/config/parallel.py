@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.limits import check_at_least_one
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
 
@@ -64,9 +65,7 @@ class ParallelConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid mesh."""
-        for name in AXES:
-            if getattr(self, name) < 1:
-                raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one("parallel", self, *AXES)
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()
@@ -77,8 +76,7 @@ class ParallelConfig:
             raise UserError(f"'parallel.ranks_per_node' is {self.ranks_per_node}; it must be 0 (all) or more")
 
     def _check_pipeline(self) -> None:
-        if self.virtual_stages < 1:
-            raise UserError(f"'parallel.virtual_stages' is {self.virtual_stages}; it must be at least 1")
+        check_at_least_one("parallel", self, "virtual_stages")
         if (self.schedule == "interleaved") != (self.virtual_stages > 1):
             raise UserError(
                 f"'parallel.schedule' is '{self.schedule}' with parallel.virtual_stages {self.virtual_stages}; 'interleaved' needs 2 or more, "

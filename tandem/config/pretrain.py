@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.limits import check_at_least_one
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
@@ -68,9 +69,7 @@ class HeldOutConfig:
     """Number of held-out sequences, or examples, to evaluate."""
 
     def check(self) -> None:
-        for name in ("every_steps", "sequences"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'evaluation.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one("evaluation", self, "every_steps", "sequences")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
@@ -145,8 +146,7 @@ class RewardsConfig:
                 raise UserError(f"two reward functions are named '{label}'; give each a 'name' of its own")
         if self.accuracy_function not in labels:
             raise UserError(f"'rewards.accuracy' is '{self.accuracy}', which is not one of the reward functions: {', '.join(labels)}")
-        if self.workers < 1:
-            raise UserError(f"'rewards.workers' is {self.workers}; it must be at least 1")
+        check_at_least_one("rewards", self, "workers")
         for name in ("deadline_s", "sample_deadline_s", "start_deadline_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"'rewards.{name}' is {getattr(self, name)}; it must be above 0 and finite")

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 
@@ -29,8 +30,7 @@ class RunConfig:
             raise UserError(f"'run.name' is '{self.name}'; use letters, digits, '.', '_', '+' and '-', not starting with a sign")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"'run.seed' is {self.seed}; it must be between 0 and 2^63 - 1")
-        if self.max_steps < 1:
-            raise UserError(f"'run.max_steps' is {self.max_steps}; it must be at least 1")
+        check_at_least_one("run", self, "max_steps")
         if self.max_restarts < 0:
             raise UserError(f"'run.max_restarts' is {self.max_restarts}; it must be 0 (none) or more")
         if self.trace_steps and min(self.trace_steps) < 0:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 
@@ -48,9 +49,7 @@ class SFTConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"'sft.{name}' is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one("sft", self, "steps", "batch_size")
         if not 0 < self.learning_rate < float("inf"):
             raise UserError(f"'sft.learning_rate' is {self.learning_rate}; it must be above 0 and finite")
         if not 0 <= self.warmup_steps < self.steps:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -100,14 +101,12 @@ class TrainerConfig:
             raise UserError(f"'trainer.muon_iterations' is {self.muon_iterations}; it must be between 1 and 20 (5 is usual)")
         if not 0 <= self.min_lr_ratio <= 1:
             raise UserError(f"'trainer.min_lr_ratio' is {self.min_lr_ratio}; it must be between 0 and 1")
-        if self.micro_batch_tokens < 1:
-            raise UserError(f"'trainer.micro_batch_tokens' is {self.micro_batch_tokens}; it must be at least 1")
+        check_at_least_one("trainer", self, "micro_batch_tokens")
         if self.precision != "fp32" and self.dtype != "float32":
             raise UserError(f"'trainer.precision' is '{self.precision}', whose weights are float32; trainer.dtype is '{self.dtype}'")
         if not 1 <= self.loss_scale <= 2**24 or math.frexp(self.loss_scale)[0] != 0.5:
             raise UserError(f"'trainer.loss_scale' is {self.loss_scale}; it must be a power of two from 1 to 2^24")
-        if self.loss_scale_growth_steps < 1:
-            raise UserError(f"'trainer.loss_scale_growth_steps' is {self.loss_scale_growth_steps}; it must be at least 1")
+        check_at_least_one("trainer", self, "loss_scale_growth_steps")
         if self.offload != "none" and self.optimizer != "adamw":
             raise UserError(
                 f"'trainer.offload' is '{self.offload}', which offloads AdamW's moments, and trainer.optimizer is '{self.optimizer}'; set "

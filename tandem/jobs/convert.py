@@ -1,4 +1,4 @@
-"""A model from one layout of files to another, bit for bit."""
+"""Converts a model from one layout of files to another, bit for bit."""
 
 import json
 import shutil
@@ -28,12 +28,12 @@ from tandem.types import RunError, UserError
 Layout = Literal["huggingface", "megatron", "tandem"]
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 INSIDE = "huggingface"
-"""The folder in a Megatron checkpoint that keeps what it has no place for: ``config.json`` and the tokenizer."""
+"""The folder in a Megatron checkpoint for ``config.json`` and the tokenizer, which the format does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A whole model: ``weights`` by Hugging Face name, ``companions`` (config and tokenizer files), the ``step`` it is of."""
+    """A whole model: ``weights`` by Hugging Face name, ``companions`` (config and tokenizer files), and its training ``step``."""
 
     shapes: ModelShapes
     weights: Mapping[str, Tensor]
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """``tensors`` of ``numbers`` went from ``source`` to ``target``."""
+    """A finished conversion of ``tensors`` tensors with ``numbers`` elements from the layout ``source`` to ``target``."""
 
     source: Layout
     target: Layout
@@ -52,24 +52,24 @@ class Converted:
 
 
 def layout_of(folder: Path) -> Layout:
-    """What kind of model ``folder`` holds. Raises ``UserError`` where it is none."""
+    """Returns the layout of the model in ``folder``. Raises ``UserError`` where it is not a model."""
     if not folder.is_dir():
-        raise UserError(f"'{folder}' is no folder; name a model or a checkpoint")
+        raise UserError(f"'{folder}' is not a folder; give a model or a checkpoint")
     if (folder / MANIFEST).is_file():
         return "tandem"
     if (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*")):
         return "megatron"
     if (folder / "config.json").is_file():
         return "huggingface"
-    raise UserError(f"'{folder}' has no {MANIFEST}, no {TRACKER} and no config.json; name a model or a checkpoint")
+    raise UserError(f"'{folder}' has no {MANIFEST}, no {TRACKER} and no config.json; give a model or a checkpoint")
 
 
 def convert(
     source: Path, target: Path, *, of: Layout | None = None, to: Layout, mesh: MegatronMesh | None = None,
     spelling: Spelling = "transformer_engine", config: Path | None = None,
 ) -> Converted:
-    """Write ``source`` in the layout ``to`` as the new folder ``target``, which gets its name when all is written. ``config``: a folder
-    with the ``config.json`` (and tokenizer) that ``source`` lacks. Raises ``UserError`` for what cannot be read or cut so."""
+    """Writes ``source`` in the layout ``to`` as the new folder ``target``, by one atomic rename. ``config``: a folder with the ``config.json``
+    (and tokenizer) that ``source`` lacks. Raises ``UserError`` where ``source`` cannot be read or divided as ``mesh`` says."""
     if target.exists():
         raise UserError(f"'{target}' exists and is not overwritten; choose another folder or remove it")
     of = of or layout_of(source)
@@ -112,7 +112,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 def _from_huggingface(folder: Path, config: Path | None) -> Source:
     shapes = read_shapes(config or folder)
     if read_json((config or folder) / "config.json").get("quantization_config") is not None:
-        raise UserError(f"'{folder}' is quantised, which has no other layout; take the float checkpoint")
+        raise UserError(f"'{folder}' is quantised, which has no other layout; give the unquantized checkpoint")
     given = {name: tensor for name, tensor in read_tensors(folder) if not name.endswith("rotary_emb.inv_freq")}
     if shapes.tie_word_embeddings and torch.equal(
         given.get("lm_head.weight", torch.empty(0)), given.get("model.embed_tokens.weight", torch.empty(0))
@@ -133,7 +133,7 @@ def _from_tandem(folder: Path, config: Path | None) -> Source:
     try:
         manifest, _ = verify(folder)
     except Damaged as error:
-        raise UserError(f"the checkpoint '{folder}' cannot be read: {error}; take another one") from None
+        raise UserError(f"the checkpoint '{folder}' cannot be read: {error}; give another one") from None
     shapes, contents = read_shapes(config or folder), Contents(folder, manifest)
     shards = []
     for key in contents.held:
@@ -145,11 +145,11 @@ def _from_tandem(folder: Path, config: Path | None) -> Source:
 
 
 def _checked(folder: Path, shapes: ModelShapes, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``given`` in the model's own order. Raises ``UserError`` where it is not the model that its config describes."""
+    """Returns ``given`` in the model's order. Raises ``UserError`` where the tensors are not those that its config describes."""
     wanted = dict(parameters(shapes))
     for name in [*wanted, *given]:
         if name not in given or name not in wanted:
-            raise UserError(f"'{folder}' {'lacks' if name in wanted else 'has an unknown'} tensor '{name}'; its config.json is of another model")
+            raise UserError(f"'{folder}' {'lacks' if name in wanted else 'has an unknown'} tensor '{name}'; which does not match its config.json")
         if tuple(given[name].shape) != tuple(wanted[name]):
             raise UserError(f"'{name}' in '{folder}' is {list(given[name].shape)}; its config.json asks for {list(wanted[name])}")
     return {name: given[name] for name in wanted}

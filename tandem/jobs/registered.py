@@ -1,4 +1,4 @@
-"""Committed checkpoints of any job, as versions in the model registry."""
+"""Registers the committed checkpoints of any job as versions in the model registry."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,15 +13,15 @@ from tandem.types import RunError, UserError
 
 
 class Registered:
-    """Enters checkpoints of the run in ``directory`` in the registry that ``recipe`` names, if it names one. A registry that fails costs a
-    line, and no training."""
+    """Registers checkpoints of the run in ``directory`` in the registry of ``recipe``, if it has one. A failing registry gives a message and does
+    not stop the run."""
 
     def __init__(self, recipe: AnyRecipe, directory: Path, journal: Journal, callback: Callback) -> None:
         self._recipe, self._directory, self._journal, self._callback = recipe, directory, journal, callback
         self._registry = open_registry(recipe.registry, create=True) if recipe.registry.is_on else None
 
     def enter(self, step: int, digest: str, metrics: Mapping[str, float]) -> None:
-        """Enter ``checkpoints/step-N``, which has ``digest`` over all of its bytes."""
+        """Registers ``checkpoints/step-N``, whose bytes have ``digest``."""
         if self._registry is None:
             return
         recipe, folder = self._recipe, self._directory / "checkpoints" / f"step-{step}"
@@ -32,18 +32,18 @@ class Registered:
         try:
             self._registry.register(entry)
         except (RunError, UserError) as error:
-            self._callback.message(f"the checkpoint of step {step} is not entered in the registry: {error}")
+            self._callback.message(f"the checkpoint of step {step} was not registered: {error}")
 
     def close(self) -> None:
         if self._registry is not None:
             self._registry.close()
 
     def _evaluated(self, step: int) -> dict[str, float]:
-        """The newest evaluation of each kind up to ``step``."""
+        """Returns the newest evaluation of each kind up to ``step``."""
         names = {"held_out": ("held_out/loss", "loss"), "sampled": ("evaluation/accuracy", "accuracy")}
-        found = {}
+        newest = {}
         for at, kind, result in self._journal.evaluations():
             if kind in names and at <= step:
                 name, key = names[kind]
-                found[name] = float(result[key])
-        return found
+                newest[name] = float(result[key])
+        return newest

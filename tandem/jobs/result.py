@@ -1,4 +1,4 @@
-"""The end of a run of any job: its commands, its report and its result."""
+"""The result of a run of any job, with its report and the commands to try the model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from tandem.runtime.records.journal import Journal
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measurement of the model that a run starts from and of the one that it ends with (``None``: not taken)."""
+    """A measurement of a run's first and last model (``None``: not measured)."""
 
     before: float | None
     after: float | None
@@ -20,9 +20,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """``steps``: optimizer steps taken. ``figures`` by name: ``loss`` in nats a token on the held-out data; ``accuracy``, sampled, before on
-    the held-out prompts of step 0 and after on the final ones; ``greedy_accuracy`` on the final prompts. ``reached``: whether the target
-    holds (``None``: the job has none). ``model``: the trained model's folder. ``commands``: what shows it."""
+    """The result of a run.
+
+    Args:
+        steps: optimizer steps taken.
+        figures: by name: ``loss`` in nats per token on the held-out data; ``accuracy``, sampled, before on the held-out prompts of step 0 and
+            after on the final ones; ``greedy_accuracy`` on the final prompts.
+        model: the trained model's folder.
+        commands: shell commands to try the model.
+        reached: whether the target is reached (``None``: the job has no target).
+    """
 
     directory: Path
     steps: int
@@ -33,12 +40,12 @@ class RunResult:
     reached: bool | None = None
 
     def summary(self) -> str:
-        """Returns what is printed at the end of the run."""
+        """Returns the text that is printed at the end of the run."""
         lines = [self._headline(), f"report: {self.report}", "try the model:", *(f"  {command}" for command in self.commands)]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ``from_json`` reads it back."""
+        """Returns plain data, which ``from_json`` reads."""
         return {**asdict(self), "directory": str(self.directory), "model": str(self.model), "report": str(self.report)}
 
     @classmethod

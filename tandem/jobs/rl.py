@@ -1,4 +1,4 @@
-"""Reinforcement learning in a pod: rollout, inference, train, as the figure draws it."""
+"""The loop of reinforcement learning in a pod: rollout, rewards and inference, training."""
 
 from tandem.jobs.rl_run import RLRun
 from tandem.pod.failures import SidecarDied
@@ -6,9 +6,9 @@ from tandem.pod.pod import Pod
 
 
 def reinforce(pod: Pod, run: RLRun) -> int:
-    """Trains until the target holds or ``run.max_steps`` are done; returns the number of optimizer steps taken.
+    """Trains until the target is reached or ``run.max_steps`` are done; returns the number of optimizer steps taken.
 
-    Any line may be asked for again after a fault: what the journal holds of a step is used, never computed a second time.
+    Any line may run again after a fault: samples, scores and evaluations in the journal are used and never computed again.
     """
     step, last = run.first_step, run.recipe.run.max_steps
     while True:

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning: its prompts, its judge and its rows. The loop (``rl``) asks it for everything but the pod's work."""
+"""A run of reinforcement learning: its prompts, rewards, evaluations and rows. The loop (``rl``) calls it for everything but the pod's work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RLRun(Run):
-    """What the loop needs besides the pod. ``journal``: that of ``records``."""
+    """What the loop needs besides the pod. ``journal``: the one of ``records``."""
 
     recipe: Recipe
     journal: Journal
@@ -35,23 +35,23 @@ class RLRun(Run):
     trigger: CheckpointTrigger
     uploader: "Uploader | None" = None
 
-    # -- samples and scores: what the journal holds is used, never computed a second time ------------------------------
+    # -- samples and scores: those in the journal are used and never computed again ------------------------------------
 
     def samples(self, pod: Pod, step: int) -> list[Sample]:
-        """The samples of ``step``: the journal's, or drawn now and written down before anything else happens."""
-        found = self.journal.samples(step)
-        if found is not None:
-            return found
+        """Returns the samples of ``step`` from the journal, or draws and journals them."""
+        recorded = self.journal.samples(step)
+        if recorded is not None:
+            return recorded
         settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
         drawn = pod.roll_out(step, self.prompts.for_step(step), settings)
         self.journal.commit_samples(step, drawn)
         return drawn
 
     def scores(self, pod: Pod, step: int, samples: Sequence[Sample]) -> list[Score]:
-        """The scores of ``samples``: the journal's, or judged now, while the frozen models make their passes."""
-        found = self.journal.scores(step)
-        if found is not None:
-            return found
+        """Returns the scores of ``samples`` from the journal, or judges the samples during the reference model's pass and journals the scores."""
+        recorded = self.journal.scores(step)
+        if recorded is not None:
+            return recorded
         began = perf_counter()
         judging = self.rewards.submit(samples, self.prompts.for_step(step))
         if self.recipe.algorithm.kl_coef > 0:
@@ -71,12 +71,12 @@ class RLRun(Run):
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def target_holds(self, pod: Pod, step: int) -> bool:
-        """Evaluate where ``step`` is due; whether the run may end here."""
+        """Evaluates if ``step`` is due. Returns whether the target is reached, so that the run may end."""
         settings, sft = self.recipe.evaluation, self.recipe.sft
         if step % settings.every_steps:
             return False
-        found = self.journal.evaluation(step, "sampled")
-        accuracy = found["accuracy"] if found else self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts)).accuracy
+        recorded = self.journal.evaluation(step, "sampled")
+        accuracy = recorded["accuracy"] if recorded else self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts)).accuracy
         if step == 0:
             if self.journal.evaluation(step, "greedy") is None:
                 self.evaluate(pod, step, "greedy", self.prompts.fresh(settings.final_prompts))
@@ -88,14 +88,14 @@ class RLRun(Run):
         return self.target_reached(step)
 
     def target_reached(self, step: int) -> bool:
-        """Whether the last ``consecutive`` sampled evaluations up to ``step`` all reached the target."""
+        """Returns whether the last ``consecutive`` sampled evaluations up to ``step`` all reached the target."""
         settings = self.recipe.evaluation
         last = step - step % settings.every_steps
         recent = [self.journal.evaluation(last - k * settings.every_steps, "sampled") for k in range(settings.consecutive)]
-        return all(found is not None and found["accuracy"] >= settings.target_accuracy for found in recent)
+        return all(each is not None and each["accuracy"] >= settings.target_accuracy for each in recent)
 
     def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:
-        """The final figure on prompts with a fresh seed, sampled and greedy; the sampled one is returned."""
+        """Evaluates sampled and greedy on prompts with a new seed. Returns the sampled evaluation."""
         prompts = self.prompts.fresh(self.recipe.evaluation.final_prompts)
         for kind in ("final_greedy", "final"):
             if self.journal.evaluation(step, kind) is None:
@@ -105,7 +105,7 @@ class RLRun(Run):
         return result
 
     def evaluate(self, pod: Pod, step: int, kind: str, prompts: Sequence[Prompt]) -> EvaluationResult:
-        """One completion for each of ``prompts``, judged; journalled as ``kind``."""
+        """Draws and judges one completion for each of ``prompts``, and journals the evaluation as ``kind``."""
         greedy = kind.endswith("greedy")
 
         def generate(chosen: Sequence[Prompt]) -> list[Sample]:
@@ -118,8 +118,7 @@ class RLRun(Run):
         return result
 
     def checkpoint(self, pod: Pod, step: int) -> None:
-        """Begins the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
-        again."""
+        """Begins the checkpoint of the state after ``step`` steps, once. Flushes earlier rows first, because no resume writes them again."""
         self.records.sync()
         pod.checkpoint(step)
         self.trigger.saved()
@@ -133,7 +132,7 @@ class RLRun(Run):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def write_row(self, pod: Pod, step: int, samples: Sequence[Sample], scores: Sequence[Score], trained: dict[str, float]) -> None:
-        """Writes the row of ``step`` in ``metrics.jsonl``, once."""
+        """Writes the row of ``step`` to ``metrics.jsonl``, once."""
         row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
         row.update(sample_metrics(samples, scores))
         row.update(trained)

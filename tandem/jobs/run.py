@@ -1,4 +1,4 @@
-"""One run of any job: where it is, what it writes down, and how it ends when asked to."""
+"""A run of any job: its folder, its records, and its stop on request."""
 
 import shlex
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from tandem.runtime.records.run_records import Records
 
 @dataclass(kw_only=True)
 class Run:
-    """``first_step``: where its loop begins: 0, or the step of the checkpoint that it resumes from."""
+    """A run of any job. ``first_step``: the first step of its loop: 0, or the step of the checkpoint that it resumes from."""
 
     directory: Path
     records: Records
     first_step: int = 0
 
     def stop(self, step: int) -> NoReturn:
-        """Ends the run at ``step``, which is saved, as SIGTERM or Ctrl-C asked. Raises ``KeyboardInterrupt``."""
+        """Stops the run at ``step``, whose checkpoint is saved, after SIGTERM or Ctrl-C. Raises ``KeyboardInterrupt``."""
         resume = f"tandem resume {shlex.quote(str(self.directory))}"
         self.records.callback.message(f"stopped after step {step}, which is saved: '{resume}' continues")
         raise KeyboardInterrupt

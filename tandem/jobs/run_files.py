@@ -1,4 +1,4 @@
-"""The files of a run of any job: begun, opened, and brought back to the checkpoint that the run continues from."""
+"""The files of a run of any job: creates and opens them, and cuts them to the checkpoint that the run continues from."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from tandem.runtime.records.run_lock import RunLock
 
 
 def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
-    """Writes ``config.yaml`` whole or not at all."""
+    """Writes ``config.yaml`` by one atomic rename."""
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
     fresh = directory / "config.yaml.tmp"
     fresh.write_text(text, encoding="utf-8")
@@ -31,7 +31,7 @@ def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
 
 @contextlib.contextmanager
 def begun(directory: Path, role: str, callback: Callback, max_steps: int, target: float | None = None) -> Iterator[None]:
-    """Holds the run's lock; this process logs as ``role``. ``target``: held-out accuracy that the run trains to, if it does."""
+    """Holds the run's lock and logs as ``role``. ``target``: the held-out accuracy that the run trains to, ``None`` without one."""
     with RunLock(directory):
         setup(role, directory / "logs")
         callback.started(str(directory), max_steps, target)
@@ -40,7 +40,7 @@ def begun(directory: Path, role: str, callback: Callback, max_steps: int, target
 
 @contextlib.contextmanager
 def opened_files(directory: Path, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
-    """The run's journal and its ``metrics.jsonl``, which one process of a run writes."""
+    """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes."""
     with ExitStack() as stack:
         journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=fault_point))
         yield journal, stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
@@ -50,8 +50,8 @@ def continue_from(
     step: int, journal: Journal, metrics: MetricsFile, callback: Callback, *, numerics: dict[str, str | int], shape: MeshShape, device: str,
     journal_loaded: Callable[[], None], resumed: bool,
 ) -> None:
-    """Brings the files to the checkpoint of ``step`` (0: the beginning): what was written after it is cut. ``journal_loaded`` journals a
-    checkpoint that was committed right before a death. Raises ``UserError`` where this machine could not give the same bits."""
+    """Cuts the files to the checkpoint of ``step`` (0: the start). ``journal_loaded`` journals a checkpoint that was committed right before the
+    run died. Raises ``UserError`` where this machine cannot give the same bits."""
     _check_numerics(journal, numerics, shape, device, step, callback)
     if resumed:
         journal.cut_after(step)
@@ -62,7 +62,7 @@ def continue_from(
 
 
 def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, callback: Callback) -> None:
-    """Refuses to continue from ``step`` with other bits, unless the mesh or the device was changed, which changes them by intent."""
+    """Raises ``UserError`` where results from ``step`` on would not be bit-identical, unless the mesh or the device was changed on purpose."""
     saved, mesh = journal.get("numerics"), asdict(shape)
     before, on = journal.get("mesh", asdict(MeshShape())), journal.get("device", "cpu")
     if saved is not None and before == mesh and on == device:

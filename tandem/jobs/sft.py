@@ -1,5 +1,5 @@
-"""Supervised fine-tuning. Its loop is that of ``pretrain``, on examples. This file has the stage that a recipe of reinforcement learning begins
-with: a run of ``sft`` on the task's demonstrations, in a folder of its own, with its own checkpoints."""
+"""The stage of supervised fine-tuning that a recipe of reinforcement learning starts with: a run of ``sft`` (whose loop is ``pretrain``) on the
+task's demonstrations, in a folder of its own, with its own checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +16,11 @@ from tandem.runtime.process.faults import FaultPlan
 
 FOLDER = "sft"
 CHECKPOINT_STEPS = 100
-"""A stage of this size takes a minute where it is worth a checkpoint."""
+"""Steps between checkpoints of the stage."""
 
 
 def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int) -> PretrainRecipe:
-    """The stage of the run in ``directory`` as a recipe of its own. ``model``: the folder that it begins with."""
+    """Returns the recipe of the stage of the run in ``directory``. ``model``: the folder of the model that it starts from."""
     sft = recipe.sft
     assert sft is not None
     trainer = replace(
@@ -42,7 +42,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
 
 
 def run_sft_stage(recipe: PretrainRecipe, folder: Path, callback: Callback, inline: bool, faults: FaultPlan | None) -> Path:
-    """Run ``recipe`` in ``folder``, from its newest checkpoint if there is one, once; the trained model's folder."""
+    """Runs ``recipe`` in ``folder``, from its newest checkpoint if there is one, unless it has ended before. Returns the trained model's folder."""
     model = folder / "model"
     if model.exists():
         return model
@@ -58,7 +58,7 @@ def run_sft_stage(recipe: PretrainRecipe, folder: Path, callback: Callback, inli
 
 
 class _StageCallback(Callback):
-    """Shows the stage as one phase of the run that it belongs to."""
+    """Reports the stage as one phase of its run."""
 
     def __init__(self, callback: Callback, steps: int) -> None:
         self._callback, self._steps = callback, steps

@@ -1,4 +1,4 @@
-"""Begin a run, or go on with one: its directory, its recipe, and which kind of run it is."""
+"""Starts or resumes a run of any job: makes its directory, reads its recipe and chooses the job."""
 
 import contextlib
 import shlex
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, load_config
+from tandem.config.run import RunConfig
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.data_run.supervise import supervise
@@ -23,10 +24,10 @@ def train(
     recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, callback: Callback | None = None,
     faults: FaultPlan | None = None,
 ) -> RunResult:
-    """A new run of ``recipe``. Raises ``UserError`` before any work for what cannot work, ``RunError`` for a run that fails."""
+    """Runs ``recipe`` in a new directory. Raises ``UserError`` before any work where the run cannot work, ``RunError`` where it fails."""
     warnings = [line for line in _check(recipe) if line.startswith("warning: ")]
     check_upload_is_free(recipe.checkpoint)
-    directory = _new_directory(recipe, Path(recipe_path).stem or "run")
+    directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
     write_recipe(recipe, directory)
     callback = callback or Callback()
     for line in warnings:
@@ -35,7 +36,7 @@ def train(
 
 
 def _check(recipe: AnyRecipe) -> list[str]:
-    """Refuse what cannot work; what the run will need, a line a figure."""
+    """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` where the run cannot work."""
     return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
 
 
@@ -43,21 +44,21 @@ def resume(
     run_directory: str | Path, *, inline: bool = False, callback: Callback | None = None, faults: FaultPlan | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
-    """Go on with the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: of the sections ``parallel`` and ``machine``
-    and of what is offloaded, of a run on data, which goes on with them."""
+    """Resumes the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: new values of the sections ``parallel`` and
+    ``machine`` and of the keys ``trainer.offload...``; they are written to the run's recipe."""
     directory = Path(run_directory)
     recipe = read_recipe(directory, overrides)
     if overrides:
-        _check_changed(recipe, overrides)
+        _check_may_change(overrides)
         _check(recipe)
         write_recipe(recipe, directory)
     return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
 
 
-def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:
+def _check_may_change(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.lstrip("-").split("=")[0]
-        # What is offloaded changes no bit.
+        # Offloading does not change results.
         may_change = key.split(".")[0] in ("parallel", "machine") or key.startswith("trainer.offload")
         if not may_change:
             raise UserError(
@@ -67,7 +68,7 @@ def _check_changed(recipe: AnyRecipe, overrides: Sequence[str]) -> None:
 
 
 def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """The recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
+    """Returns the recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
     try:
@@ -81,9 +82,9 @@ def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         ) from None
 
 
-def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
-    """The run's folder, made now: the one named, or the first free one of STEM, STEM-2, STEM-3, ..."""
-    parent, name = Path(recipe.run.directory), recipe.run.name
+def _new_directory(run: RunConfig, stem: str) -> Path:
+    """Makes the run's folder: ``run.name``, or the first free name of STEM, STEM-2, STEM-3, ..."""
+    parent, name = Path(run.directory), run.name
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if name:
@@ -99,7 +100,7 @@ def _new_directory(recipe: AnyRecipe, stem: str) -> Path:
                 return chosen
             number += 1
     except OSError as error:
-        raise UserError(f"'run.directory' is '{parent}', where no folder can be made: {error.strerror}") from None
+        raise UserError(f"'run.directory' is '{parent}', where a folder cannot be made: {error.strerror}") from None
 
 
 def _execute(
@@ -110,7 +111,7 @@ def _execute(
             raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
-        # It trains in this process; a pod's controller needs no torch.
+        # It needs torch, which a pod's controller runs without.
         from tandem.jobs.data_run.start_data import execute_data_run
 
         return execute_data_run(recipe, directory, callback, resumed)
@@ -118,5 +119,5 @@ def _execute(
 
 
 def dry_run(recipe: AnyRecipe, recipe_path: str | Path) -> str:
-    """What ``train`` would do, after every check that needs no work."""
-    return "\n".join([f"recipe {recipe_path} is in order", *_check(recipe)])
+    """Returns what the run will need, after every check of ``train`` that needs no work."""
+    return "\n".join([f"recipe {recipe_path} is valid", *_check(recipe)])

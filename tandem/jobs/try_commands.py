@@ -1,4 +1,4 @@
-"""Commands that show what a model has learned."""
+"""Shell commands to try a trained model."""
 
 import os
 import shlex
@@ -9,7 +9,7 @@ from tandem.text.tokenizer import Tokenizer
 
 
 def data_commands(model: Path, example: Piece | None) -> tuple[str, ...]:
-    """Completes a text; where the model was taught by examples, answers ``example``."""
+    """Returns the command that completes a text or, for a model trained on examples, answers ``example``."""
     if example is None:
         return (f'tandem generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64',)
     prompt = shell_word(taught_prompt(example, model))
@@ -17,7 +17,7 @@ def data_commands(model: Path, example: Piece | None) -> tuple[str, ...]:
 
 
 def task_commands(model: Path, prompt: str) -> tuple[str, ...]:
-    """Answers ``prompt`` of the run's task, and measures ``model`` on it."""
+    """Returns the commands that answer ``prompt`` of the run's task, and evaluate ``model`` on the task."""
     return (
         f"tandem generate {shlex.quote(str(model))} --prompt {shell_word(prompt)} --temperature 0",
         f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
@@ -25,8 +25,8 @@ def task_commands(model: Path, prompt: str) -> tuple[str, ...]:
 
 
 def taught_prompt(example: Piece, folder: Path) -> str:
-    """What ``tandem generate`` must be given so that the model in ``folder`` reads the tokens before the first learned one; a general
-    question where no text gives just those tokens."""
+    """Returns the prompt whose tokens are those of ``example`` before the first learned one, for ``tandem generate`` with the model in
+    ``folder``; a general question where no text has just those tokens."""
     tokenizer = Tokenizer.from_folder(folder)
     learned = [1] * len(example.tokens) if example.learned is None else list(example.learned)
     asked = list(example.tokens[: learned.index(1)])
@@ -38,7 +38,7 @@ def taught_prompt(example: Piece, folder: Path) -> str:
 
 
 def shell_word(text: str) -> str:
-    """``text`` as one word of one line of a shell's command."""
+    """Returns ``text`` quoted as one word on one line of a shell command."""
     if "\n" not in text:
         return shlex.quote(text)
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.serving.app import make_app
 from tandem.serving.engines.pool import Pool
@@ -19,7 +20,6 @@ from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import UserError
 
 _BACKLOG = 2048
 
@@ -29,30 +29,13 @@ def run_server(settings: ServerSettings) -> int:
     model or the port cannot be used."""
     settings.check()
     tokenizer = Tokenizer.from_folder(Path(settings.engine.model))
-    listener = listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port, backlog=_BACKLOG)
     _raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
     state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names))
     with listener:
         return asyncio.run(_serve(state, listener))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ``UserError`` where the address cannot be taken."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError):
-        raise UserError(f"host '{host}' is not an address of this machine; 127.0.0.1 and 0.0.0.0 always are") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise UserError(f"port {port} on {host} cannot be taken ({error.strerror}); choose a free one with --port, or 0 for any") from None
-    return listener
 
 
 class _Server(uvicorn.Server):

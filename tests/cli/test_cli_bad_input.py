@@ -173,7 +173,7 @@ def test_wrong_answers_that_a_task_cannot_make_are_refused_before_the_run(comman
 def test_a_folder_that_is_no_model_is_refused(command, recipe, model, tmp_path) -> None:
     broken = tmp_path / "no model"
     given = ("train", recipe, *NO_MODEL, f"--model.path={broken}")
-    assert "which is no folder" in command(*given).refusal()
+    assert "which is not a folder" in command(*given).refusal()
     broken.mkdir()
     assert "config.json" in command(*given).refusal()
     shutil.copytree(model, broken, dirs_exist_ok=True)
@@ -239,12 +239,12 @@ def test_a_run_name_that_exists_is_refused_and_nothing_in_it_changes(command, re
 def test_a_run_directory_that_is_a_file_or_below_one_is_refused(command, recipe, tmp_path) -> None:
     (tmp_path / "file").write_text("precious")
     for directory in ("file", "file/below"):
-        assert "no folder can be made" in command("train", recipe, f"--run.directory={tmp_path / directory}").refusal()
+        assert "a folder cannot be made" in command("train", recipe, f"--run.directory={tmp_path / directory}").refusal()
     assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_a_run_directory_in_which_nothing_can_be_written_is_refused(command, recipe) -> None:
-    assert "no folder can be made" in command("train", recipe, "--run.directory=/proc/runs").refusal()
+    assert "a folder cannot be made" in command("train", recipe, "--run.directory=/proc/runs").refusal()
 
 
 def test_the_real_command_refuses_as_the_function_does(recipe) -> None:

@@ -161,7 +161,7 @@ def test_doctor_names_the_torch_and_the_cores_that_are_here(command) -> None:
 def test_a_dry_run_prints_the_plan_and_makes_nothing(command, recipe) -> None:
     before = sorted(recipe.parent.iterdir())
     done: Done = command("train", recipe, "--dry-run")
-    assert done.code == 0 and "is in order" in done.out
+    assert done.code == 0 and "is valid" in done.out
     assert all(f"predicted {name}: " in done.out for name in ("trainer", "rollout", "segments", "disk"))
     assert sorted(recipe.parent.iterdir()) == before
 
@@ -171,4 +171,4 @@ def test_runs_without_a_name_take_the_next_free_one(recipe) -> None:
     from tandem.jobs.start import _new_directory
 
     config = load_config(recipe)
-    assert [_new_directory(config, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]
+    assert [_new_directory(config.run, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]

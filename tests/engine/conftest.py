@@ -1,6 +1,7 @@
 """Tiny random models, in folders as Hugging Face writes them."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
 
+sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
@@ -81,3 +83,19 @@ def make_llm(make_folder: Callable[..., Path]) -> Callable[..., LLM]:
         return LLM(make_folder(architecture, weights), **settings)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., LLM]]:
+    """``ranks(folder, **engine settings)``: an engine of two tensor-parallel ranks, the same for the same arguments."""
+    made: dict[str, LLM] = {}
+
+    def make(folder: Path, **settings: Any) -> LLM:
+        key = f"{folder} {sorted(settings.items())}"
+        if key not in made:
+            made[key] = LLM(folder, **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "tensor_parallel_size": 2, **settings})
+        return made[key]
+
+    yield make
+    for llm in made.values():
+        llm.close()

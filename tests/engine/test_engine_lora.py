@@ -1,14 +1,12 @@
 """Adapters per request: each does what merged weights do, alone or among others, and never meets another's blocks."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from lora_adapters import write_merged
 
 from tandem import LLM, LoRARequest, SamplingParams
 from tandem.types import UserError
@@ -17,36 +15,15 @@ PROMPTS = ["sort 4 1 9 2", "a prompt of 16 ch", "the quick brown fox jumps over 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(n=2, max_tokens=40, seed=3, ignore_eos=True)
 SIZES = {"q_proj": (64, 32), "v_proj": (32, 32), "o_proj": (32, 64), "up_proj": (48, 32), "down_proj": (32, 48)}
-SCALE = 2.0
 
 
-def write_adapter(folder: Path, seed: int, rank: int = 3) -> LoRARequest:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(2):
-        for module, (rows, columns) in SIZES.items():
-            at = f"base_model.model.model.layers.{layer}.{'mlp' if columns == 48 or rows == 48 else 'self_attn'}.{module}"
-            tensors[f"{at}.lora_A.weight"] = 0.3 * torch.randn(rank, columns, generator=generator)
-            tensors[f"{at}.lora_B.weight"] = 0.3 * torch.randn(rows, rank, generator=generator)
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": SCALE * rank, "target_modules": list(SIZES), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest(folder.name, int(folder.name[-1]), str(folder))
+def make_adapter(folder: Path, seed: int, rank: int = 3) -> LoRARequest:
+    return LoRARequest(folder.name, int(folder.name[-1]), str(make_adapter(folder, SIZES, seed, rank)))
 
 
 def merged(base: Path, adapter: LoRARequest, to: Path) -> LLM:
     """An engine of the base model's weights with the adapter's changes added to them."""
-    weights, changes = load_file(base / "model.safetensors"), load_file(Path(adapter.lora_path) / "adapter_model.safetensors")
-    for name in [name for name in changes if ".lora_A." in name]:
-        change = SCALE * changes[name.replace("lora_A", "lora_B")].double() @ changes[name].double()
-        target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-        weights[target] = (weights[target].double() + change).float()
-    to.mkdir()
-    for file in base.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    save_file(weights, to / "model.safetensors", {"format": "pt"})
-    return LLM(to, max_num_seqs=16, max_num_batched_tokens=64)
+    return LLM(write_merged(base, Path(adapter.lora_path), to), max_num_seqs=16, max_num_batched_tokens=64)
 
 
 @pytest.fixture
@@ -56,7 +33,7 @@ def lora_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
 
 @pytest.fixture
 def adapters(tmp_path: Path) -> list[LoRARequest]:
-    return [write_adapter(tmp_path / f"adapter-{i}", i) for i in (1, 2)]
+    return [make_adapter(tmp_path / f"adapter-{i}", i) for i in (1, 2)]
 
 
 def run(llm: LLM, prompts: list[str], adapters: Any, params: SamplingParams = SAMPLED, **more: Any) -> list[Any]:
@@ -103,7 +80,7 @@ def test_an_updated_adapter_reaches_the_engine_and_meets_no_old_block(lora_llm, 
     run(llm, PROMPTS, adapter, GREEDY)
     assert [answer.num_cached_tokens for answer in llm.generate(PROMPTS, GREEDY, lora_request=adapter)] == [0, 16, 32, 0]
     before = llm.engine.list_loras()
-    write_adapter(Path(adapter.lora_path), 77)
+    make_adapter(Path(adapter.lora_path), 77)
     answers = llm.generate(PROMPTS, GREEDY, lora_request=adapter)
     assert [answer.num_cached_tokens for answer in answers] == [0, 0, 0, 0]
     assert llm.engine.list_loras().keys() == before.keys() and llm.engine.list_loras() != before
@@ -125,7 +102,7 @@ def test_a_request_under_way_goes_on_with_the_new_content(lora_llm, adapters, tm
     engine.add_request("a", prompt, GREEDY, lora_request=adapter)
     for _ in range(10):
         engine.step()
-    write_adapter(Path(adapter.lora_path), 78)
+    make_adapter(Path(adapter.lora_path), 78)
     engine.add_lora(adapter)
     answers: list[Any] = []
     while not answers:
@@ -146,7 +123,7 @@ def test_the_adapter_used_least_recently_makes_room(lora_llm, adapters, tmp_path
     first = run(llm, PROMPTS, adapters[0], GREEDY)
     run(llm, PROMPTS, adapters[1], GREEDY)
     run(llm, PROMPTS[:1], adapters[0], GREEDY)
-    third = write_adapter(tmp_path / "adapter-3", 3)
+    third = make_adapter(tmp_path / "adapter-3", 3)
     run(llm, PROMPTS, third, GREEDY)
     assert set(llm.engine.list_loras()) == {"adapter-1", "adapter-3"}
     assert run(llm, PROMPTS, adapters[0], GREEDY) == first
@@ -156,13 +133,13 @@ def test_what_cannot_be_served_is_one_clear_line(lora_llm, make_llm, adapters, t
     llm = lora_llm()
     with pytest.raises(UserError, match="start it with enable_lora=True"):
         run(make_llm(), PROMPTS, adapters[0])
-    third = write_adapter(tmp_path / "adapter-3", 3)
+    third = make_adapter(tmp_path / "adapter-3", 3)
     with pytest.raises(UserError, match="3 adapters; this engine holds 2: raise max_loras"):
         run(llm, PROMPTS, [*adapters, third, None])
     with pytest.raises(UserError, match="2 entries for 4 prompts"):
         run(llm, PROMPTS, adapters)
     with pytest.raises(UserError, match="rank 9; this engine allows at most 4; raise max_lora_rank"):
-        run(llm, PROMPTS, write_adapter(tmp_path / "adapter-9", 3, rank=9))
+        run(llm, PROMPTS, make_adapter(tmp_path / "adapter-9", 3, rank=9))
     run(llm, PROMPTS, adapters[0])
     with pytest.raises(UserError, match="give each adapter one name and one id"):
         run(llm, PROMPTS, LoRARequest("other", 1, adapters[0].lora_path))
@@ -180,7 +157,7 @@ def test_an_adapter_in_use_is_neither_removed_nor_evicted(lora_llm, adapters, tm
     with pytest.raises(UserError, match="used by in-flight requests"):
         engine.remove_lora("adapter-1")
     with pytest.raises(UserError, match="'adapter-3' has no free slot: 2 adapters are in use"):
-        engine.add_lora(write_adapter(tmp_path / "adapter-3", 3))
+        engine.add_lora(make_adapter(tmp_path / "adapter-3", 3))
     while engine.has_unfinished_requests:
         engine.step()
     engine.remove_lora("adapter-1")
@@ -194,7 +171,7 @@ def test_adapters_reach_every_rank(lora_llm, adapters, deterministic) -> None:
     one, asked = lora_llm(), [adapters[0], None, adapters[1], adapters[0]]
     with contextlib.closing(lora_llm(tensor_parallel_size=2, deterministic=deterministic)) as two:
         for seed in (1, 79):
-            write_adapter(Path(adapters[0].lora_path), seed)
+            make_adapter(Path(adapters[0].lora_path), seed)
             ours, theirs = (run(llm, PROMPTS, asked) for llm in (two, one))
             assert (ours == theirs) is deterministic
             pairs = [pair for mine, other in zip(ours, theirs, strict=True) for pair in zip(mine, other, strict=True)]

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from scheduler_bench import SchedulerBench
 
-from tandem.engine.core.lifecycle import State, Transition, move
+from tandem.engine.core.lifecycle import State, Transition
 from tandem.engine.core.preemption import PreemptionCostMeter, PreemptionCosts, PreemptionPolicy
 from tandem.engine.core.request import Request, Sequence
-from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
+from tandem.engine.core.scheduler import SchedulerConfig
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -20,8 +21,8 @@ from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 
 
-class Bench:
-    """A scheduler with ``blocks`` blocks and ``host`` ones in host memory; every decoding row draws token 7 in every step."""
+class Bench(SchedulerBench):
+    """A scheduler with ``blocks`` blocks and ``host`` ones in host memory."""
 
     def __init__(
         self, blocks: int, host: int = 0, seqs: int = 4, budget: int = 64, cache: bool = False, costs: PreemptionCosts | None = None,
@@ -29,9 +30,7 @@ class Bench:
     ) -> None:
         kv_cache = KVCacheManager(blocks, enable_prefix_caching=cache, num_host_blocks=host)
         policy = PreemptionPolicy("auto" if costs else "swap" if host else "recompute", lambda: costs)
-        self.scheduler = Scheduler(SchedulerConfig(seqs, budget, watermark_blocks=watermark), kv_cache, self.read_back, policy)
-        self.drawn: dict[Sequence, int] = {}
-        self.arrivals = 0
+        super().__init__(SchedulerConfig(seqs, budget, watermark_blocks=watermark), kv_cache, policy)
 
     def add(self, name: str, length: int, priority: int = 0, longest: int = 96) -> Sequence:
         tokens = [100 * self.arrivals + i for i in range(length)]
@@ -40,22 +39,6 @@ class Bench:
         sequence = Sequence(request, 0, 0)
         self.scheduler.add_group([sequence])
         return sequence
-
-    def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        for row in output.decode_rows + tuple(row for chunk in output.prefills for row in chunk.rows):
-            sequence = self.scheduler.running.by_row[row]
-            self.drawn[sequence] = self.drawn.get(sequence, 0) + 1
-        return output
-
-    def read_back(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            sequence.token_ids += [7] * self.drawn.pop(sequence, 0)
-
-    def finish(self, *sequences: Sequence) -> None:
-        self.scheduler.finish(sequences)
-        for sequence in sequences:
-            move(sequence, Transition.STOP, self.scheduler.counts)
 
     def until_preempted(self) -> SchedulerOutput:
         while not (output := self.step()).preempted:

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,6 @@ from tandem.types import RunError, UserError, WeightVersion
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), list(range(39)), [7] * 16)]
 PARAMS = SamplingParams(n=3, max_tokens=40, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[..., LLM]]:
-    """``ranks(folder, **settings)``: an engine of two ranks, the same for the same arguments."""
-    made: dict[str, LLM] = {}
-
-    def make(folder: Path, **settings: Any) -> LLM:
-        key = f"{folder} {sorted(settings.items())}"
-        if key not in made:
-            made[key] = start(folder, **settings)
-        return made[key]
-
-    yield make
-    for llm in made.values():
-        llm.close()
 
 
 def start(folder: Path, **settings: Any) -> LLM:

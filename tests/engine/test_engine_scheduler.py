@@ -3,24 +3,20 @@
 import random
 
 import pytest
+from scheduler_bench import SchedulerBench
 
-from tandem.engine.core.lifecycle import Transition, move
 from tandem.engine.core.request import Request, Sequence
-from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
+from tandem.engine.core.scheduler import SchedulerConfig
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
 
 
-class Bench:
-    """A scheduler and what an engine would do around it: every decoding row draws token 7 in every step."""
-
+class Bench(SchedulerBench):
     def __init__(self, seqs: int = 4, budget: int = 16, blocks: int = 16, chunked: bool = True, cache: bool = True) -> None:
         config = SchedulerConfig(seqs, budget, "chunked" if chunked else "continuous")
-        self.scheduler = Scheduler(config, KVCacheManager(blocks, enable_prefix_caching=cache), self.read_back)
-        self.arrivals = 0
-        self.drawn: dict[Sequence, int] = {}
+        super().__init__(config, KVCacheManager(blocks, enable_prefix_caching=cache))
 
     def add(self, name: str, length: int, n: int = 1, priority: int = 0, first_token: int = 0) -> list[Sequence]:
         tokens = list(range(first_token, first_token + length))
@@ -29,22 +25,6 @@ class Bench:
         sequences = [Sequence(request, i, 0) for i in range(n)]
         self.scheduler.add_group(sequences)
         return sequences
-
-    def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        for row in output.decode_rows + tuple(row for chunk in output.prefills for row in chunk.rows):
-            sequence = self.scheduler.running.by_row[row]
-            self.drawn[sequence] = self.drawn.get(sequence, 0) + 1
-        return output
-
-    def read_back(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            sequence.token_ids += [7] * self.drawn.pop(sequence, 0)
-
-    def finish(self, *sequences: Sequence) -> None:
-        self.scheduler.finish(sequences)
-        for sequence in sequences:
-            move(sequence, Transition.STOP, self.scheduler.counts)
 
 
 def chunks(output: SchedulerOutput) -> list[tuple[str, int, int, tuple[int, ...]]]:

@@ -1,7 +1,7 @@
 """Published weights reach an engine of one or of several tensor-parallel ranks, each of which reads its own slices: all ranks or none."""
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,21 +68,6 @@ def published(tmp_path: Path) -> Iterator[Published]:
     made.store.close()
     made.writer.close()
     made.buffers.close()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[..., LLM]]:
-    made: dict[str, LLM] = {}
-
-    def make(folder: Path, **settings: Any) -> LLM:
-        key = f"{folder} {sorted(settings.items())}"
-        if key not in made:
-            made[key] = LLM(folder, max_num_seqs=16, max_num_batched_tokens=64, tensor_parallel_size=2, **settings)
-        return made[key]
-
-    yield make
-    for llm in made.values():
-        llm.close()
 
 
 def generate(llm: LLM) -> list[Any]:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
@@ -85,22 +85,11 @@ class Heard(Callback):
 def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replayed_there(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = make_datasets(tmp_path / "data", "json")
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64,
-            }
-        },
-        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "global_batch_size": 4},
-        "checkpoint": {"every_steps": 2, "keep": 3},
-        "run": {"max_steps": 4, "name": "run", "directory": str(tmp_path)},
-        "machine": {"threads": 1},
-    }  # fmt: skip
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train(load_config(tmp_path / "recipe.yaml"))
+    recipe = write_recipe(
+        tmp_path, data, data={"train": [{"path": str(data / "json")}], "global_batch_size": 4}, checkpoint={"every_steps": 2, "keep": 3},
+        run={"max_steps": 4},
+    )  # fmt: skip
+    train(load_config(recipe))
     run = tmp_path / "run"
     assert all(row["perf/model_tflops"] > 0 and "perf/mfu" not in row for row in read_rows(run / "metrics.jsonl"))
     with Journal(run / "journal.sqlite") as journal:

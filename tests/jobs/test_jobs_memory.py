@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_jobs_ranks import data, write_recipe  # noqa: F401 - a fixture too
+from test_jobs_ranks import data, write_ranks_recipe  # noqa: F401 - a fixture too
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
@@ -40,7 +40,7 @@ def test_peak_of_each_stage_is_within_a_quarter_of_the_prediction_and_each_stage
 
 
 def checked(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     recipe = load_config(folder / "recipe.yaml", list(overrides))
     assert isinstance(recipe, PretrainRecipe)
     return check_data_run(recipe)
@@ -50,7 +50,7 @@ def test_every_rank_that_starts_on_this_machine_is_counted_whatever_ranks_per_no
     four = ("parallel.data=4", "parallel.ranks_per_node=1")
     # One rank takes some 0.4 GiB, the process itself.
     checked(tmp_path, data, "machine.memory_gib=1.0")
-    with pytest.raises(RunError, match=r"for the 4 ranks that start on this machine and may take 1\.00") as caught:
+    with pytest.raises(RunError, match=r"for the 4 ranks that start on this machine and 1\.00 GiB are available") as caught:
         checked(tmp_path, data, *four, "machine.memory_gib=1.0")
     assert len(str(caught.value).splitlines()) == 1
     (line,) = [line for line in checked(tmp_path, data, *four, "machine.memory_gib=4") if line.startswith("predicted memory")]

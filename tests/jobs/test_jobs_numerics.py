@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from data_runs import rows
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
@@ -37,24 +37,12 @@ class Heard(Callback):
 
 
 def begin(data: Path, directory: Path, *overrides: str, callback: Callback | None = None) -> Path:
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 64, "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 64, "initializer_range": 0.1,
-            }
-        },
-        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "global_batch_size": 4},
-        "trainer": {"learning_rate": 3.0e-3, "micro_batch_tokens": 100},
-        "checkpoint": {"every_steps": 3, "keep": 3},
-        "run": {"max_steps": 7, "seed": 3, "directory": str(directory), "name": "run"},
-        "machine": {"threads": 1},
-    }  # fmt: skip
-    directory.mkdir(exist_ok=True)
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train(load_config(directory / "recipe.yaml", list(overrides)), callback=callback)
+    recipe = write_recipe(
+        directory, data, create={"hidden_size": 64, "head_dim": 32, "intermediate_size": 96},
+        data={"train": [{"path": str(data / "train")}], "global_batch_size": 4}, trainer={"micro_batch_tokens": 100},
+        checkpoint={"every_steps": 3, "keep": 3}, run={"max_steps": 7},
+    )  # fmt: skip
+    train(load_config(recipe, list(overrides)), callback=callback)
     return directory / "run"
 
 
@@ -150,7 +138,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
         return str(caught.value)
 
     # fp32 weights, gradients and two moments of 0.1M numbers, activations beside them: some megabytes.
-    assert "trainer.optimizer adamw8bit or trainer.offload nvme" in refused("machine.memory_gib=0.0015")
+    assert "trainer.optimizer to adamw8bit or trainer.offload to nvme" in refused("machine.memory_gib=0.0015")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**23 if Path(folder) == tmp_path else 2**10))
     assert "lower checkpoint.keep or set run.directory" in refused("checkpoint.keep=50")
@@ -160,9 +148,9 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
 def test_run_whose_steps_are_left_out_ends_with_a_report(data: Path, tmp_path: Path) -> None:
     heard = Heard()
     run = begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=100", "trainer.offload=cpu", callback=heard)
-    assert "offload cpu changes nothing here" in heard.said[0]
+    assert "trainer.offload cpu has no effect on the CPU" in heard.said[0]
     found = rows(run)
-    assert sum("it is left out (" in said for said in heard.said) == 6
+    assert sum("it is skipped (" in said for said in heard.said) == 6
     assert [row.get("train/skipped_steps") for row in found] == [None, 1, 2, 3, 4, 5, 6]
     assert "<h2>Loss</h2>" in (run / "report.html").read_text()
 

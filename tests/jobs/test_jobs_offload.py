@@ -80,7 +80,7 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     (tmp_path / "away").mkdir()
     with pytest.raises(RunError, match=r"make room, or name another 'trainer\.offload_folder'"):
         lines(*large, *PAGED, away)
-    with pytest.raises(RunError, match=r"trainer\.offload_parameters and trainer\.offload_activations nvme") as caught:
+    with pytest.raises(RunError, match=r"trainer\.offload_parameters and trainer\.offload_activations to nvme") as caught:
         lines(*large, "machine.memory_gib=0.7")
     assert len(str(caught.value).splitlines()) == 1
     lines(*large, *PAGED, "machine.memory_gib=0.7")

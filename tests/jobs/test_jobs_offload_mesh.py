@@ -17,7 +17,7 @@ from test_jobs_ranks import (  # noqa: F401 - fixtures too
     one,
     recoveries,
     run,
-    write_recipe,
+    write_ranks_recipe,
 )
 
 from tandem.config.pretrain import PretrainRecipe
@@ -90,7 +90,7 @@ def resident(
 ) -> tuple[int, int]:
     """(bytes that the first rank has after two steps, those that are predicted besides the process itself)."""
     folder.mkdir()
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     content = yaml.safe_load((folder / "recipe.yaml").read_text())
     # Made by nobody here: what is freed is kept.
     recipe = content | {"model": {"path": str(start)}, "data": content["data"] | {"held_out": ""}}
@@ -106,7 +106,7 @@ def resident(
 
 @pytest.mark.full
 def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp_path: Path) -> None:  # noqa: F811
-    write_recipe(tmp_path, data)
+    write_ranks_recipe(tmp_path, data)
     recipe = load_config(tmp_path / "recipe.yaml", [f"--model.create.{name}={value}" for name, value in WIDTHS.items()])
     assert isinstance(recipe, PretrainRecipe) and recipe.model.create is not None
     create_model(recipe.model.create, 3, tmp_path / "start")
@@ -126,7 +126,7 @@ def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp
 
 
 def lines(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F811
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     return check_data_run(load_config(folder / "recipe.yaml", list(overrides)))  # type: ignore[arg-type]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from data_runs import command, rows
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 from sharded import is_same, tensors_of
 
 from tandem.config.recipe import load_config
@@ -24,30 +24,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("data"), "json", vocabulary=301)
 
 
-def write_recipe(folder: Path, data: Path, optimizer: str, **create: Any) -> Path:
-    model = {
-        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1, **create,
-    }  # fmt: skip
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {"create": model},
-        "data": {"train": [{"path": str(data / "json")}], "sequence_length": 48, "global_batch_size": 6},
-        "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "optimizer": optimizer},
-        "checkpoint": {"every_steps": 3, "keep": 9, "asynchronous": False},
-        "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
-        "machine": {"threads": 1},
-    }
-    folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
+def write_optimizer_recipe(folder: Path, data: Path, optimizer: str, **create: Any) -> Path:
+    return write_recipe(
+        folder, data, create={"num_attention_heads": 4, "num_key_value_heads": 2, **create},
+        data={"train": [{"path": str(data / "json")}], "global_batch_size": 6}, trainer={"weight_decay": 0.1, "optimizer": optimizer},
+        checkpoint={"every_steps": 3, "keep": 9, "asynchronous": False}, run={"max_steps": STEPS},
+    )  # fmt: skip
 
 
 def alone(folder: Path, data: Path, optimizer: str, **create: Any) -> Path:
     """The run in one process, this one."""
     before = torch.get_num_threads()
-    train(load_config(write_recipe(folder, data, optimizer, **create)))
+    train(load_config(write_optimizer_recipe(folder, data, optimizer, **create)))
     torch.set_num_threads(before)
     return folder
 
@@ -62,7 +50,7 @@ def check_curve(folder: Path, other: Path, close: float) -> None:
 
 def test_muon_on_tensor_ranks_has_the_curve_of_one_process(data: Path, tmp_path: Path) -> None:
     one = alone(tmp_path / "one", data, "muon")
-    command("train", str(write_recipe(tmp_path / "ranks", data, "muon")), "--parallel.tensor=2")
+    command("train", str(write_optimizer_recipe(tmp_path / "ranks", data, "muon")), "--parallel.tensor=2")
     check_curve(tmp_path / "ranks", one, 2e-5)
     ours, theirs = (tensors_of(tmp_path / name / "run" / "checkpoints" / f"step-{STEPS}") for name in ("ranks", "one"))
     assert ours.keys() == theirs.keys() and any(name.startswith("momentum/") for name in theirs)
@@ -83,7 +71,7 @@ def test_muon_on_tensor_ranks_has_the_curve_of_one_process(data: Path, tmp_path:
 )
 def test_every_mesh_has_the_curve_of_one_process(optimizer: str, mesh: tuple[str, ...], create: Any, data: Path, tmp_path: Path) -> None:
     one = alone(tmp_path / "one", data, optimizer, **create)
-    command("train", str(write_recipe(tmp_path / "ranks", data, optimizer, **create)), *mesh)
+    command("train", str(write_optimizer_recipe(tmp_path / "ranks", data, optimizer, **create)), *mesh)
     # A code is another where the last bit of a moment is.
     check_curve(tmp_path / "ranks", one, 2e-5 if optimizer == "muon" else 1e-4)
 
@@ -92,7 +80,7 @@ def test_every_mesh_has_the_curve_of_one_process(optimizer: str, mesh: tuple[str
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_killed_rank_leaves_the_same_bits_and_one_process_goes_on_from_four(optimizer: str, data: Path, tmp_path: Path) -> None:
     for name, fault in (("whole", ()), ("killed", ("--fault=rank2:before:train:4",)), ("cut", ("--fault=rank2:before:train:4", "--run.max_restarts=0"))):
-        recipe = write_recipe(tmp_path / name, data, optimizer)
+        recipe = write_optimizer_recipe(tmp_path / name, data, optimizer)
         command("train", str(recipe), *FOUR, "--parallel.zero=2", *fault, status=int(name == "cut"))
     whole, killed, cut = (tmp_path / name for name in ("whole", "killed", "cut"))
     assert rows(killed / "run") == rows(whole / "run") and is_same(killed / "run/checkpoints/step-6", whole / "run/checkpoints/step-6")

@@ -5,12 +5,11 @@ import subprocess
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
 from sharded import tensors_of
 
@@ -25,24 +24,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, data: Path, *arguments: str) -> tuple[int, str, str]:
-    sections: dict[str, Any] = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 5,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
-            }
-        },
-        "data": {"train": [{"path": str(data / "train")}], "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 8},
-        "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "micro_batch_tokens": 100},
-        "evaluation": {"every_steps": STEPS, "sequences": 4},
-        "checkpoint": {"every_steps": 2, "keep": 9},
-        "run": {"max_steps": STEPS, "seed": 3, "trace_steps": [1], "directory": str(folder), "name": "run"},
-        "machine": {"threads": 1},
-    }  # fmt: skip
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
-    return command("train", str(folder / "recipe.yaml"), *arguments)
+    recipe = write_recipe(
+        folder, data, create={"num_hidden_layers": 5, "num_key_value_heads": 2},
+        data={"train": [{"path": str(data / "train")}], "held_out": str(data / "held-out"), "global_batch_size": 8},
+        trainer={"weight_decay": 0.1, "micro_batch_tokens": 100}, evaluation={"every_steps": STEPS, "sequences": 4},
+        checkpoint={"every_steps": 2, "keep": 9}, run={"max_steps": STEPS, "trace_steps": [1]},
+    )  # fmt: skip
+    return command("train", str(recipe), *arguments)
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
@@ -179,4 +167,4 @@ def test_a_pipeline_that_cannot_be_is_refused_in_one_line_before_any_work(argume
 def test_a_dry_run_says_which_stages_there_will_be_and_the_bubble(data: Path, tmp_path: Path) -> None:
     status, out, error = run(tmp_path, data, "--parallel.pipeline=2", "--dry-run")
     assert status == 0, error
-    assert "about 4 micro-batches a step: 20% of its ranks' time is bubble" in " ".join(out.split())
+    assert "about 4 micro-batches a step: 20% of the ranks' time is bubble" in " ".join(out.split())

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from data_runs import rows
+from pretrain_recipe import recipe_sections
 from transformers import AutoModelForCausalLM
 
 from tandem.config.recipe import load_config
@@ -58,28 +59,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, /, **changed: Any) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
-            }
-        },
-        "data": {
+    sections = recipe_sections(
+        data,
+        data={
             "train": [{"path": str(data / "json"), "weight": 0.25}, {"path": str(data / "email"), "weight": 0.75}],
-            "held_out": str(data / "held-out"), "sequence_length": 48, "global_batch_size": 6,
+            "held_out": str(data / "held-out"), "global_batch_size": 6,
         },
-        "trainer": {
-            "learning_rate": 3.0e-3, "warmup_steps": 5, "schedule": "cosine", "weight_decay": 0.1,
-            "micro_batch_tokens": 100,
-        },
-        "evaluation": {"every_steps": 10, "sequences": 8},
-        "checkpoint": {"every_steps": 5, "keep": 2},
-        "run": {"max_steps": 12, "seed": 3},
-        "machine": {"threads": 1},
-    }  # fmt: skip
+        trainer={"warmup_steps": 5, "schedule": "cosine", "weight_decay": 0.1, "micro_batch_tokens": 100},
+        evaluation={"every_steps": 10, "sequences": 8}, checkpoint={"every_steps": 5, "keep": 2}, run={"max_steps": 12},
+    )  # fmt: skip
     for name, values in changed.items():
         sections[name] = {**sections.get(name, {}), **values}
     return sections
@@ -234,7 +222,7 @@ def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undis
     process.send_signal(signal.SIGINT)
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "Traceback" not in out
-    assert "once more ends at once" in out and "which is saved: 'tandem resume" in out
+    assert "a second signal stops at once" in out and "which is saved: 'tandem resume" in out
     assert (tmp_path / "run" / "checkpoints" / f"step-{len(rows(path.parent))}" / "COMMIT").is_file()
     shutil.copytree(undisturbed / "run", tmp_path / "done")
     before = (tmp_path / "done" / "metrics.jsonl").read_bytes()
@@ -334,7 +322,7 @@ def test_resume_says_what_is_damaged_or_gone_and_never_begins_again_over_a_run(u
     assert status == 0, error
     step = int(before.name.split("-")[1])
     assert f"{newest.name}' is skipped" in out and f"metrics.jsonl lacks 3 of the {step} rows" in out
-    assert f"the journal has nothing of the {step} steps" in out
+    assert f"the journal has no record of the {step} steps" in out
     for folder in (run / "checkpoints").glob("step-*"):
         flip(folder / "rank-00000.safetensors")
     kept = (run / "metrics.jsonl").read_bytes()
@@ -348,7 +336,7 @@ def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_pat
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(data / "json"), str(data / "held-out")))
     status, _, error = finish(command(tmp_path, "resume", "run"))
-    assert status == 2 and "is not what this run began with" in error and len(error.splitlines()) == 1
+    assert status == 2 and "has changed since this run started" in error and len(error.splitlines()) == 1
 
 
 def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from data_runs import command, rows
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
 from sharded import is_same, tensors_of
 
@@ -32,29 +32,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("data"), "json")
 
 
-def write_recipe(folder: Path, data: Path) -> None:
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
-            }
-        },
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 7},
-        "trainer": {"learning_rate": 3.0e-3, "warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100},
-        "evaluation": {"every_steps": STEPS, "sequences": 5},
-        "checkpoint": {"every_steps": 5, "keep": 2},
-        "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
-        "parallel": {"heartbeat_timeout_s": 2.0},
-    }  # fmt: skip
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+def write_ranks_recipe(folder: Path, data: Path) -> None:
+    write_recipe(
+        folder, data,
+        data={"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "global_batch_size": 7},
+        trainer={"warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100}, evaluation={"every_steps": STEPS, "sequences": 5},
+        checkpoint={"every_steps": 5, "keep": 2}, run={"max_steps": STEPS}, parallel={"heartbeat_timeout_s": 2.0},
+    )  # fmt: skip
 
 
 def run(folder: Path, data: Path, *arguments: str, status: int = 0) -> str:
     """Train in ``folder``/run; what the command printed."""
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     return command("train", "recipe.yaml", "--machine.threads=1", *arguments, status=status, folder=folder)
 
 
@@ -71,7 +60,7 @@ def is_same_run(folder: Path, other: Path) -> bool:
 @pytest.fixture(scope="module")
 def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
-    write_recipe(folder, data)
+    write_ranks_recipe(folder, data)
     before = torch.get_num_threads()
     train(load_config(folder / "recipe.yaml", ["--machine.threads=1"]))
     torch.set_num_threads(before)
@@ -118,7 +107,7 @@ def shapes_in(path: Path) -> list[list[int]]:
 
 def test_run_of_two_ranks_goes_on_in_one_process_and_loses_and_repeats_no_sample(one: Path, data: Path, tmp_path: Path) -> None:
     said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=3", "--run.max_restarts=0", SYNCHRONOUS, "--fault=rank1:before:train:5", status=1)
-    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.max_restarts (0)" in said
+    assert "rank 1 died (killed by SIGKILL)" in said.splitlines()[-1] and "run.max_restarts is 0" in said
     resume(tmp_path / "run", overrides=["--parallel.data=1", "--parallel.zero=0"])
     assert is_curve_of(tmp_path, one)
     with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:

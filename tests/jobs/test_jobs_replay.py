@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 
 from tandem.cli.main import main
 from tandem.config.recipe import load_config
@@ -27,24 +27,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(data: Path, directory: Path, *overrides: str) -> Path:
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {
-            "create": {
-                "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1,
-            }
-        },
-        "data": {"train": [{"path": str(data / "train")}], "sequence_length": 48, "global_batch_size": 4},
-        "trainer": {"learning_rate": 3.0e-3, "micro_batch_tokens": 100},
-        "checkpoint": {"every_steps": 2, "keep": 2, "asynchronous": False},
-        "run": {"max_steps": STEPS, "seed": 3, "directory": str(directory), "name": "run"},
-        "machine": {"threads": 1},
-    }  # fmt: skip
-    directory.mkdir(exist_ok=True)
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train(load_config(directory / "recipe.yaml", list(overrides)))
+    recipe = write_recipe(
+        directory, data, data={"train": [{"path": str(data / "train")}], "global_batch_size": 4}, trainer={"micro_batch_tokens": 100},
+        checkpoint={"every_steps": 2, "keep": 2, "asynchronous": False}, run={"max_steps": STEPS},
+    )  # fmt: skip
+    train(load_config(recipe, list(overrides)))
     return directory / "run"
 
 
@@ -73,7 +60,7 @@ def test_recorded_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(finished
     row = json.loads((finished / "metrics.jsonl").read_text().splitlines()[5])
     count = sum(not name.startswith(VOLATILE) for name in row)
     assert status == 0 and f"train: {count} of {count} equal bit for bit" in said
-    assert "standing at the checkpoint of step 4\nstep 4 again\nstep 5 again\n" in said
+    assert "loaded the checkpoint of step 4\nreplaying step 4\nreplaying step 5\n" in said
     assert files_of(finished) == before
 
 
@@ -95,7 +82,7 @@ def test_number_that_does_not_follow_is_named_down_to_its_last_bit(finished: Pat
 
 def test_step_before_that_does_not_follow_is_named_too(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = replay(capsys, changed(finished, tmp_path, 4, "actor/grad_norm", lambda norm: norm * 2), "--step", "5")
-    assert status == 0 and "step 4, which comes before, is not as it was recorded" in said
+    assert status == 0 and "step 4, an earlier one, differs from its record" in said
 
 
 def test_what_cannot_be_replayed_is_refused_in_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,13 +136,13 @@ def test_shares_of_two_ranks_are_run_in_one_process_and_their_recorded_step_on_t
     with pytest.raises(RunError):
         begin(data, tmp_path, "trainer.learning_rate=1e30", "trainer.max_skipped_steps=0", "parallel.data=2")
     status, said = replay(capsys, tmp_path / "run", "--step", "0")
-    assert status == 0 and "standing at the checkpoint of step 0\nstep 0 again\n" in said and " equal bit for bit" in said
+    assert status == 0 and "loaded the checkpoint of step 0\nreplaying step 0\n" in said and " equal bit for bit" in said
     status, said = replay(capsys, tmp_path / "run", "--step", "1")
     assert status == 0 and "train: 2 of 2 finite or not as recorded" in said
-    assert "the run has 2 ranks and this is one process" in said and "of rank 0's share" in said
+    assert "the run has 2 ranks and the replay has one process" in said and "of rank 0's share" in said
     (tmp_path / "run/skipped/step-1-share-0-of-2.json").unlink()
     status, said = replay(capsys, tmp_path / "run", "--step", "1")
-    assert status == 2 and "of the 2 shares of the batch kept of step 1" in said
+    assert status == 2 and "of the 2 shares of the saved batch of step 1" in said
 
 
 @pytest.mark.full
@@ -168,7 +155,7 @@ def test_step_of_a_mesh_is_equal_bit_for_bit_on_that_mesh(
     run = begin(data, tmp_path, *mesh)
     before = files_of(run)
     status, said = replay(capsys, run, "--step", "5")
-    assert status == 0 and "standing at the checkpoint of step 4\nstep 4 again\nstep 5 again\n" in said and " equal bit for bit" in said
+    assert status == 0 and "loaded the checkpoint of step 4\nreplaying step 4\nreplaying step 5\n" in said and " equal bit for bit" in said
     assert files_of(run) == before
     status, said = replay(capsys, run, "--step", "5", "--inline")
     assert status == 2 and "--inline is one process" in said

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from data_runs import command, rows
 from package_data import make_datasets
+from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
 from sharded import tensors_of
 
@@ -21,23 +21,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: Any) -> str:
     """Train in ``folder``/run; what the command printed."""
-    model = {
-        "architecture": "qwen3", "tokenizer": str(data / "tokenizer"), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1, **create,
-    }  # fmt: skip
-    recipe = {
-        "algorithm": {"name": "pretrain"},
-        "model": {"create": model},
-        "data": {"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "sequence_length": 48, "global_batch_size": 6},
-        "trainer": {"learning_rate": 3.0e-3, "weight_decay": 0.1, "micro_batch_tokens": 100},
-        "evaluation": {"every_steps": STEPS, "sequences": 5},
-        "checkpoint": {"every_steps": 3, "keep": 9},
-        "run": {"max_steps": STEPS, "seed": 3, "name": "run", "directory": str(folder)},
-        "machine": {"threads": 1},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return command("train", str(folder / "recipe.yaml"), *arguments, status=status)
+    recipe = write_recipe(
+        folder, data, create={"num_attention_heads": 4, "num_key_value_heads": 2, **create},
+        data={"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "global_batch_size": 6},
+        trainer={"weight_decay": 0.1, "micro_batch_tokens": 100}, evaluation={"every_steps": STEPS, "sequences": 5},
+        checkpoint={"every_steps": 3, "keep": 9}, run={"max_steps": STEPS},
+    )  # fmt: skip
+    return command("train", str(recipe), *arguments, status=status)
 
 
 def check_same_run(folder: Path, other: Path, close: float = 2e-5) -> None:

@@ -21,14 +21,6 @@ MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=Ex
 LENGTHS = (23, 1, 40, 9)
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def kernels(request):
-    try:
-        return select(request.param)
-    except UserError as error:
-        pytest.skip(str(error))
-
-
 def gradients(model, recompute):
     model.recompute = recompute
     model.zero_grad(set_to_none=True)

@@ -37,7 +37,7 @@ def test_replayed_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(undistur
     before = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file() and path.name != "lock"}
     done = replay(run, "--step", "5")
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "step 4 again" in done.stdout, "the checkpoint of step 4 is the newest before it"
+    assert "replaying step 4" in done.stdout, "the checkpoint of step 4 is the newest before it"
     for line in ("rollout: 16 of 16 equal", "rewards: 16 of 16 equal", "train: "):
         assert line in done.stdout
     after = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file() and path.name != "lock"}

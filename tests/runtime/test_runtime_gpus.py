@@ -59,7 +59,7 @@ def test_a_gpu_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     pretend(monkeypatch, tmp_path, 2)
     check_gpu_memory(2 * GIB, 2)
     check_gpu_memory(6 * GIB, 1)
-    with pytest.raises(RunError, match=r"needs 6.00 GiB of each GPU and GPU 1 \(NVIDIA H200\) has 2.80 left for it; .*trainer.offload to cpu"):
+    with pytest.raises(RunError, match=r"needs 6.00 GiB of each GPU and GPU 1 \(NVIDIA H200\) has 2.80 GiB free; .*trainer.offload to cpu"):
         check_gpu_memory(6 * GIB, 2)
 
 

@@ -84,9 +84,9 @@ def test_a_key_goes_with_its_lease(store, clock):
     clock.now += 2
     assert store.get("leader") is None and store.list("lead") == []
     store.compare_and_swap("leader", None, b"you")
-    with pytest.raises(LookupError, match="has run out"):
+    with pytest.raises(LookupError, match="has expired"):
         store.keep_alive(lease)
-    with pytest.raises(LookupError, match="has run out"):
+    with pytest.raises(LookupError, match="has expired"):
         store.put("x", b"", lease)
     assert store.get("leader").value == b"you" and store.get("x") is None
 

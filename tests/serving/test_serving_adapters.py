@@ -1,14 +1,12 @@
 """LoRA adapters over HTTP: each is a model of its own name, its content follows its folder, and speculation and swap are a server's too."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from lora_adapters import write_adapter, write_merged
 from server_process import CONTROL, Server, server, until
 
 from tandem.engine.llm import LLM
@@ -18,37 +16,19 @@ SIZES = {"q_proj": (64, 32), "o_proj": (32, 64), "up_proj": (48, 32)}
 PROMPT = "the quick brown fox"
 
 
-def write_adapter(folder: Path, seed: int) -> Path:
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(2):
-        for module, (rows, columns) in SIZES.items():
-            at = f"base_model.model.model.layers.{layer}.{'mlp' if module == 'up_proj' else 'self_attn'}.{module}"
-            tensors[f"{at}.lora_A.weight"] = 0.3 * torch.randn(4, columns, generator=generator)
-            tensors[f"{at}.lora_B.weight"] = 0.3 * torch.randn(rows, 4, generator=generator)
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(SIZES), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+def make_adapter(folder: Path, seed: int) -> Path:
+    return write_adapter(folder, SIZES, seed, rank=4)
 
 
 def merged_text(model: Path, adapter: Path, to: Path) -> str:
     """What the model says with the adapter's changes added to its weights."""
-    weights, changes = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
-    for name in [name for name in changes if ".lora_A." in name]:
-        change = 2.0 * changes[name.replace("lora_A", "lora_B")].double() @ changes[name].double()
-        target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-        weights[target] = (weights[target].double() + change).float()
-    to.mkdir()
-    for file in model.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    save_file(weights, to / "model.safetensors", {"format": "pt"})
-    return LLM(to, max_num_seqs=16).generate([PROMPT], SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].text
+    llm = LLM(write_merged(model, adapter, to), max_num_seqs=16)
+    return llm.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].text
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [write_adapter(tmp_path_factory.mktemp("adapters") / f"adapter-{i}", i) for i in range(3)]
+    return [make_adapter(tmp_path_factory.mktemp("adapters") / f"adapter-{i}", i) for i in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +56,10 @@ def test_each_adapter_is_a_model_that_says_what_merged_weights_say(running: Serv
 
 
 def test_an_adapter_that_is_written_anew_reaches_the_next_request(running: Server, model: Path, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "changing", 7)
+    folder = make_adapter(tmp_path / "changing", 7)
     running.control("/v1/load_lora_adapter", {"lora_name": "changing", "lora_path": str(folder)})
     before = text(running, "changing")
-    write_adapter(folder, 8)
+    make_adapter(folder, 8)
     after = text(running, "changing")
     assert after != before and after == merged_text(model, folder, tmp_path / "merged")
     running.control("/v1/unload_lora_adapter", {"lora_name": "changing"})

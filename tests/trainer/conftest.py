@@ -1,6 +1,7 @@
 """A tiny model and a batch of samples drawn at random, as the trainer's tests need them."""
 
 import random
+import subprocess
 
 import pytest
 import torch
@@ -73,3 +74,19 @@ def make_batch():
         return Batch(step, tuple(sequences), length_constant=14)
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """``small_disk(size)``: a folder on a file system of its own, of ``size`` in the words of mount (``128k``). Skips where none can be mounted."""
+    folder = tmp_path / "disk"
+
+    def mount(size):
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True).returncode != 0:
+            pytest.skip("a tmpfs cannot be mounted here")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", folder], check=True)

@@ -223,29 +223,22 @@ def test_damage_that_comes_between_the_look_and_the_reading_is_refused(two: Path
         contents.read([Shard(Key("weights", "x"), (8, 500), ShardOffsets((0, 0), (8, 500)), torch.empty(8, 500))])
 
 
-def test_full_file_system_is_one_line_and_both_checkpoints_before_stay(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", disk], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        checkpointer = Checkpointer(disk / "checkpoints", 9, ALONE, {})
-        for step in range(1, 20):
-            with_room = step < 5
-            try:
-                checkpointer.save(step, [rows(step, 0), rows(step, 1)], {})
-                checkpointer.wait()
-                last = step
-            except RunError as error:
-                assert "no space left" in str(error) and "MiB free" in str(error) and "\n" not in str(error) and not with_room
-                break
-        checkpointer.close()
-        assert step > 4
-        assert torch.equal(content(disk / "checkpoints", last), torch.cat([rows(last, rank).tensor for rank in range(2)]))
-        assert len(list((disk / "checkpoints").iterdir())) == last
-    finally:
-        subprocess.run(["umount", disk], check=True)
+def test_full_file_system_is_one_line_and_both_checkpoints_before_stay(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("128k")
+    checkpointer = Checkpointer(disk / "checkpoints", 9, ALONE, {})
+    for step in range(1, 20):
+        with_room = step < 5
+        try:
+            checkpointer.save(step, [rows(step, 0), rows(step, 1)], {})
+            checkpointer.wait()
+            last = step
+        except RunError as error:
+            assert "no space left" in str(error) and "MiB free" in str(error) and "\n" not in str(error) and not with_room
+            break
+    checkpointer.close()
+    assert step > 4
+    assert torch.equal(content(disk / "checkpoints", last), torch.cat([rows(last, rank).tensor for rank in range(2)]))
+    assert len(list((disk / "checkpoints").iterdir())) == last
 
 
 def test_pruning_counts_only_what_is_committed(two: Path) -> None:

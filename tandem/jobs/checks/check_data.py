@@ -1,11 +1,12 @@
-"""What is looked at before a run on data begins: the model, the data, whether they belong together and fit the machine."""
+"""Checks before a run on data starts: its model, its data, whether they belong together, and whether they fit on the machine."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.config.parallel import ParallelConfig
-from tandem.config.pretrain import PretrainRecipe
+from tandem.config.pretrain import DataConfig, PretrainRecipe
+from tandem.config.trainer import TrainerConfig
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
@@ -27,10 +28,11 @@ from tandem.types import RunError, UserError
 
 
 def check_data_run(recipe: PretrainRecipe) -> list[str]:
-    """Refuses, before any work, what the recipe's own checks cannot see; what will be needed, a line a figure."""
+    """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` for problems that show only in files
+    and on the machine."""
     check_placement(recipe.parallel)
     device = chosen_device(recipe.machine, recipe.parallel.world)
-    _check_offload(recipe, device)
+    _check_offload(recipe.trainer, device)
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         shapes = read_shapes(folder)
@@ -44,9 +46,11 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             files.check()
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         if recipe.task is not None:
-            lines = check_demonstrations(recipe, recipe.task, folder)
+            lines = check_demonstrations(recipe.task, recipe.demonstrations, recipe.data, recipe.run, folder)
+        elif recipe.learns_from_examples:
+            lines = check_examples(recipe.data, recipe.run, datasets)
         else:
-            lines = check_examples(recipe, datasets) if recipe.learns_from_examples else _describe_text(recipe, datasets)
+            lines = _describe_text(recipe.data, recipe.run.max_steps, datasets)
         parallel = recipe.parallel
         tokens = recipe.most_tokens
         # All ranks start on this machine, whatever parallel.ranks_per_node says.
@@ -61,9 +65,9 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         if needed > free:
             largest = "data.global_batch_size" if 2 * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB{_for_ranks(parallel)} and may take {free / 2**30:.2f}; lower {largest}, set trainer.recompute to "
-                "full or raise machine.memory_gib, or take trainer.optimizer adamw8bit or trainer.offload nvme, then trainer.offload_parameters and "
-                "trainer.offload_activations nvme too"
+                f"this run needs {needed / 2**30:.2f} GiB{_for_ranks(parallel)} and {free / 2**30:.2f} GiB are available; lower {largest}, "
+                "set trainer.recompute to full, raise machine.memory_gib, set trainer.optimizer to adamw8bit or trainer.offload to nvme, then "
+                "trainer.offload_parameters and trainer.offload_activations to nvme too"
             )
         disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens, parallel)
         check_disk(Path(recipe.run.directory), disk)
@@ -78,19 +82,19 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *([f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded and not recipe.trainer.offload_folder else []),
             *([f"offloaded: {offloaded / 2**20:,.0f} MiB in '{recipe.trainer.offload_folder}'"] if recipe.trainer.offload_folder else []),
-            *describe(mesh_of(recipe.parallel), recipe.parallel.nodes()),
-            *_describe_pipeline(recipe, spans),
+            *describe(mesh_of(parallel), parallel.nodes()),
+            *_describe_pipeline(recipe.data, recipe.trainer, parallel, spans),
         ]
 
 
-def _check_offload(recipe: PretrainRecipe, device: Device) -> None:
-    """On a GPU moments can be offloaded; weights and activations cannot yet."""
+def _check_offload(trainer: TrainerConfig, device: Device) -> None:
+    """Raises ``UserError`` where a run on GPUs offloads weights or activations, which only the CPU supports; moments can be offloaded on both."""
     for name in ("offload_parameters", "offload_activations"):
-        if device == "cuda" and getattr(recipe.trainer, name) != "none":
-            instead = "cut the weights with parallel.zero 3" if name == "offload_parameters" else "set trainer.recompute to full"
+        if device == "cuda" and getattr(trainer, name) != "none":
+            instead = "shard the weights with parallel.zero 3" if name == "offload_parameters" else "set trainer.recompute to full"
             raise UserError(
-                f"'trainer.{name}' is '{getattr(recipe.trainer, name)}', which a run on the CPU does and this one computes on a GPU; set it to none "
-                f"and {instead}, or set machine.device to cpu"
+                f"'trainer.{name}' is '{getattr(trainer, name)}', which is supported on the CPU only, and this run uses a GPU; set it to none and "
+                f"{instead}, or set machine.device to cpu"
             )
 
 
@@ -103,24 +107,23 @@ def _for_ranks(parallel: ParallelConfig) -> str:
     return "" if parallel.world == 1 else f" for the {parallel.world} ranks that start on this machine"
 
 
-def _describe_text(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
-    train = datasets[: len(recipe.data.train)]
+def _describe_text(data: DataConfig, max_steps: int, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
+    train = datasets[: len(data.train)]
     total = sum(files.dataset.tokens for _, files in train)
-    asked = recipe.run.max_steps * recipe.data.global_batch_size * recipe.data.sequence_length
-    marked = [f"'{path}' marks what is to be learned, and pretraining learns all of it" for path, files in train if files.dataset.has_masks]
+    asked = max_steps * data.global_batch_size * data.sequence_length
+    marked = [f"'{path}' has a loss mask, which pretraining ignores" for path, files in train if files.dataset.has_masks]
     return [f"data: {total:,} tokens in {len(train)} datasets", f"asked for: {asked:,} tokens, {asked / total:.2f} epochs", *marked]
 
 
-def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:
-    parallel = recipe.parallel
+def _describe_pipeline(data: DataConfig, trainer: TrainerConfig, parallel: ParallelConfig, spans: Sequence[Span]) -> list[str]:
     if parallel.pipeline == 1:
         return []
-    tokens = recipe.data.global_batch_size * recipe.data.sequence_length // parallel.data
-    shape = PipelineShape(parallel.pipeline, -(-tokens // recipe.trainer.micro_batch_tokens), parallel.virtual_stages)
+    tokens = data.global_batch_size * data.sequence_length // parallel.data
+    shape = PipelineShape(parallel.pipeline, -(-tokens // trainer.micro_batch_tokens), parallel.virtual_stages)
     layers = ", ".join(str(span.stop - span.start) for span in spans)
     return [
         f"pipeline: stages of {layers} layers, {parallel.schedule}, about {shape.micro_batches} micro-batches a step: "
-        f"{published_bubble_share(shape):.0%} of its ranks' time is bubble; lower trainer.micro_batch_tokens for less"
+        f"{published_bubble_share(shape):.0%} of the ranks' time is bubble; lower trainer.micro_batch_tokens for less"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What is looked at before a run of any job begins. What only one kind of job needs: ``check_rl``, ``check_data``, ``check_examples``."""
+"""Checks before a run of any job starts. Checks of one kind of job are in ``check_rl``, ``check_data`` and ``check_examples``."""
 
 import contextlib
 import shutil
@@ -23,14 +23,14 @@ from tandem.types import RunError, UserError
 
 @contextlib.contextmanager
 def folder_to_check(model: ModelConfig) -> Iterator[Path]:
-    """The folder of the model that a run starts from; without weights where it is not made yet. Raises ``UserError`` where there is none."""
+    """Yields the folder of the model that a run starts from, without weights if the run creates it. Raises ``UserError`` where it does not exist."""
     if model.create is not None:
         with folder_without_weights(model.create) as folder:
             yield folder
         return
     folder = Path(model.path or "")
     if not folder.is_dir():
-        raise UserError(f"'model.path' is '{folder}', which is no folder; name a local Hugging Face folder")
+        raise UserError(f"'model.path' is '{folder}', which is not a folder; give a local Hugging Face folder")
     yield folder
 
 
@@ -50,7 +50,7 @@ def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> Non
 
 
 def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkpoint.keep or set run.directory") -> None:
-    """Raises ``RunError`` where the disk of ``directory``, which need not be there yet, has fewer than ``needed`` bytes free."""
+    """Raises ``RunError`` where the disk of ``directory``, which need not exist yet, has fewer than ``needed`` bytes free."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     total, _, free = shutil.disk_usage(existing)
     if total and free < needed:
@@ -58,7 +58,7 @@ def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkp
 
 
 def warn_of_cores(parallel: ParallelConfig) -> list[str]:
-    """Returns a warning where ranks outnumber the cores, with what that costs; nothing where they do not."""
+    """Returns a warning with the expected slowdown where there are more ranks than cores, else an empty list."""
     ranks, cores = parallel.world, available_cores()
     if ranks <= cores:
         return []

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on data: when, and what becomes of them."""
+"""The checkpoints of a run on data: when they are taken, journalled, uploaded and registered."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.config.pretrain import PretrainRecipe
+from tandem.config.checkpoint import CheckpointConfig
 from tandem.jobs.registered import Registered
 from tandem.jobs.uploads import make_uploader
 from tandem.runtime.collectives.communicator import Communicator
@@ -21,98 +21,104 @@ from tandem.trainer.parallel.replica import Replica
 from tandem.types import RunError, UserError
 
 REGISTERED = ("train/loss", "actor/grad_norm")
-"""Metrics of a step that a version is entered with."""
+"""Metrics of a step that are stored with a registered version."""
 
 
 class DataCheckpoints:
-    """``start``: the folder that the model came from. ``ranks``: a communicator of all ranks that nothing else uses. Every rank calls every
-    method, in the same step."""
+    """Takes, loads and keeps the checkpoints of a run on data. Every rank calls every method, in the same step.
+
+    Args:
+        batch_sequences: sequences of a global batch.
+        start: the folder of the model that the run starts from.
+        ranks: a communicator of all ranks that nothing else uses.
+        registered: enters committed checkpoints in the model registry (the first rank only).
+    """
 
     def __init__(
-        self, recipe: PretrainRecipe, directory: Path, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, records: Records
-    ) -> None:
-        self._recipe, self._directory, self._records = recipe, directory, records
-        # Where there is a supervisor, that one says it.
+        self, checkpoint: CheckpointConfig, batch_sequences: int, directory: Path, start: Path, replica: Replica, guard: GradScaler,
+        ranks: Communicator, records: Records, registered: Registered | None,
+    ) -> None:  # fmt: skip
+        self._config, self._batch_sequences, self._directory = checkpoint, batch_sequences, directory
+        self._records, self._registered = records, registered
+        # Where there is a supervisor, it prints the message.
         self.requests = SignalRequests(records.callback.message if records.board is None else None)
-        # Not over ``ranks``: they agree in every step, while the thread that writes votes over those.
+        # Not over ``ranks``, which the writing thread uses: ranks agree in every step.
         world = replica.ranks.world
 
         def agree(wanted: Sequence[bool]) -> list[bool]:
             return [bool(flag) for flag in world.all_gather(torch.tensor(wanted), "whether to save").any(dim=0).tolist()]
 
-        self._trigger = CheckpointTrigger(recipe.checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
-        keeps_books = records.journal is not None
-        self._uploader = make_uploader(recipe.checkpoint, directory, records.callback.message) if keeps_books else None
-        self._registered = Registered(recipe, directory, records.journal, records.callback) if records.journal is not None else None
+        self._trigger = CheckpointTrigger(checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
+        self._uploader = make_uploader(checkpoint, directory, records.callback.message) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
-            directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, ranks, asynchronous=recipe.checkpoint.asynchronous,
+            directory / "checkpoints", checkpoint.keep, start, replica, guard, ranks, asynchronous=checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
             fault_point=records.fault_point,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
-        self._found: VerifiedCheckpoint | None = None
+        self._loaded: VerifiedCheckpoint | None = None
         self._boundary = 0
 
     @property
     def last(self) -> int | None:
-        """The step of the newest checkpoint, begun or loaded."""
+        """The step of the newest checkpoint that was begun or loaded."""
         return self.replica.last
 
     def load(self, at_most: int | None = None) -> int:
-        """Take over the newest whole checkpoint, of step ``at_most`` or before; the step it is of, 0 without one. Raises ``RunError`` if a run
-        has some and none is whole: a new beginning would overwrite what it has."""
-        self._found = self.replica.load(at_most, self._check_cursor)
+        """Loads the newest whole checkpoint of step ``at_most`` or before. Returns its step, 0 if the run has no checkpoint. Raises ``RunError``
+        if all checkpoints are damaged, because a new start would overwrite them."""
+        self._loaded = self.replica.load(at_most, self._check_cursor)
         damaged = self.replica.damaged
-        if self._found is None and damaged and at_most is None:
+        if self._loaded is None and damaged and at_most is None:
             raise RunError(
-                f"no checkpoint of this run is whole ({damaged[0]}); put one back, from a copy or with 'tandem resume NEW_FOLDER --from' what "
-                "'checkpoint.upload' was, or start a new run"
+                f"no checkpoint of this run is whole ({damaged[0]}); restore one from a copy or with 'tandem resume NEW_FOLDER --from URL' "
+                "(URL: the run's 'checkpoint.upload'), or start a new run"
             )
         for why in damaged:
             self._records.callback.message(why)
-        return 0 if self._found is None else self._found.step
+        return 0 if self._loaded is None else self._loaded.step
 
     def journal_loaded(self) -> None:
-        """Journal the checkpoint that was loaded, if the death came before that; after the journal is cut to it."""
-        found, journal = self._found, self._records.journal
-        if found is not None and journal is not None and found.step not in {saved.step for saved in journal.checkpoints()}:
-            journal.commit_checkpoint(found.step, found.digest)
-            self._register(found.step, found.digest)
+        """Journals the loaded checkpoint if the run died between its commit and its row in the journal. Called after the journal is cut to
+        its step."""
+        loaded, journal = self._loaded, self._records.journal
+        if loaded is not None and journal is not None and loaded.step not in {saved.step for saved in journal.checkpoints()}:
+            journal.commit_checkpoint(loaded.step, loaded.digest)
+            self._register(loaded.step, loaded.digest)
 
     def due(self, step: int) -> Due:
-        """What the state after ``step`` steps asks for; what was committed meanwhile is journalled."""
+        """Returns what is due after ``step`` steps. Journals the checkpoint that was committed meanwhile."""
         self._collect()
         return self._trigger.due(step)
 
     def save(self, step: int, metrics: Mapping[str, float], span: AbstractContextManager[None]) -> float:
-        """Begin the checkpoint of ``step``; the seconds that training stood still for. The rows before it are to be on the disk: no
-        resume writes them again. ``metrics``: of the step before, for the registry. ``span`` is entered around the writing, in its thread."""
-        # What was under way is journalled before its place is taken.
+        """Begins the checkpoint of ``step`` and returns the seconds for which training was stalled. The rows of earlier steps must be on the
+        disk, because no resume writes them again. ``metrics``: of the step before, for the registry. ``span`` is entered around the writing,
+        in the writing thread."""
+        # The checkpoint in progress is journalled first.
         self.replica.wait(self._beat)
         self._collect()
         self._metrics = {name: value for name, value in metrics.items() if name in REGISTERED}
         self._boundary = self._records.journal.last_transition() if self._records.journal is not None else 0
-        stall = self.replica.save(step, {"steps": step, "sequences": step * self._recipe.data.global_batch_size}, span, self._beat)
+        stall = self.replica.save(step, {"steps": step, "sequences": step * self._batch_sequences}, span, self._beat)
         self._trigger.saved()
         return stall
 
     def finish(self) -> None:
-        """Wait for what is under way, copies too. Raises ``RunError`` where it fails."""
+        """Waits for the checkpoint and the uploads in progress. Raises ``RunError`` where one fails."""
         self.replica.wait(self._beat)
         self._collect()
         if self._uploader is not None:
             self._uploader.finish(self._beat)
 
     def close(self) -> None:
-        """End what is under way; after a failure elsewhere it may finish as far as it can."""
+        """Ends the checkpoint and the uploads in progress; after a failure elsewhere they finish as far as they can."""
         with contextlib.suppress(RunError):
             self.replica.wait()
             self._collect()
         self.replica.close()
         if self._uploader is not None:
             self._uploader.close()
-        if self._registered is not None:
-            self._registered.close()
 
     def _beat(self) -> None:
         if self._records.board is not None:
@@ -130,9 +136,9 @@ class DataCheckpoints:
             self._registered.enter(step, digest, self._metrics)
 
     def _check_cursor(self, found: VerifiedCheckpoint) -> None:
-        per_step, cursor = self._recipe.data.global_batch_size, found.manifest.state["cursor"]
+        per_step, cursor = self._batch_sequences, found.manifest.state["cursor"]
         if cursor["sequences"] != found.step * per_step:
             raise UserError(
-                f"'data.global_batch_size' is {per_step}; this run has seen {cursor['sequences']} sequences in {found.step} steps, and would "
-                "repeat or leave out some: set it back"
+                f"'data.global_batch_size' is {per_step}, but this run has read {cursor['sequences']} sequences in {found.step} steps and would "
+                "repeat or skip some; restore the old value"
             )

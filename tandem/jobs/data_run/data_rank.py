@@ -18,23 +18,23 @@ CALLS = ("train", "replay")
 
 
 class DataRank:
-    """``train`` runs the job to its end, ``replay`` its steps up to a recorded one again. Every rank answers the same call."""
+    """``train`` runs the job to its end; ``replay`` repeats its steps up to a recorded one. Every rank answers the same call."""
 
     def __init__(self, recipe: PretrainRecipe, rank: Rank) -> None:
         self.recipe, self.rank = recipe, rank
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """From the newest whole checkpoint to the end. The reply of rank 0 has the ``result``; one that was asked to stop is ``stopped``."""
+        """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``."""
         try:
             result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]))
         except KeyboardInterrupt:
             return {"stopped": True}, {}
-        # No rank leaves while another one still waits for its last words.
+        # No rank ends while another one is still in a collective.
         self.rank.ranks.world.barrier("the end")
         return {"result": None if result is None else result.to_json()}, {}
 
     def replay(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The steps from the newest checkpoint before ``step`` to ``step`` again, with their rows."""
+        """Repeats the steps from the newest checkpoint at or before ``step`` to ``step``, and writes their rows."""
         step = int(meta["step"])
         with opened_run(self.rank, self.recipe, self._callback(progress), at_most=step) as run:
             run_again(run, step)
@@ -46,7 +46,7 @@ class DataRank:
 
 
 def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
-    """The calls of the rank of ``settings``. The points of its phases are those of its records, not of its calls."""
+    """Returns the calls of the rank of ``settings``. Its records have the fault points of its phases, so its calls have none."""
     recipe = load_config(Path(settings.directory) / "config.yaml")
     assert isinstance(recipe, PretrainRecipe)
     parallel = recipe.parallel

@@ -1,4 +1,4 @@
-"""A run on data: tokenized text or examples, in one process or on the ranks of a mesh. Its loop (``pretrain``) asks it for every step."""
+"""A run on data: tokenized text or examples, in one process or on the ranks of a mesh. The loop (``pretrain``) calls it for every step."""
 
 import itertools
 import math
@@ -34,8 +34,15 @@ from tandem.types import RunError, TrainSequence
 
 @dataclass(kw_only=True)
 class DataRun(Run):
-    """What the loop needs: a model on its ranks, and its data. ``start`` is the folder that the model came from. ``trained``: metrics of the
-    last step; ``step_tokens``: of all ranks in it; ``step_flops``: this rank's part of the model's operations in it."""
+    """A model on its ranks, and its data.
+
+    Args:
+        start: the folder of the model that the run starts from.
+        trained: metrics of the last step.
+        step_tokens: tokens of the last step on all ranks.
+        step_flops: floating-point operations of the last step on this rank.
+        waited_s: seconds that the loader has kept compute waiting so far.
+    """
 
     recipe: PretrainRecipe
     start: Path
@@ -62,21 +69,21 @@ class DataRun(Run):
         return DeviceSpeed(self.model.device, self.recipe.trainer.precision)
 
     def batches(self) -> Loader[Pieces]:
-        """This rank's share of the batches from ``first_step`` on, read ahead."""
+        """Returns a loader of this rank's share of the batches from ``first_step`` on, which reads ahead."""
         data, ranks = self.recipe.data, self.ranks.data
         return Loader(
             self.data.sequence, data.global_batch_size, first_step=self.first_step, rank=ranks.rank, ranks=ranks.size, ahead=data.read_ahead
         )
 
     def train(self, step: int, batch: Sequence[Pieces]) -> dict[str, float]:
-        """``take``; the batch of a step that is left out is kept."""
+        """Takes the step on ``batch`` and returns its metrics. Saves the batch of a skipped step."""
         sequences, result = self.take(step, batch)
         if result.verdict == "skipped":
             self.skip(step, sequences, result.metrics)
         return self.trained
 
     def take(self, step: int, batch: Sequence[Pieces]) -> tuple[list[TrainSequence], StepResult]:
-        """One optimizer step on a global batch, of which ``batch`` is this rank's share; the share's sequences and what came of them."""
+        """Takes one optimizer step on a global batch, of which ``batch`` is this rank's share. Returns the share's sequences and the result."""
         with self.records.phase("train", step):
             with self.tracer.span("shard the batch"):
                 sequences = train_sequences(batch)
@@ -92,8 +99,7 @@ class DataRun(Run):
     def update(
         self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], forward_backward: ForwardBackward | None = None
     ) -> StepResult:
-        """Optimizer step ``step`` on a global batch of ``counts``. ``forward_backward``: how micro-batches go through the model (``None``: as
-        the replica has it)."""
+        """Takes optimizer step ``step`` on a global batch of ``counts``. ``forward_backward``: runs the micro-batches (``None``: the replica's)."""
         return train_step(
             self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
             learning_rate(self.recipe.trainer, step, self.recipe.run.max_steps), on_progress=self.records.progress("train"), guard=self.guard,
@@ -113,7 +119,7 @@ class DataRun(Run):
         return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device)
 
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
-        """Keep the batch of a step that was left out, and say so. Raises ``RunError`` where there were too many in a row."""
+        """Saves the batch of a skipped step and reports it. Raises ``RunError`` after too many in a row."""
         ranks, guard = self.ranks.data, self.guard
         kept = self.directory / "skipped" / (f"step-{step}.json" if ranks.size == 1 else f"step-{step}-share-{ranks.rank}-of-{ranks.size}.json")
         if all(self.ranks.groups[name].rank == 0 for name in ("tensor", "context", "pipeline")):
@@ -122,13 +128,13 @@ class DataRun(Run):
         if guard.is_exhausted:
             raise RunError(
                 f"{what}, {guard.skipped_in_a_row} steps in a row, more than trainer.max_skipped_steps ({guard.limit}): training has diverged; "
-                f"lower trainer.learning_rate or lengthen its warm-up; the batch is kept in '{kept}'"
+                f"lower trainer.learning_rate or raise trainer.warmup_steps; the batch is saved in '{kept}'"
             )
-        left = f"it is left out ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is kept in '{kept}'"
+        left = f"it is skipped ({guard.skipped_in_a_row} in a row, at most {guard.limit}), its batch is saved in '{kept}'"
         self.records.callback.message(f"{what}; {left}")
 
     def evaluate(self, step: int) -> None:
-        """The loss on the held-out data, in nats a token; journalled once."""
+        """Measures the loss on the held-out data, in nats per token, and journals it, once for each step."""
         held_out = self.data.held_out
         if held_out is None or self.ranks.agreed(self.records.evaluation(step, "held_out") is not None, "whether to evaluate"):
             return
@@ -136,9 +142,9 @@ class DataRun(Run):
             share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
             sequences = [s for s in train_sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
             counts, _, micro_batches = self.micro_batches(sequences)
-            found = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
+            logprobs = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.reshard()
-            own = math.fsum(itertools.chain.from_iterable(raw.tolist() for raw, _ in found))
+            own = math.fsum(itertools.chain.from_iterable(raw.tolist() for raw, _ in logprobs))
             loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
             tokens = int(counts.tokens)
         perplexity = math.exp(min(loss, 700.0))
@@ -146,8 +152,7 @@ class DataRun(Run):
         self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
 
     def checkpoint(self, step: int) -> None:
-        """Begin the checkpoint of the state after ``step`` steps, once. The rows before it are on the disk first: no resume writes them
-        again."""
+        """Begins the checkpoint of the state after ``step`` steps, once. Flushes earlier rows first, because no resume writes them again."""
         if step == self.checkpoints.last:
             return
         with self.records.phase("checkpoint", step):
@@ -155,12 +160,12 @@ class DataRun(Run):
             self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained, self.tracer.span("checkpoint write", step=step))
 
     def export(self) -> Path:
-        """The trained model as a Hugging Face folder, once."""
+        """Writes the trained model as a Hugging Face folder, once, and returns the folder."""
         self.checkpoints.replica.export(self.directory / "model")
         return self.directory / "model"
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:
-        """The row of ``step`` in ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""
+        """Writes the row of ``step`` to ``metrics.jsonl``. ``waited_s``: seconds that the loader has kept compute waiting so far."""
         data = self.recipe.data
         tokens, so_far = data.global_batch_size * data.sequence_length, "train/tokens"
         done = (step + 1) * tokens
@@ -176,14 +181,14 @@ class DataRun(Run):
 
 
 def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:
-    """Every piece as a sequence of its own: no attention from one document to another. Each token but a piece's first is
-    predicted, or those that are marked; a piece of one token teaches nothing."""
-    found = []
+    """Returns every piece as a sequence of its own, without attention between documents. Learned are all tokens but a piece's first, or the
+    marked ones; pieces of one token are dropped."""
+    sequences = []
     for number, pieces in enumerate(batch):
         for place, piece in enumerate(pieces):
             length = len(piece.tokens)
             if length > 1:
                 mask = (0.0,) + ((1.0,) * (length - 1) if piece.learned is None else tuple(map(float, piece.learned[1:])))
                 prompt_length = 1 if piece.learned is None else mask.index(1.0)
-                found.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), prompt_length, mask))
-    return found
+                sequences.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), prompt_length, mask))
+    return sequences

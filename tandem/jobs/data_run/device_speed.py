@@ -1,30 +1,30 @@
-"""How fast a rank's device trains, and what of its memory that takes, for the rows of a run."""
+"""The training speed and the peak memory of a rank's device, for the rows of a run."""
 
 import torch
 
 from tandem.layout.flops import Peak, peak_of
 
 AGAINST_BF16 = ("bf16", "fp16")
-"""Precisions that a GPU multiplies in at the rate of bf16; others have no MFU here."""
+"""Precisions that GPUs multiply at the rate of bf16; other precisions have no MFU here."""
 
 
 class DeviceSpeed:
-    """Of ``device`` under ``trainer.precision``."""
+    """Measures ``device`` under ``trainer.precision``."""
 
     def __init__(self, device: torch.device, precision: str) -> None:
         self._device, self._precision = device, precision
         self.peak: Peak | None = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
     def rates(self, flops: float, seconds: float) -> dict[str, float]:
-        """Of a step of ``flops`` model operations on this rank: 10^12 of them a second, and as a share of what the device can do (MFU: Chowdhery et
-        al., 2022, appendix B) where that is known."""
-        found = {"perf/model_tflops": flops / seconds / 1e12}
+        """Returns the model TFLOP/s of a step of ``flops`` operations on this rank in ``seconds``, and the model FLOPs utilization (MFU, Chowdhery
+        et al., 2022, appendix B) if the peak rate of the device is known."""
+        rates = {"perf/model_tflops": flops / seconds / 1e12}
         if self.peak is not None and self._precision in AGAINST_BF16:
-            found["perf/mfu"] = found["perf/model_tflops"] / self.peak.bf16_tflops
-        return found
+            rates["perf/mfu"] = rates["perf/model_tflops"] / self.peak.bf16_tflops
+        return rates
 
     def memory(self) -> dict[str, float]:
-        """The most bytes of the GPU that tensors took since the last call."""
+        """Returns the peak bytes of tensors on the GPU since the last call."""
         if self._device.type != "cuda":
             return {}
         most = torch.cuda.max_memory_allocated(self._device)
@@ -32,7 +32,7 @@ class DeviceSpeed:
         return {"memory/gpu/peak": float(most)}
 
     def describe(self) -> str:
-        """A line for who starts a run on a GPU."""
+        """Returns a line on the GPU and its peak rate."""
         name = torch.cuda.get_device_name(self._device)
         if self.peak is None:
             return f"computing on {name}; its peak rate is not in the table (layout.flops), so rows have no perf/mfu"

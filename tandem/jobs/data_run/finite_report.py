@@ -1,4 +1,4 @@
-"""Where a step was not finite, in words: one screen of text."""
+"""Reports where a step was not finite, in one screen of text."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ MOST_PARAMETERS = 3
 
 
 def describe_weights(model: Decoder) -> str:
-    """How large the weights of ``model`` are."""
+    """Returns a line on the largest weight of ``model``, or on those that are not finite."""
     largest, where, bad = 0.0, "", []
     for name, parameter in model.named_parameters():
         value = parameter.detach().abs().amax().item() if parameter.numel() else 0.0
@@ -24,22 +24,23 @@ def describe_weights(model: Decoder) -> str:
     return f"the weights are finite, the largest {largest:.2g} in {where}"
 
 
-def describe(found: Findings, layers: int, parameters: int) -> Iterator[str]:
-    """Lines about a step of a model of ``layers`` and so many ``parameters``: what came first, then a line a layer."""
-    if not (found.forward or found.backward or found.gradients):
+def describe(findings: Findings, layers: int, parameters: int) -> Iterator[str]:
+    """Yields lines about a step of a model of ``layers`` layers and ``parameters`` parameters: first the earliest finding, then one line for each
+    layer."""
+    if not (findings.forward or findings.backward or findings.gradients):
         yield "every output of every layer and every gradient is finite"
         return
-    for number, loss in enumerate(found.losses):
+    for number, loss in enumerate(findings.losses):
         if not math.isfinite(loss):
-            yield f"the first micro-batch whose loss is not finite: {number} of {len(found.losses)} (from 0), {loss}"
+            yield f"the first micro-batch whose loss is not finite: {number} of {len(findings.losses)} (from 0), {loss}"
             break
-    yield "forward: " + (f"first not finite {_where('the output', found.forward[0])}" if found.forward else "every output is finite")
+    yield "forward: " + (f"first not finite {_where('the output', findings.forward[0])}" if findings.forward else "every output is finite")
     gradient = "the gradient of the output"
-    yield "backward: " + (f"first not finite {_where(gradient, found.backward[0])}" if found.backward else f"{gradient} of every layer is finite")
-    yield f"gradients of {len(found.gradients)} of {parameters} parameters are not finite"
+    yield "backward: " + (f"first not finite {_where(gradient, findings.backward[0])}" if findings.backward else f"{gradient} of every layer is finite")
+    yield f"gradients of {len(findings.gradients)} of {parameters} parameters are not finite"
     shown = 0
     for layer in range(-1, layers + 1):
-        lines = list(_of_layer(found, layer, layers))
+        lines = list(_of_layer(findings, layer, layers))
         if lines:
             shown += 1
             if shown <= MOST_LAYERS:
@@ -48,11 +49,11 @@ def describe(found: Findings, layers: int, parameters: int) -> Iterator[str]:
         yield f"  and {shown - MOST_LAYERS} more layers"
 
 
-def _of_layer(found: Findings, layer: int, layers: int) -> Iterator[str]:
-    """A line of a layer, where something of it is not finite."""
-    places = [place for place in found.forward if place.layer == layer]
-    name = "before the layers" if layer < 0 else "behind the layers" if layer == layers else f"layer {layer}"
-    bad = {key: value for key, value in found.gradients.items() if _layer_of(key, layers) == layer}
+def _of_layer(findings: Findings, layer: int, layers: int) -> Iterator[str]:
+    """Yields a line on ``layer`` if one of its outputs or gradients is not finite."""
+    places = [place for place in findings.forward if place.layer == layer]
+    name = "before the layers" if layer < 0 else "after the layers" if layer == layers else f"layer {layer}"
+    bad = {key: value for key, value in findings.gradients.items() if _layer_of(key, layers) == layer}
     if not places and not bad:
         return
     output = f"output from {_short(places[0])}" if places else "output finite"
@@ -65,7 +66,7 @@ def _of_layer(found: Findings, layer: int, layers: int) -> Iterator[str]:
 
 
 def _layer_of(name: str, layers: int) -> int:
-    """Where a parameter stands; a tied head counts as the embedding."""
+    """Returns the layer of a parameter: -1 before the layers (a tied head counts as the embedding), ``layers`` after them."""
     parts = name.split(".")
     if parts[0] == "layers":
         return int(parts[1])

@@ -1,4 +1,4 @@
-"""What the first rank tells its supervisor's callback, as progress of its call."""
+"""Passes the events of the first rank to its supervisor's callback, as progress of its call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from tandem.runtime.callback import Callback
 from tandem.runtime.rpc.calls import Progress
 
-HEARD = ("started", "phase", "progress", "row", "evaluated", "message")
+EVENTS = ("started", "phase", "progress", "row", "evaluated", "message")
 
 
 class ProgressCallback(Callback):
-    """Sends all that it hears through ``progress``."""
+    """Sends every event through ``progress``."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -35,7 +35,7 @@ class ProgressCallback(Callback):
 
 
 def tell(callback: Callback, progress: Mapping[str, Any]) -> None:
-    """Give ``callback`` what a rank's callback heard."""
+    """Calls the method of ``callback`` that a rank's ``ProgressCallback`` was called with."""
     kind, *values = progress["event"]
-    if kind in HEARD:
+    if kind in EVENTS:
         getattr(callback, kind)(*values)

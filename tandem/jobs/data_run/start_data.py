@@ -1,4 +1,4 @@
-"""Begins or resumes a run on data: its model, its data and its end."""
+"""Starts or resumes a run on data on this rank: loads its model and its data, trains, exports."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tandem.config.machine import MachineConfig
+from tandem.config.model import ModelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.estimate.peak_bytes import peak_bytes
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
@@ -14,6 +16,7 @@ from tandem.jobs.data_run.data_run import DataRun
 from tandem.jobs.data_run.device_speed import DeviceSpeed
 from tandem.jobs.data_run.train_data import open_data
 from tandem.jobs.pretrain import pretrain
+from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.run_files import begun, continue_from, opened_files
 from tandem.jobs.try_commands import data_commands
@@ -41,24 +44,23 @@ from tandem.trainer.rank_process import Rank, rank_alone, rank_device
 
 
 def execute_data_run(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> RunResult:
-    """Run ``recipe`` in ``directory`` in this process, from its newest whole checkpoint if there is one."""
+    """Runs ``recipe`` in ``directory`` in this process, from the newest whole checkpoint if there is one."""
     with begun(directory, "trainer", callback, recipe.run.max_steps):
-        found = train_on(this_process(recipe, directory), recipe, callback, resumed=resumed)
-        assert found is not None
-        return found
+        result = train_on(this_process(recipe.machine, directory), recipe, callback, resumed=resumed)
+        assert result is not None
+        return result
 
 
-def this_process(recipe: PretrainRecipe, directory: Path) -> Rank:
-    """This process as the only rank of a run."""
-    threads = recipe.machine.threads or available_cores()
+def this_process(machine: MachineConfig, directory: Path) -> Rank:
+    """Returns this process as the only rank of a run."""
+    threads = machine.threads or available_cores()
     torch.set_num_threads(threads)
-    return rank_alone(directory, rank_device(chosen_device(recipe.machine, 1), 0), threads)
+    return rank_alone(directory, rank_device(chosen_device(machine, 1), 0), threads)
 
 
 def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool) -> RunResult | None:
-    """Run ``recipe`` on this rank, from the run's newest whole checkpoint if there is one; its result, on the first rank.
-
-    ``callback`` is asked on the first rank only."""
+    """Runs ``recipe`` on this rank, from the run's newest whole checkpoint if there is one. Returns its result on the first rank, ``None``
+    on others. Only the first rank calls ``callback``."""
     with opened_run(rank, recipe, callback, resumed=resumed) as run:
         with run.checkpoints.requests:
             steps = pretrain(run)
@@ -74,14 +76,14 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
 
 
 KEPT_TIMES = 1.25
-"""The most that a rank was measured to hold of what is predicted, where freed memory is kept (``tests/jobs/test_jobs_memory.py``)."""
+"""Largest measured ratio of a rank's resident memory to the prediction where freed memory is kept (``tests/jobs/test_jobs_memory.py``)."""
 
 
 @contextlib.contextmanager
 def opened_run(
     rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None
 ) -> Iterator[DataRun]:
-    """``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
+    """Yields ``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
     ranks, directory = rank.ranks, rank.directory
     with ExitStack() as stack:
         journal = metrics = None
@@ -90,21 +92,26 @@ def opened_run(
         records = Records(journal, metrics, callback if ranks.is_first else Callback(), rank.heartbeat, rank.fault_point)
         records.enter("load", 0)
         if ranks.is_first:
-            _make_start_model(recipe, directory, callback)
-        # The model is not read before it is written.
+            _make_start_model(recipe.model, recipe.run.seed, directory, callback)
+        # No rank reads the model before it is written.
         ranks.world.barrier("the model to start from")
-        start, is_alone = _start_folder(recipe, directory), ranks.world.size == 1
-        keeps_freed = is_alone or _has_room_to_keep(recipe, start)
-        # What loading takes meanwhile is no training step's, and would stay with a rank for good.
+        start, is_alone = _start_folder(recipe.model, directory), ranks.world.size == 1
+        settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens)
+        keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
+        # Memory that only loading needs would otherwise stay with the rank for the whole run.
         stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
         data = open_data(recipe, start, journal)
         for note in data.notes if ranks.is_first else ():
             callback.message(note)
-        replica, kernels = _load(recipe, directory, ranks, callback, start)
-        guard = GradScaler(recipe.trainer)
-        checkpoints = DataCheckpoints(recipe, directory, start, replica, guard, rank.saving, records)
+        replica, kernels = _load(settings, recipe.machine, ranks, callback)
+        guard, registered = GradScaler(recipe.trainer), None
+        if journal is not None:
+            registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
+        checkpoints = DataCheckpoints(
+            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered
+        )
         stack.callback(checkpoints.close)
-        # A checkpoint holds the state of these random numbers; whether the model was made just now must not show in it.
+        # A checkpoint holds the state of the random numbers, which must not depend on whether the model was made in this process.
         torch.manual_seed(recipe.run.seed)
         step = checkpoints.load(at_most)
         if keeps_freed and not is_alone:
@@ -124,25 +131,26 @@ def opened_run(
         )  # fmt: skip
 
 
-def _has_room_to_keep(recipe: PretrainRecipe, start: Path) -> bool:
-    """Whether this machine has room for freed memory that every rank keeps; where it is given back, steps were measured a fifth slower."""
-    parallel = recipe.parallel
-    held = parallel.world * peak_bytes(read_shapes(start), recipe.trainer, recipe.most_tokens, parallel)
-    return not recipe.trainer.offloads and KEPT_TIMES * held <= available_bytes(recipe.machine.memory_gib)
+def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
+    """Returns whether this machine has room for the freed memory that every rank keeps. Where ranks give it back, steps were measured 20 %
+    slower."""
+    trainer, parallel = settings.trainer, settings.parallel
+    peak = parallel.world * peak_bytes(read_shapes(settings.start), trainer, settings.most_tokens, parallel)
+    return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 
 def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: Callback) -> None:
-    """Say what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole."""
+    """Reports what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole."""
     if not journal.checkpoints():
-        callback.message(f"the journal has nothing of the {step} steps before this checkpoint: their evaluations and events are gone")
+        callback.message(f"the journal has no record of the {step} steps before this checkpoint: their evaluations and events are lost")
     missing = step - len({row["step"] for row in metrics.rows() if row["step"] < step})
     if missing:
         callback.message(f"metrics.jsonl lacks {missing} of the {step} rows before this checkpoint: the curves have a gap")
 
 
-def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, callback: Callback, start: Path) -> tuple[Replica, Kernels]:
-    """The model to start from and its optimizer, on this rank."""
-    trainer, on_gpu = recipe.trainer, ranks.device.type == "cuda"
+def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callback: Callback) -> tuple[Replica, Kernels]:
+    """Loads this rank's part of the model to start from, and makes its optimizer."""
+    trainer, on_gpu = settings.trainer, ranks.device.type == "cuda"
     if on_gpu:
         callback.message(DeviceSpeed(ranks.device, trainer.precision).describe())
     if is_emulated(trainer.precision, ranks.device):
@@ -151,25 +159,24 @@ def _load(recipe: PretrainRecipe, directory: Path, ranks: Ranks, callback: Callb
             "which shows its numbers and not its speed"
         )
     if trainer.offload == "cpu" and not on_gpu:
-        callback.message("trainer.offload cpu changes nothing here: the weights and the optimizer's state are in the host's memory already")
-    kernels = _kernels(recipe, ranks.device, read_shapes(start).head_dim)
-    return build_replica(ReplicaSettings(start, directory, trainer, recipe.parallel, recipe.most_tokens), ranks, kernels), kernels
+        callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
+    kernels = _kernels(machine, trainer.precision, ranks.device, read_shapes(settings.start).head_dim)
+    return build_replica(settings, ranks, kernels), kernels
 
 
-def _kernels(recipe: PretrainRecipe, device: torch.device, head_dim: int) -> Kernels:
-    machine = recipe.machine
+def _kernels(machine: MachineConfig, precision: str, device: torch.device, head_dim: int) -> Kernels:
     if device.type != "cuda" or machine.attention != "auto":
         return select(machine.kernels, device=device, deterministic=device.type != "cuda", attention=machine.attention)
-    # No engine has to find the same bits: products and attention of 16 bits are those of torch's libraries.
-    fast = fast_attention(head_dim) if machine.kernels == "auto" and recipe.trainer.precision != "fp32" else None
+    # A run on data has no engine whose bits must match, so 16-bit products and attention may come from torch's libraries.
+    fast = fast_attention(head_dim) if machine.kernels == "auto" and precision != "fp32" else None
     return select(machine.kernels, device=device, deterministic=False, attention=fast or "auto")
 
 
-def _start_folder(recipe: PretrainRecipe, directory: Path) -> Path:
-    return Path(recipe.model.path or "").resolve() if recipe.model.create is None else directory / "models" / "initial"
+def _start_folder(model: ModelConfig, directory: Path) -> Path:
+    return Path(model.path or "").resolve() if model.create is None else directory / "models" / "initial"
 
 
-def _make_start_model(recipe: PretrainRecipe, directory: Path, callback: Callback) -> None:
-    if recipe.model.create is not None:
+def _make_start_model(model: ModelConfig, seed: int, directory: Path, callback: Callback) -> None:
+    if model.create is not None:
         callback.phase("create_model", 0)
-        create_model(recipe.model.create, recipe.run.seed, _start_folder(recipe, directory))
+        create_model(model.create, seed, _start_folder(model, directory))

@@ -1,4 +1,4 @@
-"""The data of a run: its datasets as one endless order of sequences or examples, and what it is measured on."""
+"""The data of a run: its datasets as one endless order of sequences or examples, and the held-out data."""
 
 import hashlib
 from array import array
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from tandem.config.pretrain import DataConfig, PretrainRecipe
+from tandem.config.sft import DemonstrationsConfig
 from tandem.config.task import TaskConfig
 from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import mixed
@@ -26,8 +27,8 @@ Sequences = Callable[[int], Pieces]
 
 @dataclass(frozen=True, slots=True)
 class TrainData:
-    """``sequence`` and ``held_out`` (``None``: nothing is measured) give sequences by their index. ``held_out_sequences``: how many of
-    those are measured on. ``notes``: what a person should know of it, a line each."""
+    """``sequence`` and ``held_out`` (``None``: the run has no held-out data) return sequences by their index. ``held_out_sequences``: the
+    number of sequences of an evaluation. ``notes``: messages for the user, one line each."""
 
     sequence: Sequences
     held_out: Sequences | None
@@ -36,10 +37,10 @@ class TrainData:
 
 
 def open_data(recipe: PretrainRecipe, start: Path, journal: Journal | None) -> TrainData:
-    """The mixture and the held-out data, or the demonstrations of a task for the model in ``start``. Refuses to continue with other data
-    than the run began with."""
+    """Opens the mixture and the held-out data, or the demonstrations of a task for the model in ``start``. Raises ``UserError`` where the
+    data has changed since the run started."""
     if recipe.task is not None:
-        return _demonstrations(recipe, recipe.task, start, journal)
+        return _demonstrations(recipe.task, recipe.demonstrations, recipe.run.seed, recipe.data.sequence_length, start, journal)
     cache = Path(recipe.data.cache) if recipe.data.cache else None
     streams: list[TokenStream | ExampleStream] = []
     digests: dict[str, str] = {}
@@ -52,7 +53,7 @@ def open_data(recipe: PretrainRecipe, start: Path, journal: Journal | None) -> T
         if isinstance(stream, ExampleStream) and stream.left_out:
             notes.append(f"left out of '{path}': {stream.left_out:,} of {files.dataset.documents:,} examples, which are too long")
         if isinstance(stream, TokenStream) and files.dataset.has_masks:
-            notes.append(f"'{path}' marks what is to be learned, and pretraining learns all of it")
+            notes.append(f"'{path}' has a loss mask, which pretraining ignores")
         streams.append(stream)
         digests[path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
     _check_data(journal, digests)
@@ -61,27 +62,29 @@ def open_data(recipe: PretrainRecipe, start: Path, journal: Journal | None) -> T
     if len(streams) == count:
         return TrainData(train, None, 0, tuple(notes))
     held_out, measured = streams[count], recipe.evaluation.sequences
-    # An example that is measured twice would weigh twice.
+    # An example that is evaluated twice would count twice.
     measured = min(measured, held_out.examples) if isinstance(held_out, ExampleStream) else measured
     return TrainData(train, held_out.sequence, measured, tuple(notes))
 
 
 def _check_data(journal: Journal | None, digests: dict[str, str]) -> None:
-    """Journal the digests of what a run learns from, and refuse to continue with others."""
+    """Journals the digests of the training data. Raises ``UserError`` where they differ from those of the run's start."""
     saved = None if journal is None else journal.get("data")
     if journal is not None and saved is None:
         journal.set("data", digests)
     elif saved is not None and saved != digests:
         changed = next(path for path in {**saved, **digests} if saved.get(path) != digests.get(path))
-        raise UserError(f"the data '{changed}' is not what this run began with; restore it or start a new run")
+        raise UserError(f"the data '{changed}' has changed since this run started; restore it or start a new run")
 
 
-def _demonstrations(recipe: PretrainRecipe, task: TaskConfig, start: Path, journal: Journal | None) -> TrainData:
-    """Demonstration ``i`` of ``task`` as sequence ``i``: the completion's tokens are learned."""
+def _demonstrations(
+    task: TaskConfig, config: DemonstrationsConfig, seed: int, context_tokens: int, start: Path, journal: Journal | None
+) -> TrainData:
+    """Returns demonstration ``i`` of ``task`` as sequence ``i``; the completion's tokens are learned."""
     ends = Tokenizer.from_folder(start).eos_token_ids
     if not ends:
-        raise UserError(f"the tokenizer in '{start}' names no end of sequence, which demonstrations need; set eos_token")
-    prompts, config = task_prompts(task, start, seed=recipe.run.seed, context_tokens=recipe.data.sequence_length), recipe.demonstrations
+        raise UserError(f"the tokenizer in '{start}' has no end-of-sequence token, which demonstrations need; set eos_token")
+    prompts = task_prompts(task, start, seed=seed, context_tokens=context_tokens)
     _check_data(journal, {f"task {task.name}": prompts.fingerprint})
 
     def sequence(index: int) -> Pieces:
@@ -94,17 +97,17 @@ def _demonstrations(recipe: PretrainRecipe, task: TaskConfig, start: Path, journ
 
 
 def open_stream(files: ShardFiles, length: int, seed: int, *, examples: bool) -> TokenStream | ExampleStream:
-    """The order of one dataset: its documents in sequences of ``length`` tokens, or its examples of at most that many."""
+    """Returns the order of one dataset: its documents in sequences of ``length`` tokens, or its examples of at most ``length`` tokens."""
     if examples:
         return ExampleStream(all_lengths(files), files.open, seed=seed, longest=length)
     return TokenStream(files.dataset, files.open, seed=seed, length=length)
 
 
 def all_lengths(files: ShardFiles) -> list[Sequence[int]]:
-    """Tokens of each document of each shard."""
+    """Returns the number of tokens of each document of each shard."""
     return [files.lengths(number) for number in range(len(files.dataset.shards))]
 
 
 def dataset_paths(data: DataConfig) -> list[str]:
-    """The training datasets, then the held-out one, if there is one."""
+    """Returns the paths of the training datasets, then that of the held-out one, if there is one."""
     return [dataset.path for dataset in data.train] + ([data.held_out] if data.held_out else [])

@@ -1,4 +1,4 @@
-"""What a replayed step is compared by, and the folder that it is replayed in."""
+"""The comparison of a replayed step with its record, and the folder for the replay."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ PARTS: tuple[Part, ...] = ("rollout", "rewards", "train")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``count`` values of ``part`` were compared; ``differences`` has a line for each that is not ``how`` it was recorded."""
+    """The comparison of ``count`` values of ``part``; ``differences`` has one line for each value that is not ``how``."""
 
     part: Part
     count: int
@@ -27,19 +27,19 @@ class Comparison:
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each value of ``recorded`` that is not the same bit for bit ``now``; NaN equals NaN."""
+    """Returns a line for each value of ``recorded`` that is not bit-identical in ``now``; NaN equals NaN."""
     pairs = [(name, value, now.get(name)) for name, value in recorded.items()]
     return [f"{name}: recorded {a!r}, now {b!r}" for name, a, b in pairs if not (a == b or (a != a and b != b))]
 
 
 @contextmanager
 def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder of a run of ``recipe`` that begins from the checkpoints of the one in ``directory``, which it has by reference, and uploads,
-    registers and traces nothing. Its journal has ``facts``."""
+    """Yields a temporary folder for a run of ``recipe`` that starts from the checkpoints in ``directory``, through links, and uploads, registers
+    and traces nothing. Its journal has ``facts``."""
     run = replace(recipe.run, trace_steps=())
     quiet = replace(recipe, checkpoint=replace(recipe.checkpoint, upload=""), registry=RegistryConfig(), run=run)
-    with TemporaryDirectory(prefix="tandem-replay-") as made:
-        scratch = Path(made)
+    with TemporaryDirectory(prefix="tandem-replay-") as temporary:
+        scratch = Path(temporary)
         write_recipe(quiet, scratch)
         (scratch / "logs").mkdir()
         for name in ("checkpoints", "models"):

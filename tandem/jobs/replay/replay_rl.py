@@ -1,7 +1,7 @@
-"""Runs a recorded step of reinforcement learning again, in a pod of its own beside the run.
+"""Replays a recorded step of reinforcement learning in a pod of its own.
 
-A difference says which part is not a function of its inputs any more: the rollout (other
-tokens or log-probabilities), a reward function (other scores), or the trainer (other metrics).
+A difference shows which part is not a function of its inputs: the rollout (other tokens or log-probabilities), a reward function (other
+scores), or the trainer (other metrics).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,9 +34,9 @@ from tandem.weight_transfer.manifest import segment_bytes
 def replay_rl_step(
     recipe: Recipe, directory: Path, step: int, parts: Sequence[Part], *, inline: bool, callback: Callback, say: Callable[[str], None]
 ) -> list[Comparison]:
-    """``parts`` of ``step`` of the run in ``directory`` again. ``say`` hears a line of each stage.
+    """Replays ``parts`` of ``step`` of the run in ``directory``. ``say`` receives a line for each stage.
 
-    Raises ``UserError`` where the step is not in the journal, or this machine could not give the same bits."""
+    Raises ``UserError`` where the step is not in the journal, or this machine cannot give the same bits."""
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
@@ -45,39 +45,39 @@ def replay_rl_step(
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback))
         prompts = stack.enter_context(closing(prompt_source(recipe, pod.start))).for_step(step)
-        found = []
+        comparisons = []
         try:
             at = pod.start_trainer(step)
-            say(f"standing at the checkpoint of step {at}")
+            say(f"loaded the checkpoint of step {at}")
             for between in range(at, step):
-                say(f"step {between} again, from its recorded samples and scores")
+                say(f"replaying step {between} from its recorded samples and scores")
                 pod.train(between, *_trained_on(journal, between))
             if "rollout" in parts:
                 say(f"rollout of step {step}: {len(prompts)} prompts")
                 drawn = pod.roll_out(step, prompts, sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed))
-                found.append(_compare_samples(drawn, samples))
+                comparisons.append(_compare_samples(drawn, samples))
             if "rewards" in parts and scores is not None:
                 say(f"rewards of step {step}: {len(samples)} samples")
                 with RewardPool(recipe.rewards) as rewards:
-                    found.append(_compare_scores(rewards.score(samples, prompts), scores))
+                    comparisons.append(_compare_scores(rewards.score(samples, prompts), scores))
             if "train" in parts and scores is not None and row is not None:
                 say(f"optimizer step {step}")
                 trained = pod.train(step, samples, scores)
                 numbers = {**sample_metrics(samples, scores), **trained}
                 lines = differences({name: row.get(name) for name in numbers}, numbers)
-                found.append(Comparison("train", len(numbers), tuple(lines)))
+                comparisons.append(Comparison("train", len(numbers), tuple(lines)))
         except SidecarDied as death:
-            raise RunError(f"{death}; nothing of the run was changed, ask for the replay again") from None
-        return found
+            raise RunError(f"{death}; the run was not changed; start the replay again") from None
+        return comparisons
 
 
 def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[Sample], list[Score] | None, dict[str, Any] | None]:
-    """Samples, scores and row of ``step``; the last two are missing where the run ended in the middle of it."""
+    """Returns the samples, scores and row of ``step``; the last two are ``None`` where the run ended in the middle of the step."""
     samples = journal.samples(step)
     if samples is None:
         steps = journal.journalled_steps()
-        there = f"the steps {steps[0]} to {steps[-1]}" if steps else "no step"
-        raise UserError(f"step {step} of '{directory}' was never sampled; its journal has {there}")
+        recorded = f"the steps {steps[0]} to {steps[-1]}" if steps else "no step"
+        raise UserError(f"step {step} of '{directory}' was never sampled; its journal has {recorded}")
     row = next((row for row in read_rows(directory / "metrics.jsonl") if row["step"] == step), None)
     return samples, journal.scores(step), row
 
@@ -85,13 +85,13 @@ def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[Sample
 def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]:
     samples, scores = journal.samples(step), journal.scores(step)
     if samples is None or scores is None:
-        raise RunError(f"step {step}, which comes before, is not in the run's journal; its checkpoints and journal do not belong together")
+        raise RunError(f"the earlier step {step} is not in the run's journal; its checkpoints and journal do not belong together")
     return samples, scores
 
 
 @contextmanager
 def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
-    """A pod that reads the run's checkpoints and writes nothing to the run."""
+    """Yields a pod that reads the run's checkpoints and writes nothing to the run."""
     start = start_folder(recipe, directory).resolve()
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}))
@@ -105,27 +105,27 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callba
         )  # fmt: skip
 
 
-def _compare_samples(found: Sequence[Sample], recorded: Sequence[Sample]) -> Comparison:
-    """The incarnation of a weight version counts a trainer's starts and is the one thing that may differ."""
+def _compare_samples(drawn: Sequence[Sample], recorded: Sequence[Sample]) -> Comparison:
+    """Compares samples in everything but the incarnation of their weight versions, which counts the trainer's starts."""
 
     def facts(sample: Sample) -> dict[str, object]:
         names = ("id", "prompt_token_ids", "token_ids", "logprobs", "sampling_logprobs", "finish_reason", "text")
         return {**{name: getattr(sample, name) for name in names}, "weight_steps": tuple(v.step for v in sample.weight_versions)}
 
-    pairs = zip(map(facts, found), map(facts, recorded), strict=True)
+    pairs = zip(map(facts, drawn), map(facts, recorded), strict=True)
     return Comparison("rollout", len(recorded), tuple(_unequal((str(theirs["id"]), ours, theirs) for ours, theirs in pairs)))
 
 
-def _compare_scores(found: Sequence[Score], recorded: Sequence[Score]) -> Comparison:
+def _compare_scores(judged: Sequence[Score], recorded: Sequence[Score]) -> Comparison:
     def facts(score: Score) -> dict[str, object]:
         return {"state": score.state, "value": score.value, "components": dict(score.components), "correct": score.correct}
 
-    pairs = zip(found, recorded, strict=True)
+    pairs = zip(judged, recorded, strict=True)
     return Comparison("rewards", len(recorded), tuple(_unequal((theirs.sample_id, facts(ours), facts(theirs)) for ours, theirs in pairs)))
 
 
 def _unequal(triples: Iterable[tuple[str, dict[str, object], dict[str, object]]]) -> Iterator[str]:
-    """A line for each (name, found, recorded) whose facts differ, with the first of them that does."""
+    """Yields a line for each (name, replayed, recorded) whose facts differ, with the first fact that does."""
     for name, ours, theirs in triples:
         fact = next((fact for fact in theirs if ours[fact] != theirs[fact]), None)
         if fact is not None:

@@ -1,4 +1,4 @@
-"""Runs one recorded step again, beside the run, and compares every number with what was written down. The run's files are only read."""
+"""Replays one recorded step of a run of any job and compares every number with its record. The run's files are only read."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +16,10 @@ def replay(
     run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, callback: Callback | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Comparison]:
-    """Runs ``parts`` of ``step`` of the run in ``run_directory`` again. ``say`` hears a line of each stage.
+    """Replays ``parts`` of ``step`` of the run in ``run_directory``. ``say`` receives a line for each stage.
 
-    Raises ``UserError`` where the step was not recorded, or this machine could not give the same bits. The steps of a run on data have the
-    part ``train`` alone."""
+    Raises ``UserError`` where the step was not recorded, or this machine cannot give the same bits. Steps of a run on data have the part
+    ``train`` only."""
     directory = Path(run_directory)
     recipe = read_recipe(directory)
     if not isinstance(recipe, PretrainRecipe):

@@ -1,4 +1,4 @@
-"""Steps of a pretraining run once more, on whatever ranks it has: towards a recorded step, and through a batch that was kept."""
+"""Repeats steps of a run on data, on any ranks: up to a recorded step, and on a saved batch."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ from tandem.types import RunError, TrainSequence
 
 
 def run_again(run: DataRun, last: int) -> None:
-    """The steps from the loaded checkpoint to ``last``, with their rows and nothing else. Every rank calls it. Raises ``RunError`` where no
+    """Repeats the steps from the loaded checkpoint to ``last`` and writes their rows. Every rank calls it. Raises ``RunError`` where no
     checkpoint could be loaded."""
     if run.checkpoints.last is None:
-        raise RunError(f"no checkpoint at or before step {last} is whole; see the warnings above for what is wrong with them, and replay a later step")
-    run.records.callback.message(f"standing at the checkpoint of step {run.first_step}")
+        raise RunError(f"no checkpoint at or before step {last} is whole; see the warnings above, and replay a later step")
+    run.records.callback.message(f"loaded the checkpoint of step {run.first_step}")
     if run.first_step > last:
         return
     with run.batches() as loader:
         for step, batch in loader:
-            run.records.callback.message(f"step {step} again")
+            run.records.callback.message(f"replaying step {step}")
             run.take(step, batch)
             run.write_row(step, run.trained, loader.idle_s)
             if step == last:
@@ -28,8 +28,8 @@ def run_again(run: DataRun, last: int) -> None:
 
 
 def take_kept(run: DataRun, step: int, shares: Sequence[Sequence[TrainSequence]]) -> tuple[StepResult, list[str]]:
-    """Optimizer step ``step`` on the kept batch ``shares``, that of each data-parallel rank, in one process; what came of it, and a
-    screen of text that says where it is not finite."""
+    """Takes optimizer step ``step`` on the saved batch ``shares``, one for each data-parallel rank, in one process. Returns the result, and
+    lines that report where it is not finite."""
     micro_batches = [one for share in shares for one in run.micro_batches(share)[2]]
     weights = describe_weights(run.model)
     watch = NanDetector(run.model)

@@ -1,4 +1,4 @@
-"""What ranks say to each other besides tensors: small values, and whether all of them came through."""
+"""Exchanges small values between ranks, and agrees on errors."""
 
 import ctypes
 import json
@@ -11,7 +11,7 @@ from tandem.types import RunError
 
 
 def gather_values(ranks: Communicator, value: Any, name: str) -> list[Any]:
-    """Every rank's ``value`` (JSON), by rank, on every rank."""
+    """Returns every rank's ``value`` (JSON), by rank, on every rank."""
     if ranks.size == 1:
         return [json.loads(json.dumps(value))]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -22,10 +22,9 @@ def gather_values(ranks: Communicator, value: Any, name: str) -> list[Any]:
 
 
 def vote(ranks: Communicator, what: str, trouble: str | None, value: Any = None) -> list[Any]:
-    """Every rank's ``value``, where none has ``trouble``. Raises the same ``RunError`` on every rank where one has: it names the
-    rank."""
+    """Returns every rank's ``value``. Raises the same ``RunError``, which names the rank, on every rank if one has ``trouble``."""
     votes = gather_values(ranks, [trouble, value], what)
-    for rank, (found, _) in enumerate(votes):
-        if found is not None:
-            raise RunError(f"{what}: rank {rank}: {found}" if ranks.size > 1 else f"{what}: {found}")
+    for rank, (problem, _) in enumerate(votes):
+        if problem is not None:
+            raise RunError(f"{what}: rank {rank}: {problem}" if ranks.size > 1 else f"{what}: {problem}")
     return [value for _, value in votes]

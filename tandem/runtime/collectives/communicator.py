@@ -1,7 +1,7 @@
-"""The collectives: gloo between CPUs, NCCL between GPUs, one ``Communicator`` a group of the mesh, and no global state but gloo's device.
+"""The collectives: gloo between CPUs, NCCL between GPUs, one ``Communicator`` for each group of the mesh, and no global state but gloo's device.
 
-Sums are taken in rank order: a reduce-scatter is an all-to-all of the parts and an ordered sum of what came, an all-reduce is a
-reduce-scatter and an all-gather, so that a result depends neither on who arrives first nor on a ring's direction. The traffic is
+Sums are taken in rank order: a reduce-scatter is an all-to-all of the parts and an ordered sum of the received parts, an all-reduce is a
+reduce-scatter and an all-gather, so that a result depends neither on the order of arrival nor on a ring's direction. The traffic is
 that of a ring: (n - 1) / n of the bytes out of each rank, twice for an all-reduce.
 """
 
@@ -20,33 +20,33 @@ from tandem.runtime.records.tracing import NO_TRACE
 from tandem.types import CollectiveError
 
 FEW_BYTES = 1 << 16
-"""An all-reduce of at most so many gathers every rank's whole tensor: one exchange in place of two, for the same sum."""
+"""An all-reduce of at most this many bytes gathers every rank's whole tensor: one exchange instead of two, for the same sum."""
 EXCHANGE_TAG = 1 << 20
-"""Tags of the transfers of large gathers begin here; those of ``send`` and ``receive`` lie below."""
+"""The first tag of the transfers of large gathers; the tags of ``send`` and ``receive`` are smaller."""
 GROUPS: tuple[GroupName, ...] = (*AXES, "tokens", "expert", "expert_data", "world")
 HOST_GROUPS: tuple[GroupName, ...] = ("data", "world")
-"""Those that exchange small values from the host's memory, over gloo on every device: nothing waits for a GPU to tell a loss. Gradients of
-data-parallel ranks travel over ``tokens``."""
+"""Groups that exchange small values from host memory, over gloo on every device, so that reporting a loss does not wait for a GPU. Gradients
+of data-parallel ranks go over ``tokens``."""
 
 
 class Traffic(Protocol):
-    """Hears of the collectives of one rank."""
+    """Receives the events of one rank's collectives."""
 
     def started(self, group: str, name: str, sent_bytes: int) -> None:
-        """This rank has begun to send ``sent_bytes``."""
+        """A collective has begun, in which this rank sends ``sent_bytes``."""
         ...
 
     def waits(self, group: str, name: str) -> None:
-        """It now waits for the end of one."""
+        """This rank begins to wait for the end of a collective."""
         ...
 
     def waited(self, seconds: float) -> None:
-        """It waits no more."""
+        """The wait has ended."""
         ...
 
 
 class Pending:
-    """A collective under way. ``wait`` returns its result."""
+    """A collective in progress. ``wait`` returns its result."""
 
     def __init__(self, communicator: "Communicator", name: str, work: Any, result: Callable[[], Tensor]) -> None:
         self._communicator, self._name, self._work, self._result = communicator, name, work, result
@@ -59,7 +59,7 @@ class Pending:
 
 class Communicator:
     """One group of ranks, seen from ``rank`` of ``size``. Every method must be called by every rank of the group in the same
-    order; ``name`` says what for, and is named in the error where a collective fails or does not end. ``tracer`` records the waits for them."""
+    order; ``name`` names the collective in errors and traces. ``tracer`` records the waits."""
 
     def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s
@@ -67,23 +67,23 @@ class Communicator:
         self.tracer = NO_TRACE
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
-        """Every rank's ``x``: [size, *x.shape]."""
+        """Returns every rank's ``x``: [size, *x.shape]."""
         return self.start_all_gather(x, name).wait()
 
     def start_all_gather(self, x: Tensor, name: str, out: Tensor | None = None) -> Pending:
-        """``out``: contiguous memory for the result, which must not be that of ``x``."""
+        """Starts an all-gather. ``out``: contiguous memory for the result, which must not overlap ``x``."""
         if self.size == 1:
             return Pending(self, name, None, lambda: x.unsqueeze(0) if out is None else out.view(1, *x.shape).copy_(x))
         x = x.contiguous()
         out = x.new_empty(self.size, x.numel()) if out is None else out
-        # gloo's own gathers into memory that it allocates, and copies from there.
+        # gloo's own all-gather allocates a buffer and copies from it.
         is_direct = x.is_cpu and x.nbytes > FEW_BYTES
         gather = self._exchange if is_direct else lambda x, out: self._group._allgather_base(out.view(-1), x.view(-1))
         work = self._call(name, lambda: gather(x, out), x.nbytes * (self.size - 1))
         return Pending(self, name, work, lambda: out.view(self.size, *x.shape))
 
     def _exchange(self, x: Tensor, out: Tensor) -> "_Works":
-        """Every rank's ``x`` straight to its place in ``out``."""
+        """Receives every rank's ``x`` directly in its place in ``out``."""
         parts = out.view(self.size, x.numel())
         parts[self.rank].copy_(x.view(-1))
         tag, self._exchanges = EXCHANGE_TAG + self._exchanges, (self._exchanges + 1) % EXCHANGE_TAG
@@ -95,7 +95,7 @@ class Communicator:
         return works
 
     def gather(self, x: Tensor, to: int, name: str) -> list[Tensor]:
-        """On rank ``to`` every rank's ``x``, by rank; elsewhere none."""
+        """Returns every rank's ``x``, by rank, on rank ``to``; an empty list on other ranks."""
         if self.size == 1:
             return [x]
         x = x.contiguous()
@@ -106,11 +106,11 @@ class Communicator:
         return out
 
     def reduce_scatter(self, x: Tensor, name: str) -> Tensor:
-        """``x[size, ...]``, a part for each rank -> the sum over ranks of this rank's part."""
+        """Returns the sum over ranks of this rank's part of ``x[size, ...]``."""
         return self.start_reduce_scatter(x, name).wait()
 
     def start_reduce_scatter(self, x: Tensor, name: str, out: Tensor | None = None) -> Pending:
-        """``out``: contiguous memory of the shape of ``x`` for the parts that arrive; the sum is then its first part."""
+        """Starts a reduce-scatter. ``out``: contiguous memory of the shape of ``x`` for the received parts; the sum is then its first part."""
         if self.size == 1:
             return Pending(self, name, None, lambda: x[0])
         x = x.contiguous()
@@ -119,7 +119,7 @@ class Communicator:
         return Pending(self, name, work, lambda: _sum(arrived, in_place=out is not None))
 
     def all_reduce(self, x: Tensor, name: str) -> Tensor:
-        """The sum over ranks."""
+        """Returns the sum of ``x`` over ranks."""
         if self.size == 1:
             return x
         flat = x.reshape(-1)
@@ -131,8 +131,8 @@ class Communicator:
         return self.all_gather(own, name).view(-1)[: flat.numel()].view(x.shape)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
-        """``x[sum(send), ...]``, rows in the order of the ranks they go to -> [sum(receive), ...] in the order of those they
-        come from. Counts may be 0."""
+        """Sends the rows of ``x[sum(send), ...]``, ordered by destination rank. Returns the received rows [sum(receive), ...], ordered by
+        source rank. Counts may be 0."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -142,7 +142,7 @@ class Communicator:
         return out
 
     def broadcast(self, x: Tensor, source: int, name: str) -> None:
-        """Fill contiguous ``x`` with that of rank ``source``."""
+        """Fills contiguous ``x`` with that of rank ``source``."""
         if self.size == 1:
             return
         options = dist.BroadcastOptions()
@@ -154,7 +154,7 @@ class Communicator:
         return Pending(self, name, self._call(name, lambda: self._group.send([x], to, tag), x.nbytes), lambda: x)
 
     def receive(self, x: Tensor, source: int, name: str, tag: int = 0) -> Pending:
-        """Fill contiguous ``x`` with what ``source`` sends under ``tag``."""
+        """Starts to fill contiguous ``x`` with what ``source`` sends under ``tag``."""
         return Pending(self, name, self._call(name, lambda: self._group.recv([x], source, tag)), lambda: x)
 
     def barrier(self, name: str) -> None:
@@ -189,22 +189,26 @@ class Communicator:
 def join(
     mesh: Mesh, store: Any, device: torch.device, deadline_s: float, traffic: Traffic | None = None, hostname: str = ""
 ) -> Mapping[GroupName, Communicator]:
-    """Meet the other ranks of ``mesh`` over ``store`` (a ``torch.distributed`` store that all of them reach); one communicator a
-    group, those of one rank without a process group. ``device``: where the tensors of all but ``HOST_GROUPS`` are. ``hostname``: the address
-    that gloo listens on (empty: that of this host's name)."""
-    found: dict[GroupName, Communicator] = {}
+    """Connects the ranks of ``mesh``. Returns one communicator for each group; a group of one rank has no process group.
+
+    Args:
+        store: a ``torch.distributed`` store that all ranks can reach.
+        device: the device of the tensors of all groups but ``HOST_GROUPS``.
+        hostname: the address that gloo listens on (empty: that of this host's name).
+    """
+    communicators: dict[GroupName, Communicator] = {}
     for name in GROUPS:
         ranks = mesh.group(name)
         rank, group = ranks.index(mesh.rank), None
         if len(ranks) > 1:
             where = torch.device("cpu") if name in HOST_GROUPS else device
             group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), where, deadline_s, hostname)
-        found[name] = Communicator(name, rank, len(ranks), group, deadline_s, traffic)
-    return found
+        communicators[name] = Communicator(name, rank, len(ranks), group, deadline_s, traffic)
+    return communicators
 
 
 def connect(name: str, rank: int, size: int, store: Any, device: torch.device, deadline_s: float) -> Communicator:
-    """Meet the other ranks of one group on this machine over ``store``, which only they can reach."""
+    """Connects the ranks of one group on this machine over ``store``, which no other group uses."""
     return Communicator(name, rank, size, _process_group(store, rank, size, device, deadline_s, "127.0.0.1"), deadline_s)
 
 
@@ -223,13 +227,13 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device, deadl
 
 @lru_cache
 def _gloo_device(hostname: str) -> Any:
-    """One for all groups of the process: each has a thread that wakes a hundred times a second and outlives its groups."""
+    """Returns one gloo device for all groups of the process: each device has a thread that wakes 100 times a second and outlives its groups."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo.create_device(hostname=hostname) if hostname else gloo.create_default_device()
 
 
 class _Works(list[Any]):
-    """Transfers that are waited for as one."""
+    """Transfers with one ``wait`` for all."""
 
     def wait(self) -> None:
         for work in self:

@@ -1,4 +1,4 @@
-"""The embedded store: one SQLite file that every process of a run opens. Nothing to start, safe at any ``kill -9``."""
+"""The embedded store: one SQLite file that every process of a run opens. Needs no server and survives ``kill -9``."""
 
 import sqlite3
 import threading
@@ -24,7 +24,7 @@ _POLL_S = (0.002, 0.05)
 
 
 def boot_id() -> str:
-    """Names this boot of this machine: the monotonic clock's readings compare within it only."""
+    """Returns the id of this boot of the machine; readings of the monotonic clock compare only within one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -32,8 +32,8 @@ def boot_id() -> str:
 
 
 class EmbeddedStore:
-    """A ``Store`` in the file ``path``. Leases run on the machine's monotonic clock, so that setting the wall clock
-    ends none; a reboot ends all. What is in it concerns living processes, so a commit does not wait for the disk."""
+    """A ``Store`` in the file ``path``. Leases use the machine's monotonic clock: setting the wall clock ends none, a reboot ends all. Entries
+    matter only to running processes, so a commit does not wait for the disk."""
 
     def __init__(self, path: Path, *, busy_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -46,8 +46,8 @@ class EmbeddedStore:
             self._connection.close()
 
     def get(self, key: str) -> Entry | None:
-        found = self._select("WHERE e.key = ?", key)
-        return found[0] if found else None
+        entries = self._select("WHERE e.key = ?", key)
+        return entries[0] if entries else None
 
     def list(self, prefix: str) -> Sequence[Entry]:
         return self._select("WHERE substr(e.key, 1, ?) = ? ORDER BY e.key", len(prefix), prefix)
@@ -58,9 +58,9 @@ class EmbeddedStore:
 
     def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None) -> int:
         with self._writing() as connection:
-            found = self.get(key)
-            if (found.revision if found else None) != expected_revision:
-                raise Conflict(key, expected_revision, found)
+            entry = self.get(key)
+            if (entry.revision if entry else None) != expected_revision:
+                raise Conflict(key, expected_revision, entry)
             return self._write(connection, key, value, lease)
 
     def delete(self, key: str) -> bool:
@@ -74,9 +74,9 @@ class EmbeddedStore:
         ends = time.monotonic() + deadline_s
         pause_s, longest_s = _POLL_S
         while True:
-            found = self.get(key)
-            if found is not None and found.revision > after_revision:
-                return found
+            entry = self.get(key)
+            if entry is not None and entry.revision > after_revision:
+                return entry
             left = ends - time.monotonic()
             if left <= 0:
                 raise WatchTimeout(f"key '{key}' did not change after revision {after_revision} within {deadline_s:g} s")
@@ -95,7 +95,7 @@ class EmbeddedStore:
         with self._writing() as connection:
             query = "UPDATE leases SET ends_s = ? + time_to_live_s WHERE id = ?"
             if not connection.execute(query, (self._clock(), lease)).rowcount:
-                raise LookupError(f"lease {lease} has run out")
+                raise LookupError(f"lease {lease} has expired")
 
     def revoke(self, lease: int) -> None:
         with self._writing() as connection:
@@ -103,7 +103,7 @@ class EmbeddedStore:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction in which leases that have run out are gone, with their keys."""
+        """Begins a transaction, in which expired leases and their keys are deleted first."""
         with self._lock, errors(self.path, "the run's store"), transaction(self._connection):
             query = "DELETE FROM leases WHERE ends_s <= ? OR boot != ?"
             if self._connection.execute(query, (self._clock(), self._boot)).rowcount:
@@ -111,7 +111,7 @@ class EmbeddedStore:
             yield self._connection
 
     def _select(self, where: str, *parameters: str | int) -> Sequence[Entry]:
-        # A reader leaves expired rows to the next writer and passes them over.
+        # Readers skip expired rows; the next writer deletes them.
         live = "(l.id IS NULL OR (l.ends_s > ? AND l.boot = ?))"
         query = f"SELECT e.key, e.value, e.revision FROM entries e LEFT JOIN leases l ON e.lease = l.id {where}"
         query = query.replace("WHERE", f"WHERE {live} AND", 1)
@@ -121,7 +121,7 @@ class EmbeddedStore:
 
     def _write(self, connection: sqlite3.Connection, key: str, value: bytes, lease: int | None) -> int:
         if lease is not None and not connection.execute("SELECT 1 FROM leases WHERE id = ?", (lease,)).fetchone():
-            raise LookupError(f"lease {lease} has run out")
+            raise LookupError(f"lease {lease} has expired")
         connection.execute("UPDATE counter SET revision = revision + 1")
         revision = int(connection.execute("SELECT revision FROM counter").fetchone()[0])
         connection.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", (key, value, revision, lease))

@@ -1,5 +1,5 @@
-"""What the parts of a run agree on, as an interface: keys, revisions, compare-and-swap, leases. etcd's model, cut to
-what is used: one revision counter for the whole store, raised by every change."""
+"""The interface of the store that the processes of a run share: keys, revisions, compare-and-swap, leases. A subset of etcd's model, with one
+revision counter for the whole store, which every change increments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Entry:
 
 
 class Conflict(Exception):
-    """A compare-and-swap lost: ``found`` is the entry that stands there now (``None``: no such key)."""
+    """A compare-and-swap failed. ``found`` is the current entry (``None``: the key does not exist)."""
 
     def __init__(self, key: str, expected: int | None, found: Entry | None) -> None:
         at = "absent" if found is None else f"at revision {found.revision}"
@@ -30,35 +30,34 @@ class WatchTimeout(Exception):
 
 
 class Store(Protocol):
-    """Every method may raise ``RunError`` where the store cannot be reached or is damaged. Methods may be called from
-    any thread; changes of one process are seen by all others at once."""
+    """A key-value store. Every method raises ``RunError`` where the store cannot be reached or is damaged. Thread-safe; changes of one process
+    are visible to all others at once."""
 
     def get(self, key: str) -> Entry | None:
-        """The entry now, or ``None``."""
+        """Returns the current entry, or ``None``."""
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
-        """Write, whatever stands there; returns the revision. With ``lease`` the key goes when the lease does."""
+        """Writes the key unconditionally and returns its revision. With ``lease`` the key is deleted when the lease ends."""
 
     def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None) -> int:
-        """Write only where the key is at ``expected_revision`` (``None``: absent); returns the revision. Raises
-        ``Conflict``."""
+        """Writes the key if it is at ``expected_revision`` (``None``: absent) and returns its revision. Raises ``Conflict`` otherwise."""
 
     def delete(self, key: str) -> bool:
-        """Whether the key was there."""
+        """Deletes the key. Returns whether it existed."""
 
     def list(self, prefix: str) -> Sequence[Entry]:
-        """Every entry whose key starts with ``prefix``, in the order of the keys."""
+        """Returns every entry whose key starts with ``prefix``, by key."""
 
     def watch(self, key: str, after_revision: int, deadline_s: float) -> Entry:
-        """Wait until the key's revision is above ``after_revision`` (0: until it is there). Raises ``WatchTimeout``."""
+        """Waits until the key's revision is above ``after_revision`` (0: until it exists). Raises ``WatchTimeout``."""
 
     def grant_lease(self, time_to_live_s: float) -> int:
-        """A lease's id. Raises ``ValueError`` for a time that is not above 0."""
+        """Makes a lease and returns its id. Raises ``ValueError`` for a time that is not above 0."""
 
     def keep_alive(self, lease: int) -> None:
-        """Start the lease's time anew. Raises ``LookupError`` where it has run out."""
+        """Renews the lease. Raises ``LookupError`` where it has expired."""
 
     def revoke(self, lease: int) -> None:
-        """End the lease and delete its keys."""
+        """Ends the lease and deletes its keys."""
 
     def close(self) -> None: ...

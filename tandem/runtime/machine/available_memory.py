@@ -1,8 +1,8 @@
-"""The memory of this machine that a run may take, measured."""
+"""The memory of this machine that a run may use."""
 
 
 def available_bytes(limit_gib: float) -> int:
-    """Returns ``limit_gib`` in bytes, or where it is 0, 80 % of the memory that is free now and within the cgroup's limit."""
+    """Returns ``limit_gib`` in bytes, or if it is 0, 80 % of the memory that is free now and within the cgroup's limit."""
     if limit_gib:
         return int(limit_gib * 2**30)
     with open("/proc/meminfo", encoding="ascii") as file:

@@ -1,5 +1,5 @@
-"""The GPUs of this machine, and which device a run computes on. Imports no torch: a controller that asked CUDA itself would hold
-memory of every GPU for as long as it lives, so a process of its own is asked."""
+"""The GPUs of this machine, and the device of a run. Imports no torch: a controller that initialised CUDA would hold memory on every GPU for
+its whole life, so a separate process lists the GPUs."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ from tandem.types.errors import RunError, UserError
 
 Device = Literal["cpu", "cuda"]
 DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""There where NVIDIA's driver is; the second under Windows' Linux."""
+"""Device files of NVIDIA's driver; the second one in the Windows Subsystem for Linux."""
 PROBE_S = 120.0
 
 
 class Gpu(NamedTuple):
-    """What torch says of one GPU that this process may use."""
+    """A GPU that this process may use, as torch reports it."""
 
     name: str
     free_bytes: int
@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """``why``: what torch lacks where it finds no GPU."""
+    """The GPUs that torch finds. ``why``: the reason where it finds none."""
 
     gpus: tuple[Gpu, ...]
     why: str = ""
@@ -34,21 +34,21 @@ class Probe(NamedTuple):
 
 @cache
 def probe() -> Probe:
-    """The GPUs, in the order in which ranks take them."""
+    """Returns the GPUs, in the order in which ranks take them."""
     try:
         done = subprocess.run([sys.executable, "-m", "tandem.runtime.machine.gpus"], capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
-        return Probe((), f"torch did not say within {PROBE_S:.0f} s what GPUs there are")
+        return Probe((), f"torch did not list the GPUs within {PROBE_S:.0f} s")
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return Probe((), (done.stderr.strip().splitlines() or ["torch could not be asked"])[-1])
-    return Probe(tuple(Gpu(*each) for each in found["gpus"]), found["why"])
+        return Probe((), (done.stderr.strip().splitlines() or ["torch could not list the GPUs"])[-1])
+    return Probe(tuple(Gpu(*each) for each in answer["gpus"]), answer["why"])
 
 
 def chosen_device(machine: MachineConfig, ranks: int) -> Device:
-    """``machine.device`` for a run of so many ranks, all of this machine; each takes a GPU of its own. Raises ``UserError`` where ``cuda`` is
-    asked for and there are too few, and where ``machine.attention`` needs a GPU and there is none."""
+    """Returns the device of a run of ``ranks`` ranks on this machine, each of which takes one GPU. Raises ``UserError`` where
+    ``machine.device`` is ``cuda`` and there are too few GPUs, and where ``machine.attention`` needs a GPU and there is none."""
     device = _device(machine, ranks)
     if device == "cpu" and machine.attention != "auto":
         raise UserError(f"'machine.attention' is '{machine.attention}', which needs a GPU, and none is found; set it to auto")
@@ -58,31 +58,31 @@ def chosen_device(machine: MachineConfig, ranks: int) -> Device:
 def _device(machine: MachineConfig, ranks: int) -> Device:
     if machine.device == "cpu" or (machine.device == "auto" and (machine.kernels == "cpu" or not any(path.exists() for path in DRIVER))):
         return "cpu"
-    found = probe()
-    if len(found.gpus) >= ranks:
+    probed = probe()
+    if len(probed.gpus) >= ranks:
         return "cuda"
-    if machine.device == "auto" and not found.gpus:
+    if machine.device == "auto" and not probed.gpus:
         return "cpu"
-    if not found.gpus:
-        raise UserError(f"'machine.device' is 'cuda' and no GPU is found: {found.why}; use a machine with one, or set machine.device to cpu")
+    if not probed.gpus:
+        raise UserError(f"'machine.device' is 'cuda' and no GPU is found: {probed.why}; use a machine with one, or set machine.device to cpu")
     raise UserError(
-        f"'machine.device' is '{machine.device}' and this run has {ranks} ranks; torch finds {len(found.gpus)} GPUs, and each rank takes one: lower "
+        f"'machine.device' is '{machine.device}' and this run has {ranks} ranks; torch finds {len(probed.gpus)} GPUs, and each rank takes one: lower "
         "the product of section 'parallel', or set machine.device to cpu"
     )
 
 
 ROOM_SHARE, CONTEXT_BYTES = 0.95, 1 << 30
-"""Of a GPU's free memory, what a run may count on: fragments are not usable, and CUDA, its libraries and NCCL's buffers take the rest."""
+"""The share of a GPU's free memory that a run can use, less a constant for CUDA, its libraries and NCCL's buffers; fragments are lost."""
 
 
 def check_gpu_memory(needed: int, ranks: int) -> None:
-    """Refuse a run of which each rank needs so many bytes of its GPU."""
+    """Raises ``RunError`` where one of the first ``ranks`` GPUs has fewer than ``needed`` bytes free."""
     for number, gpu in enumerate(probe().gpus[:ranks]):
         free = int(ROOM_SHARE * gpu.free_bytes) - CONTEXT_BYTES
         if needed > free:
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB of each GPU and GPU {number} ({gpu.name}) has {max(free, 0) / 2**30:.2f} left for it; lower "
-                "trainer.micro_batch_tokens, set trainer.recompute to full, trainer.offload to cpu, or cut the model with section 'parallel'"
+                f"this run needs {needed / 2**30:.2f} GiB of each GPU and GPU {number} ({gpu.name}) has {max(free, 0) / 2**30:.2f} GiB free; lower "
+                "trainer.micro_batch_tokens, set trainer.recompute to full, trainer.offload to cpu, or shard the model with section 'parallel'"
             )
 
 

@@ -1,4 +1,4 @@
-"""What the bits of a run depend on besides its recipe. An exact resume records it and refuses when it differs."""
+"""What the bits of a run depend on besides its recipe. A run records it, and an exact resume is refused where it differs."""
 
 import platform
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.types.errors import UserError
 
-# Those that a math library picks its kernels by; the others of a processor's many flags change no sum.
+# The extensions by which math libraries choose kernels; other processor flags do not change results.
 _EXTENSIONS = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
     "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
@@ -22,7 +22,7 @@ _FIXES = {
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The machine type and its vector extensions, such as ``x86_64 avx avx2 fma``."""
+    """Returns the machine type and its vector extensions, such as ``x86_64 avx avx2 fma``."""
     flags: set[str] = set()
     try:
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -36,8 +36,7 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def numerics_record(threads: int, kernels: str) -> dict[str, str | int]:
-    """``threads`` of a worker, ``kernels`` by the name their room gives them, the instruction set and the torch
-    build."""
+    """Returns the record of this machine: ``threads`` of a worker, the name of its ``kernels``, the instruction set and the torch build."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -46,7 +45,7 @@ def numerics_record(threads: int, kernels: str) -> dict[str, str | int]:
 
 
 def check_numerics(saved: Mapping[str, str | int], now: Mapping[str, str | int]) -> None:
-    """Raises ``UserError``, one line with every difference, where a resume could not give the same bits."""
+    """Raises ``UserError`` with every difference where a resume cannot give the same bits."""
     differences = [
         f"{name.replace('_', ' ')} was '{saved.get(name)}', now '{now.get(name)}' ({fix.format(saved=saved.get(name))})"
         for name, fix in _FIXES.items()

@@ -1,8 +1,8 @@
 """The first thing that runs in a process started by ``tandem.runtime.process.processes.spawn``.
 
 ``python -m tandem.runtime.process.child PARENT_PID module NAME [ARG...]`` runs a Python module, ``... exec PROGRAM [ARG...]`` a
-program, after asking the kernel to kill this process when its parent dies, however the parent dies. The request is made
-here and not between fork and exec, where a parent with threads must not run Python.
+program, after asking the kernel to kill this process when its parent ends, also by ``kill -9``. The request is made here and not between
+fork and exec, where a parent with threads must not run Python.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Be killed when the parent dies (``prctl(PR_SET_PDEATHSIG)``, Linux; elsewhere nothing). Kept over exec."""
+    """Asks the kernel to kill this process when its parent ends (``prctl(PR_SET_PDEATHSIG)``; does nothing outside of Linux). Kept over exec."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -21,7 +21,7 @@ def die_with_parent(parent_pid: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        # It died before the request was made.
+        # The parent ended before the request.
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,9 +1,9 @@
-"""Deaths on purpose: ``kill -9`` at a named point of a run, so that a test can prove that nothing is lost.
+"""Fault injection: ``kill -9`` at a named point of a run, so that tests can prove that nothing is lost.
 
-A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar, a call, or
-a phase of a rank's step. Instead of dying a process may ``stall`` before the point: it sleeps for ever. A plan is
-``ROLE:WHEN:NAME:STEP[,...]``; it reaches each process as a command-line argument. A fault strikes once in a run's life: its
-marker in the run's folder is on the disk before the signal is sent, so the resumed run passes the point alive.
+A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a journal commit, a state of a sidecar, a call, or a phase of a
+rank's step. With ``stall`` the process sleeps for ever before the point instead. A plan is ``ROLE:WHEN:NAME:STEP[,...]``; each process
+gets it as a command-line argument. A fault happens once in the life of a run: its marker in the run's folder is on the disk before the
+signal is sent, so a resumed run passes the point.
 """
 
 import os
@@ -22,13 +22,13 @@ ROLES = ("controller", "trainer_shim", "trainer_worker", "rollout_shim", "rollou
 
 
 def no_fault(name: str) -> None:
-    """The fault point of every run that is not a test."""
+    """Does nothing: the fault point of a run without faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``role`` dies ``when`` (before, after; or does not die but ``stall``) the point ``name`` of ``step``. The role ``pod`` is everything at once:
-    the controller kills its own process group, and what it started dies with it."""
+    """Kills ``role`` ``when`` (before or after; ``stall``: makes it sleep) it reaches the point ``name`` of ``step``. The role ``pod`` is the
+    whole pod: the controller kills its own process group, and its children with it."""
 
     role: str
     when: str
@@ -41,29 +41,29 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What shall die where."""
+    """The faults of a run."""
 
     faults: tuple[Fault, ...]
 
     @classmethod
     def parse(cls, text: str) -> "FaultPlan":
-        """From ``ROLE:WHEN:NAME:STEP``, several with commas. Raises ``UserError``."""
+        """Reads ``ROLE:WHEN:NAME:STEP[,...]``. Raises ``UserError``."""
         faults = []
         for part in text.split(","):
-            found = re.fullmatch(r"(\w+):(before|after|stall):(\w+):(\d+)", part.strip())
-            if not found or (found[1] not in ROLES and not re.fullmatch(r"rank\d+", found[1])):
+            match = re.fullmatch(r"(\w+):(before|after|stall):(\w+):(\d+)", part.strip())
+            if not match or (match[1] not in ROLES and not re.fullmatch(r"rank\d+", match[1])):
                 raise UserError(
                     f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP with a role of {', '.join(ROLES)}, rankN; "
                     "for example trainer_worker:after:train:3"
                 )
-            faults.append(Fault(found[1], found[2], found[3], int(found[4])))
+            faults.append(Fault(match[1], match[2], match[3], int(match[4])))
         return cls(tuple(faults))
 
     def __str__(self) -> str:
         return ",".join(map(str, self.faults))
 
     def point(self, roles: str | Collection[str], run_directory: Path) -> FaultPoint:
-        """The fault point of a process that has ``roles``. The controller's also carries out the pod's faults."""
+        """Returns the fault point of a process with ``roles``. That of the controller includes the faults of the role ``pod``."""
         roles = {roles} if isinstance(roles, str) else set(roles)
         roles |= {"pod"} if "controller" in roles else set()
         mine = {f"{f.when.replace('stall', 'before')}:{f.name}:{f.step}": f for f in self.faults if f.role in roles}
@@ -81,7 +81,7 @@ class FaultPlan:
 
 
 def _mark(run_directory: Path, fault: Fault) -> bool:
-    """Whether this call was the one that made the fault's marker; it is on the disk when this returns."""
+    """Writes the fault's marker to the disk. Returns whether it is new."""
     folder = run_directory / "faults"
     folder.mkdir(exist_ok=True)
     try:
@@ -102,8 +102,8 @@ def _sleep() -> None:
 
 
 def _die(fault: Fault) -> None:
-    # Only a process group that this process leads is the pod's own; another one may hold the shell or the test that
-    # started it. The children die in either case: they asked the kernel for it (tandem.runtime.process.child).
+    # A process group that this process does not lead may hold the shell or the test that started it. The children are killed in either
+    # case: they asked the kernel for it (tandem.runtime.process.child).
     if fault.role == "pod" and os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,21 +1,21 @@
-"""Which rank is stuck, by a deadline that follows from the pauses seen so far."""
+"""Finds hung ranks, with a deadline learned from the pauses seen so far."""
 
 from collections.abc import Sequence
 
 from tandem.runtime.process.heartbeat_table import RankState
 
 FACTOR = 20.0
-"""A rank that needs 20 times the longest pause between two signs of life is not slow."""
+"""The deadline is this many times the longest pause between two signs of life."""
 STEPS = 3
-"""Steps from which a deadline is learned: the first ones are not like the others."""
+"""Steps after which the learned deadline applies: the first steps are slower than the others."""
 
 
 class HangWatchdog:
-    """Looks at the board again and again. A rank shows life when its step begins another phase, a micro-batch is done, or a
-    collective begins to be waited for or ends.
+    """Watches the heartbeats of ranks. Signs of life are: a new phase, a finished micro-batch, the start and the end of the wait for a
+    collective.
 
-    ``deadline_s``: ``first_s`` until ``STEPS`` steps have passed; then ``FACTOR`` times the longest pause in a step, at least ``least_s`` and at
-    most ``first_s``. In phases that are no part of a step (a checkpoint, the start) it stays ``first_s``."""
+    The deadline is ``first_s`` until ``STEPS`` steps have passed, then ``FACTOR`` times the longest pause in a step, at least ``least_s`` and at
+    most ``first_s``. In phases outside of a step (a checkpoint, the start) it stays ``first_s``."""
 
     IN_STEP = frozenset({"train", "forward", "backward", "reduce", "optimizer"})
 
@@ -27,13 +27,13 @@ class HangWatchdog:
         self._steps = 0
 
     def deadline_s(self, phase: str) -> float:
-        """Seconds without a sign of life in ``phase`` after which a rank is stuck."""
+        """Returns the seconds without a sign of life in ``phase`` after which a rank counts as hung."""
         if self._steps < STEPS or phase not in self.IN_STEP:
             return self.first_s
         return min(self.first_s, max(self.least_s, FACTOR * self.longest_s))
 
     def look(self, states: Sequence[RankState], now_s: float) -> list[RankState]:
-        """The ranks that are stuck: of those past their deadline, the ones that keep the others waiting. Empty where none is."""
+        """Returns the hung ranks: of those past their deadline, the ones that the others wait for."""
         for state in states:
             before = self._before.get(state.rank)
             if before is not None and before.beat_s != state.beat_s and before.pid == state.pid and {before.phase, state.phase} <= self.IN_STEP:
@@ -43,7 +43,7 @@ class HangWatchdog:
         if begun:
             self._first_step = min(begun) if self._first_step is None else self._first_step
             self._steps = max(self._steps, min(begun) - self._first_step)
-        # None has begun before all have.
+        # No deadline runs until every rank has started.
         if any(state.beat_s == 0 for state in states):
             return []
         late = [state for state in states if now_s - state.beat_s > self.deadline_s(state.phase)]
@@ -55,6 +55,6 @@ class HangWatchdog:
         if not all(state.collective for state in states):
             # They wait for a rank that still has time: it reads data, or writes a checkpoint.
             return []
-        # All wait: those who have made fewer calls than others are in another one than they.
+        # All are blocked in collectives: the ranks with the fewest calls are in an earlier one than the others.
         fewest = min(state.collectives for state in states)
         return [state for state in states if state.collectives == fewest]

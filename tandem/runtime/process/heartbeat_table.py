@@ -1,9 +1,9 @@
-"""What every rank is doing now, in one small file of shared memory that can be read whatever state a rank is in.
+"""What every rank is doing now, in one small file of shared memory.
 
-A rank writes its own record with plain stores to memory, which cost it nothing and need nobody to listen; the supervisor reads
-records of ranks that are stuck in C, stopped, or dead. A record that is read while it is written may be torn in its texts, never
-in what a deadline is computed from (``beat_s`` is one aligned number). Seconds are of the machine's monotonic clock, which all of its
-processes share and nobody can set: a clock that jumps is no hang, and hides none.
+A rank writes its own record with plain stores to memory, which cost next to nothing; the supervisor can read the record of a rank that is
+stuck in C, stopped, or dead. A record that is read while it is written may have torn texts, but never a torn ``beat_s``, from which deadlines
+are computed (one aligned number). Seconds are of the machine's monotonic clock, which all processes share and which cannot be set, so a
+change of the wall clock neither causes nor hides a hang.
 """
 
 import mmap
@@ -20,9 +20,15 @@ _SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """``beat_s``: monotonic seconds when it last got on with something, 0 before its first; ``step`` and ``phase``: where it is;
-    ``collective``, ``group``, ``since_s``: what it waits in (empty: in none). ``collectives``: how many it has begun, ``sent_bytes`` what
-    it has sent in them, ``waited_s`` how long it has waited, all since its start. ``pid``: its process."""
+    """One rank's record.
+
+    Args:
+        beat_s: monotonic seconds of its last progress, 0 before the first.
+        step, phase: where it is.
+        collective, group, since_s: the collective that it is blocked in, its group, and since when (empty: none).
+        collectives, sent_bytes, waited_s: collectives begun, bytes sent in them and seconds waited for them, since the rank's start.
+        pid: its process.
+    """
 
     rank: int
     pid: int
@@ -37,7 +43,7 @@ class RankState:
     waited_s: float
 
     def describe(self, now_s: float) -> str:
-        """``rank 1 waits in the collective 'gradients of layer 3' ('tokens') of step 4 for 12.0 s``."""
+        """Returns a line such as ``rank 1 waits in the collective 'gradients of layer 3' ('tokens') in 'train' of step 4 for 12.0 s``."""
         if self.beat_s == 0:
             return f"rank {self.rank} has not begun"
         where = f"in '{self.phase}' of step {self.step}" if self.phase else "in its start"
@@ -47,7 +53,7 @@ class RankState:
 
 
 class HeartbeatTable:
-    """The records of ``ranks`` ranks in the file ``path``, which is made where it is missing."""
+    """The records of ``ranks`` ranks in the file ``path``, which is created if it does not exist."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         self.ranks = ranks
@@ -59,21 +65,21 @@ class HeartbeatTable:
             os.close(descriptor)
 
     def states(self) -> list[RankState]:
-        """Every rank's record, by rank."""
-        found = []
+        """Returns every rank's record, by rank."""
+        states = []
         for rank in range(self.ranks):
             values = _RECORD.unpack_from(self._memory, rank * _SIZE)
             beat_s, since_s, pid, step, collectives, sent, waited, *texts = values
             phase, group, collective = (text.split(b"\0", 1)[0].decode("utf-8", "replace") for text in texts)
-            found.append(RankState(rank, pid, beat_s, step, phase, collective, group, since_s, collectives, sent, waited))
-        return found
+            states.append(RankState(rank, pid, beat_s, step, phase, collective, group, since_s, collectives, sent, waited))
+        return states
 
     def writer(self, rank: int) -> "Heartbeat":
-        """What rank ``rank``, which is this process, writes with."""
+        """Returns the writer of the record of ``rank``, which must be this process."""
         return Heartbeat(self._memory, rank)
 
     def clear(self) -> None:
-        """Forget all ranks, before others are started."""
+        """Clears all records, before ranks are started."""
         self._memory[:] = bytes(len(self._memory))
 
 
@@ -89,12 +95,12 @@ class Heartbeat:
         self._write()
 
     def phase_is(self, phase: str, step: int) -> None:
-        """This rank enters ``phase`` of ``step``."""
+        """Records that this rank enters ``phase`` of ``step``."""
         self.phase, self.step = phase, step
         self._write()
 
     def beat(self) -> None:
-        """This rank got on with its work."""
+        """Records progress of this rank."""
         self._write()
 
     def started(self, group: str, name: str, sent_bytes: int) -> None:

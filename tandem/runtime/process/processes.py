@@ -1,4 +1,4 @@
-"""Start, watch and end processes. The one place where thread counts, spin limits and the environment are set."""
+"""Starts, watches and ends processes. The only place that sets thread counts, spin limits and the environment."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ from typing import IO
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How a process uses the cores. ``count``: threads of one parallel region. ``spin_count``: turns of the loop in
-    which an idle OpenMP thread waits before it sleeps. The default spin made two threads beside one busy process three
-    times slower than one; 1000 kept the speed on idle cores and lost little on busy ones."""
+    """How a process uses the cores. ``count``: threads of one parallel region. ``spin_count``: iterations for which an idle OpenMP thread
+    spins before it sleeps. With OpenMP's default, two threads beside one busy process were measured three times slower than one thread; 1000
+    keeps the speed on idle cores and loses little on busy ones."""
 
     count: int = 1
     spin_count: int = 1000
 
     def environment(self) -> dict[str, str]:
-        """The variables that OpenMP, MKL, OpenBLAS and tokenizers read when they are loaded."""
+        """Returns the variables that OpenMP, MKL, OpenBLAS and tokenizers read when they are loaded."""
         count = str(self.count)
         return {
             "OMP_NUM_THREADS": count,
@@ -39,11 +39,11 @@ class Threads:
 
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-"""What a child prints is in its file also when it is killed."""
+"""Makes the output of a killed child complete."""
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity and its cgroup's quota, at least 1."""
+    """Returns the number of cores that this process may use: its affinity and its cgroup's quota, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -66,11 +66,11 @@ def spawn(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start the Python module ``module`` (or ``program``) as a child that dies with this process, even by ``kill -9``.
+    """Starts the Python module ``module`` (or ``program``) as a child that is killed when this process ends, even by ``kill -9``.
 
-    ``output``: a file to which standard output and error are appended (``None``: this process's own). ``capture``:
-    standard output comes to this process through ``.stdout``, whatever ``output`` says. ``new_session``: a session and
-    process group of its own, so that ``kill_group`` reaches what it starts and a terminal's Ctrl-C does not.
+    ``output``: a file to which standard output and error are appended (``None``: those of this process). ``capture``: standard output is
+    read from ``.stdout`` instead. ``new_session``: gives the child a session and process group of its own, so that ``kill_group`` also kills
+    what it starts and a terminal's Ctrl-C does not reach it.
     """
     kind, target = ("module", module) if module is not None else ("exec", program)
     assert target is not None, "spawn needs a module or a program"
@@ -103,7 +103,7 @@ def _spawner() -> ThreadPoolExecutor:
 
 
 def wait(process: "subprocess.Popen[bytes]", deadline_s: float) -> int | None:
-    """The exit status (negative: the signal), or ``None`` where it still runs after ``deadline_s``."""
+    """Returns the exit status (negative: the signal), or ``None`` if the process still runs after ``deadline_s``."""
     try:
         return process.wait(deadline_s)
     except subprocess.TimeoutExpired:
@@ -111,8 +111,7 @@ def wait(process: "subprocess.Popen[bytes]", deadline_s: float) -> int | None:
 
 
 def terminate(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> int:
-    """Ask it to end (SIGTERM), and kill it after ``grace_s``; returns the exit status. An ended process is left
-    alone."""
+    """Sends SIGTERM to a running process and kills it after ``grace_s``. Returns the exit status."""
     if process.poll() is None:
         process.terminate()
         if wait(process, grace_s) is None:
@@ -121,15 +120,15 @@ def terminate(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> int:
 
 
 def kill(process: "subprocess.Popen[bytes]") -> int:
-    """End it at once (SIGKILL) and collect it."""
+    """Kills a running process (SIGKILL). Returns the exit status."""
     if process.poll() is None:
         process.kill()
     return process.wait()
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> int:
-    """Kill everything in the session that ``process`` was started to lead (``new_session=True``), and collect it."""
-    # Collected last: until then its id, which names the group, cannot be given to another process.
+    """Kills everything in the session of ``process``, which was started with ``new_session=True``. Returns its exit status."""
+    # The process is reaped last: until then the kernel cannot reuse its id, which is that of the group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if process.returncode is None and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)
@@ -137,7 +136,7 @@ def kill_group(process: "subprocess.Popen[bytes]") -> int:
 
 
 def describe_exit(status: int | None) -> str:
-    """``exit status 3`` or ``killed by SIGKILL``."""
+    """Returns ``exit status 3`` or ``killed by SIGKILL``."""
     if status is None:
         return "still running"
     if status >= 0:

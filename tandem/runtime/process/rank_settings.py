@@ -1,4 +1,4 @@
-"""What the process of one rank is told when it starts, as one command-line argument."""
+"""The settings of one rank's process, passed as one command-line argument."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -6,11 +6,21 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """``target``: the module that makes this rank's calls. ``directory``: of the run. ``shape``: of the mesh. ``rendezvous``: the file
-    in which the ranks of this start meet. ``heartbeats``: the shared table in which they show what they do. ``stacks``: where this one
-    writes its stacks when it is asked. ``threads``: of this process. ``device``: ``cpu``, or ``cuda``, of which rank r takes GPU r.
-    ``faults``, ``roles``: a plan of faults, and which of
-    its roles this process has. ``log``: the name of its log file. ``hang_timeout_s``: seconds after which a collective that does not end is a hang."""
+    """How the process of one rank starts.
+
+    Args:
+        target: the module that makes this rank's calls.
+        directory: the run's directory.
+        shape: the mesh's shape.
+        rendezvous: the file through which the ranks of this start find each other.
+        heartbeats: the shared table of heartbeats.
+        stacks: the file for this rank's stacks.
+        threads: threads of this process.
+        device: ``cpu``, or ``cuda``, where rank r uses GPU r.
+        faults, roles: a plan of faults, and the roles that this process has in it.
+        log: the name of its log file.
+        hang_timeout_s: seconds after which a collective that has not ended counts as hung.
+    """
 
     target: str
     directory: str

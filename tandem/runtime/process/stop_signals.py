@@ -1,4 +1,4 @@
-"""What a running job is asked by signals: to save now, or to save and end."""
+"""Signals that ask a running job to save now, or to save and stop."""
 
 import contextlib
 import signal
@@ -9,12 +9,13 @@ from typing import Any, Self
 
 
 class SignalRequests:
-    """While it is entered, SIGUSR1 sets ``save``, SIGTERM and Ctrl-C (SIGINT) ``stop``, for the job to look at between two steps. A second of
-    these interrupts at once. ``told``: is told so at the first. Outside the main thread, where no handler can be set, nothing is asked."""
+    """A context manager in which SIGUSR1 sets ``save``, and SIGTERM and Ctrl-C (SIGINT) set ``stop``; the job reads them between two steps. A
+    second SIGTERM or SIGINT raises ``KeyboardInterrupt`` at once. ``say`` receives a message at the first. Outside the main thread, where
+    no handler can be set, both stay false."""
 
-    def __init__(self, told: Callable[[str], None] | None = None) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self.save = self.stop = False
-        self._told = told
+        self._say = say
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -34,7 +35,7 @@ class SignalRequests:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
-        if self._told is not None:
-            # A signal in the middle of a line that is being printed: the line goes on, and this one is left out.
+        if self._say is not None:
+            # The signal may interrupt a print, which cannot be entered a second time; then the message is left out.
             with contextlib.suppress(RuntimeError):
-                self._told("stopping: this step is finished and saved first; once more ends at once, from the newest checkpoint")
+                self._say("stopping after this step, which is saved first; a second signal stops at once, and a resume starts from the newest checkpoint")

@@ -1,7 +1,7 @@
-"""Worker processes: started by ``Worker``, called over a socket pair, and serving their calls with ``serve``.
+"""Worker processes: started by ``Worker``, called over a socket pair, and answering their calls with ``serve``.
 
-``Worker`` owns the life of the process. When the process ends, by itself, by a signal or by the kernel's out-of-memory killer, the call in
-progress raises ``WorkerDied`` at once and says how it ended. A worker that does not answer within a call's deadline writes the stack of
+``Worker`` owns the process. When the process ends, by itself, by a signal or by the kernel's out-of-memory killer, the call in progress
+raises ``WorkerDied`` at once, with the exit status or signal. A worker that does not answer within a call's deadline writes the stack of
 every thread to its log and is killed.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn, wait
-from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, StepPoints, WorkerDied, error_meta, is_result
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.types.errors import UserError
 from tandem.types.wire import Frame
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """A running worker process, seen from its owner. Any thread may call; calls are served in turn."""
+    """The owner's side of a running worker process. Thread-safe; calls are answered one after the other."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Worker:
         """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
 
         Args:
-            name: what errors call it.
-            new_session: a session of its own, so that what the worker starts is killed with it (see ``spawn``).
+            name: the worker's name in error messages.
+            new_session: start it in its own session, so that processes it starts are killed with it (see ``spawn``).
         """
         self.name = name
         self._new_session = new_session
@@ -86,7 +86,7 @@ class Worker:
         """Returns the result of the call ``name``.
 
         Raises:
-            WorkerDied: the process ended; the text says how.
+            WorkerDied: the process ended; the text has its exit status or signal.
             RpcTimeout: no result within ``deadline_s``; the process was killed.
             UserError, RunError, CallError: as the method raised it.
             RemoteError: the method raised anything else.
@@ -114,7 +114,7 @@ class Worker:
             with self._whole_frames():
                 frame = self._channel.receive(ends)
             if frame.call != self._calls:
-                continue  # of a call that was interrupted on this side
+                continue  # The answer to a call that was interrupted on this side.
             if is_result(frame, self.name, name, on_progress):
                 return frame
 
@@ -125,13 +125,13 @@ class Worker:
         except Exception:
             raise
         except BaseException:
-            # Interrupted in the middle of a frame, perhaps: the next one could not be found.
+            # The interrupt may have come in the middle of a frame, after which the next one cannot be found.
             self._channel.shutdown()
             raise
 
     def stop(self, grace_s: float = 5.0) -> int:
-        """Ends the process: closes its channel, at which ``serve`` returns, and kills it after ``grace_s``. Returns the exit status. May be
-        called while another thread's call is in progress, which then raises ``WorkerDied``."""
+        """Stops the process: closes its channel, which makes ``serve`` return, and kills it after ``grace_s``. Returns the exit status. Another
+        thread's call in progress raises ``WorkerDied``."""
         self._channel.shutdown()
         self._ended(grace_s)
         status = self._kill()
@@ -143,7 +143,7 @@ class Worker:
         return status
 
     def _ended(self, deadline_s: float) -> bool:
-        """Whether the process ends within ``deadline_s``. It is not collected yet: its id still names its group, for ``_kill``."""
+        """Returns whether the process ends within ``deadline_s``. Does not reap it, because ``_kill`` needs its id for the process group."""
         if self._pidfd is None or self.process.returncode is not None:
             return wait(self.process, deadline_s) is not None
         ending = select.poll()
@@ -154,15 +154,15 @@ class Worker:
         return kill_group(self.process) if self._new_session else kill(self.process)
 
     def _kill_stuck(self) -> str:
-        # The worker's fault handler answers SIGABRT with the Python stack of every thread, into its log.
+        # On SIGABRT the worker's fault handler writes the Python stack of every thread to its log.
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGABRT)
         has_stack = self._ended(2.0)
         self._kill()
-        return "its stack is in its log" if has_stack else "its stack could not be had"
+        return "its stack is in its log" if has_stack else "it wrote no stack"
 
     def _bury(self, when: str, error: Exception) -> str:
-        """How it ended, after making sure that it has."""
+        """Ends the process if it still runs, and returns how it ended."""
         if not self._ended(2.0) and isinstance(error, BrokenFrame):
             self._kill()
             self._broken = f"{self.name} sent a broken frame {when} and was killed: {error}"
@@ -183,22 +183,21 @@ class Worker:
 def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoint = no_fault) -> None:
     """Answers calls from the descriptor ``channel``, one after the other, until the owner closes it."""
     dump_stack_on_abort()
-    points = StepPoints(fault_point)
-    known = {name: points.around(name, method) for name, method in methods.items()}
+    methods = with_fault_points(methods, fault_point)
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     owner = Channel(connection)
     with contextlib.closing(owner):
         while True:
             try:
-                _answer(owner, known, owner.receive())
-            except (EOFError, OSError, BrokenFrame, _OwnerGone):
+                _answer(owner, methods, owner.receive())
+            except (EOFError, OSError, BrokenFrame, _OwnerClosed):
                 logger.info("the owner closed the channel")
                 return
 
 
-class _OwnerGone(BaseException):
-    """The call in progress has no caller any more."""
+class _OwnerClosed(BaseException):
+    """The owner closed the channel during a call."""
 
 
 def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None:
@@ -208,7 +207,7 @@ def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None
         try:
             owner.send(meta, kind="progress", call=frame.call)
         except OSError:
-            raise _OwnerGone from None
+            raise _OwnerClosed from None
 
     try:
         if name not in methods:
@@ -230,8 +229,8 @@ def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None
 
 
 def dump_stack_on_abort() -> None:
-    """Makes SIGABRT, which a worker gets that does not answer in time, write the stack of every thread to standard error and end the process
-    without a core file. ``serve`` does so itself; a worker that runs foreign code before calls it first."""
+    """Makes SIGABRT, which is sent to a worker that does not answer in time, write the stack of every thread to standard error and end the
+    process without a core file. ``serve`` calls it; a worker that runs other code before ``serve`` calls it first."""
     import resource
 
     faulthandler.enable(sys.stderr)

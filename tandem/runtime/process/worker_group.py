@@ -1,8 +1,8 @@
-"""The worker processes of one mesh, which answer calls together: started, watched and ended from here. Imports no torch.
+"""The worker processes of one mesh, which answer calls together. Imports no torch.
 
-A call goes to every rank at once. It ends with rank 0's result when all have answered, or with ``RanksLost`` as soon as a rank is
-dead or hung: who, in which phase of which step, and where the others are blocked. The supervisor of a run on data and the shim of a
-trainer sidecar both own a ``WorkerGroup``.
+A call goes to every rank at once. It returns rank 0's result when all ranks have answered, or raises ``RanksLost`` as soon as a rank is
+dead or hung; the message names the rank, its phase and step, and where the other ranks are blocked. The supervisor of a run on data and the
+shim of a trainer sidecar each own a ``WorkerGroup``.
 """
 
 import logging
@@ -32,11 +32,11 @@ from tandem.types.wire import Frame
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
 GRACE_S = 2.0
-"""After a rank ended: how long the others have to report who ended first."""
+"""Seconds that the other ranks have to report an error after one has ended, so that the first error is found."""
 
 
 class RanksLost(WorkerDied):
-    """Ranks died or hang, and all must be started again. ``ranks``: which; ``step``: the one that they were in."""
+    """Ranks died or hang, and all ranks must be restarted. ``ranks``: the lost ones; ``step``: the step that they were in."""
 
     def __init__(self, peer: str, call: str, text: str, ranks: Sequence[int] = (0,), step: int = 0) -> None:
         super().__init__(peer, call, text)
@@ -45,12 +45,17 @@ class RanksLost(WorkerDied):
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What a group of ranks is started with.
+    """How a group of ranks is started.
 
-    ``name``: for messages. ``target``: the module that makes a rank's calls (``trainer.rank_process``). ``directory``: of the run.
-    ``folder``: an empty folder for rendezvous, heartbeats and stacks. ``threads``: of each rank. ``hang_timeout_s``: a rank without a sign
-    of life for so long hangs; ``heartbeat_timeout_s``: see ``HangWatchdog``. ``log``: the name of rank r's log file; ``roles``: its roles
-    in a plan of faults.
+    Args:
+        name: the group's name in messages.
+        target: the module that makes a rank's calls (see ``trainer.rank_process``).
+        directory: the run's directory.
+        folder: an empty folder for rendezvous, heartbeats and stacks.
+        threads: threads of each rank.
+        hang_timeout_s, heartbeat_timeout_s: the longest and the shortest deadline of ``HangWatchdog``.
+        log: the name of rank r's log file.
+        roles: the roles of rank r in a plan of faults.
     """
 
     name: str
@@ -67,7 +72,7 @@ class GroupSettings:
 
 
 class WorkerGroup:
-    """The ranks of ``shape``, started now. One call at a time."""
+    """Starts the ranks of ``shape``. Takes one call at a time."""
 
     def __init__(self, settings: GroupSettings, shape: MeshShape, *, say: Callable[[str], None] = lambda line: None) -> None:
         self.settings, self.shape, self._say = settings, shape, say
@@ -87,7 +92,7 @@ class WorkerGroup:
         )  # fmt: skip
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
-        # Beside others, a rank is to hold no more than it needs.
+        # Ranks share the machine's memory, so a rank must not hold more than it needs.
         environment = kept_heap_environment(os.environ) if self.shape.world > 1 else None
         return Worker(
             name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
@@ -107,7 +112,7 @@ class WorkerGroup:
         return [memory_of_tree(worker.pid) for worker in self.workers]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send ``number`` to every living rank."""
+        """Sends ``number`` to every running rank."""
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.send_signal(number)
@@ -116,24 +121,24 @@ class WorkerGroup:
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None,
         on_poll: Callable[[], None] | None = None,
     ) -> Frame:
-        """Rank 0's result of the call ``name``, which every rank answers. ``on_progress`` hears rank 0, ``on_poll`` is called while this
-        waits. Raises ``RanksLost``, ``RpcTimeout``, and what a rank raised."""
+        """Calls ``name`` on every rank and returns rank 0's result. ``on_progress`` receives rank 0's progress; ``on_poll`` is called every
+        ``POLL_S`` while this waits. Raises ``RanksLost``, ``RpcTimeout``, and what a rank raised."""
         if self._broken:
             raise RanksLost(self.settings.name, name, self._broken)
         if self.shape.world == 1 and on_poll is None:
             return self._call_alone(name, meta, blobs, deadline_s, on_progress)
-        heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        progresses: SimpleQueue[dict[str, Any]] = SimpleQueue()
         calls = [
-            self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=heard.put if rank == 0 else None)
+            self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=progresses.put if rank == 0 else None)
             for rank, worker in enumerate(self.workers)
         ]
         while True:
             if on_poll is not None:
                 on_poll()
-            # Told from this thread, in order, before the call ends.
+            # Progress is reported from this thread, in order, before the call returns.
             is_done = all(call.done() for call in calls)
-            while not heard.empty():
-                progress = heard.get()
+            while not progresses.empty():
+                progress = progresses.get()
                 if on_progress is not None:
                     on_progress(progress)
             if any(call.done() and call.exception() is not None for call in calls):
@@ -144,13 +149,13 @@ class WorkerGroup:
             stuck = self._watch.look(states, time.monotonic())
             if stuck:
                 self._fail_stuck(name, stuck, states)
-            # Ranks end together: after the first, the others are waited for without a pause that a step would feel.
+            # Ranks finish together: after the first, wait for the others without polling, which would delay the step.
             futures_wait(calls, timeout=POLL_S, return_when=FIRST_COMPLETED if not any(call.done() for call in calls) else ALL_COMPLETED)
 
     def _call_alone(
         self, name: str, meta: Meta | None, blobs: Blobs | None, deadline_s: float, on_progress: Progress | None
     ) -> Frame:
-        """One rank has its call's own deadline, and no other one waits for it."""
+        """Calls the only rank, which needs no watchdog: the call's deadline applies."""
         try:
             return self.workers[0].call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
         except (WorkerDied, RpcTimeout) as death:
@@ -158,7 +163,7 @@ class WorkerGroup:
             raise
 
     def _judge(self, name: str, calls: Sequence["Future[Frame]"]) -> None:
-        """Raise what ended the call: the first rank that did not merely miss another one."""
+        """Raises the error that ended the call: that of a rank which failed itself, not of one whose collective missed another rank."""
         ends = time.monotonic() + GRACE_S
         while time.monotonic() < ends and not all(call.done() for call in calls):
             time.sleep(0.02)
@@ -178,7 +183,7 @@ class WorkerGroup:
             status = {rank: describe_exit(self.workers[rank].process.poll()) for rank in dead}
             text = ", ".join(f"rank {rank} died ({status[rank]}) {_where(states[rank])}" for rank in dead)
             self._fail(name, text, dead, states)
-        # Every rank that answered misses another one: those that are in no collective, or behind, hang.
+        # Every error is about a missing rank: the ranks that are in no collective hang.
         stuck = [state for state in states if not calls[state.rank].done() and not state.collective]
         text = "; ".join([state.describe(time.monotonic()) for state in stuck] or [str(next(iter(errors.values())))])
         self._fail(name, text, [state.rank for state in stuck], stuck or states)
@@ -199,20 +204,20 @@ class WorkerGroup:
         return self.settings.folder / f"stacks-{rank}"
 
     def _write_stacks(self, states: Sequence[RankState]) -> None:
-        """Ask every living rank for its stacks; all go to a file, the innermost frames to ``say``."""
+        """Writes the stacks of every running rank to a file, and their innermost frames to ``say``."""
         living = {rank: worker.pid for rank, worker in enumerate(self.workers) if worker.process.poll() is None}
         if not living:
             return
-        found = stacks_of({rank: (pid, self._stacks(rank)) for rank, pid in living.items()})
+        stacks = stacks_of({rank: (pid, self._stacks(rank)) for rank, pid in living.items()})
         path, now = self.settings.directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{living[min(living)]}.txt", time.monotonic()
-        path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in found.items()), encoding="utf-8")
-        for rank, text in found.items():
+        path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in stacks.items()), encoding="utf-8")
+        for rank, text in stacks.items():
             frame = innermost(text)
-            self._say(f"rank {rank} is in {frame}" if frame else f"rank {rank} does not answer: it is stopped, or has not started")
+            self._say(f"rank {rank} is in {frame}" if frame else f"rank {rank} does not answer: it is stopped or has not started")
         self._say(f"the stacks of all ranks are in '{path}'")
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End every rank: its channel is closed, at which it ends by itself, or is killed after ``grace_s``."""
+        """Stops every rank: closes its channel, and kills it after ``grace_s``."""
         self._broken = self._broken or f"{self.settings.name} was stopped"
         with ThreadPoolExecutor(self.shape.world) as pool:
             list(pool.map(lambda worker: worker.stop(grace_s), self.workers))
@@ -221,6 +226,6 @@ class WorkerGroup:
 
 def _where(state: RankState) -> str:
     if state.beat_s == 0:
-        return "during its start"
+        return "while starting"
     inside = f", in the collective '{state.collective}'" if state.collective else ""
     return f"in '{state.phase}' of step {state.step}{inside}"

@@ -1,12 +1,12 @@
-"""The journal of a run: what happened, written down before anything is built on it.
+"""The journal of a run: every result is committed before anything uses it.
 
-The rule: **the checkpoint commit is the truth.** On resume ``cut_after(step)`` removes what was journalled of the time
-after the checkpoint, but samples and scores stay: they are what the steps are repeated from, never computed a second
-time. Samples are committed when a rollout ends, scores before they are trained on. Every commit is one transaction,
-flushed to the disk; transitions are flushed with the next commit, so a ``kill -9`` takes none and a power cut the newest.
+The checkpoint commit decides where a run continues. On resume ``cut_after(step)`` removes the entries after the checkpoint, but keeps
+samples and scores: steps are repeated from them, and they are never computed a second time. Samples are committed when a rollout ends,
+scores before they are trained on. Every commit is one transaction, flushed to the disk. Transitions are flushed with the next commit: a
+``kill -9`` loses none, a power failure the newest.
 
 ``step`` counts optimizer steps taken: step 3 is the work that starts from the state after 3 steps; a checkpoint of step
-3 is that state. Times are unix seconds.
+3 is that state. Times are Unix seconds.
 """
 
 import json
@@ -48,8 +48,8 @@ CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL)
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A sidecar's stay in a state. ``ended_s`` is ``None`` while it lasts, and for ever where its process was killed;
-    ``failed`` in ``detail`` names the exception that ended it."""
+    """A period of a sidecar in one state. ``ended_s`` is ``None`` while it lasts, and stays ``None`` if the process was killed in it;
+    ``failed`` in ``detail`` is the class of the exception that ended it."""
 
     id: int
     step: int
@@ -72,7 +72,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a person may want to know of: a recovery, a fault, a warning."""
+    """An event for the report: a recovery, a fault, a warning."""
 
     id: int
     time_s: float
@@ -81,10 +81,10 @@ class Event:
 
 
 class Journal:
-    """``journal.sqlite`` of a run, open. Any thread may use it; one process writes, others read.
+    """The open ``journal.sqlite`` of a run. Thread-safe; one process writes, others read.
 
-    ``incarnation``: how often a trainer was started in this run; it is kept over restarts. Raises ``RunError`` with one
-    line where the file is damaged, locked or cannot be written.
+    ``incarnation``: the number of trainer starts in this run, resumes included. Raises ``RunError`` where the file is damaged, locked or
+    cannot be written.
     """
 
     def __init__(self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0) -> None:
@@ -107,7 +107,7 @@ class Journal:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A fact about the run, as JSON."""
+        """Returns the JSON value stored under ``key``, ``default`` without one."""
         rows = self._read("SELECT value FROM run WHERE key = ?", (key,))
         return json.loads(rows[0][0]) if rows else default
 
@@ -115,7 +115,7 @@ class Journal:
         self._write("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, _json(value)))
 
     def next_incarnation(self) -> int:
-        """Count one more start of a trainer: larger than any that this run has had, whatever was killed since."""
+        """Counts one more start of a trainer and returns its number, which is larger than all earlier ones of this run."""
         self.incarnation += 1
         self.set("incarnation", self.incarnation)
         return self.incarnation
@@ -124,8 +124,7 @@ class Journal:
 
     @contextmanager
     def transition(self, step: int, sidecar: str, state: str) -> Iterator[dict[str, Any]]:
-        """Write down that ``sidecar`` is in ``state`` for as long as the body runs. The body may fill the yielded
-        detail."""
+        """Records that ``sidecar`` is in ``state`` while the body runs. The body may fill the yielded detail."""
         self._fault_point(f"before:{state}:{step}")
         detail: dict[str, Any] = {}
         row = self._write(
@@ -142,7 +141,7 @@ class Journal:
         self._fault_point(f"after:{state}:{step}")
 
     def transitions(self, step: int | None = None) -> list[Transition]:
-        """In the order in which they started; all, or those of ``step``."""
+        """Returns all transitions, or those of ``step``, in the order of their starts."""
         where, parameters = ("", ()) if step is None else ("WHERE step = ?", (step,))
         columns = "id, step, sidecar, state, started_s, ended_s, incarnation, detail"
         rows = self._read(f"SELECT {columns} FROM transitions {where} ORDER BY id", parameters)
@@ -154,42 +153,42 @@ class Journal:
     # -- samples and scores --------------------------------------------------------------------------------------------
 
     def commit_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """The samples of ``step``, once: a second commit of a step must hold the same bits. Raises ``RunError``."""
+        """Commits the samples of ``step``. Raises ``RunError`` if the step already has other samples."""
         blob = encode_samples(samples)
         with self._commit("commit_samples", step):
-            found = self._step_batch(step)
-            if found is None:
+            committed = self._step_batch(step)
+            if committed is None:
                 self._connection.execute("INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None)))
-            elif found[0] != blob:
+            elif committed[0] != blob:
                 raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
 
     def commit_scores(self, step: int, scores: Sequence[Score]) -> None:
-        """The scores of ``step``, once, faults included, before they are trained on. Raises ``RunError``."""
+        """Commits the scores of ``step``, faults included. Raises ``RunError`` if the step has no samples or already has other scores."""
         blob = encode_scores(scores)
         with self._commit("commit_scores", step):
-            found = self._step_batch(step)
-            if found is None:
-                raise RunError(f"the run's journal has no samples of step {step} that these scores could judge")
-            if found[1] is None:
+            committed = self._step_batch(step)
+            if committed is None:
+                raise RunError(f"the run's journal has no samples of step {step} for these scores")
+            if committed[1] is None:
                 self._connection.execute(
                     "UPDATE step_batches SET scores = ?, digest = ? WHERE step = ?",
-                    (blob, _digest(found[0], blob), step),
+                    (blob, _digest(committed[0], blob), step),
                 )
-            elif found[1] != blob:
+            elif committed[1] != blob:
                 raise RunError(f"the run's journal already has other scores for step {step}; a step is judged once")
 
     def samples(self, step: int) -> list[Sample] | None:
-        """The samples of ``step``, or ``None`` where its rollout has not ended."""
-        found = self._step_batch(step)
-        return None if found is None else decode_samples(found[0])
+        """Returns the samples of ``step``, or ``None`` where its rollout has not ended."""
+        committed = self._step_batch(step)
+        return None if committed is None else decode_samples(committed[0])
 
     def scores(self, step: int) -> list[Score] | None:
-        """The scores of ``step``, or ``None`` where it has not been judged."""
-        found = self._step_batch(step)
-        return None if found is None or found[1] is None else decode_scores(found[1])
+        """Returns the scores of ``step``, or ``None`` where it has none."""
+        committed = self._step_batch(step)
+        return None if committed is None or committed[1] is None else decode_scores(committed[1])
 
     def journalled_steps(self) -> list[int]:
-        """The steps whose samples are here."""
+        """Returns the steps that have samples, ascending."""
         return [row[0] for row in self._read("SELECT step FROM step_batches ORDER BY step")]
 
     def _step_batch(self, step: int) -> tuple[bytes, bytes | None] | None:
@@ -204,7 +203,7 @@ class Journal:
     # -- evaluations, checkpoints, events ------------------------------------------------------------------------------
 
     def commit_evaluation(self, step: int, kind: str, result: dict[str, Any]) -> None:
-        """The evaluation ``kind`` of the weights after ``step`` steps; a repeated one replaces the first."""
+        """Commits the evaluation ``kind`` of the weights after ``step`` steps; replaces an earlier one of the same kind and step."""
         with self._commit("commit_evaluation", step):
             self._connection.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", (step, kind, _json(result)))
 
@@ -213,28 +212,27 @@ class Journal:
         return json.loads(rows[0][0]) if rows else None
 
     def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
-        """Every evaluation as (step, kind, result), in the order of the steps."""
+        """Returns every evaluation as (step, kind, result), by step."""
         rows = self._read("SELECT step, kind, result FROM evaluations ORDER BY step, rowid")
         return [(step, kind, json.loads(result)) for step, kind, result in rows]
 
     def commit_checkpoint(self, step: int, digest: str, boundary: int | None = None) -> None:
-        """The checkpoint of ``step`` stands on the disk, whole, with ``digest``: from here on it is what a resume
-        starts from. ``boundary``: the newest transition (``last_transition``) when its state was taken, where that was before
-        now."""
+        """Records that the checkpoint of ``step`` with ``digest`` is whole on the disk; resumes start from it. ``boundary``: the newest
+        transition (``last_transition``) at the time its state was taken (``None``: now)."""
         with self._commit("commit_checkpoint", step):
             boundary = self.last_transition() if boundary is None else boundary
             self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (step, digest, time.time(), boundary))
 
     def last_transition(self) -> int:
-        """The id of the newest transition, 0 before the first."""
+        """Returns the id of the newest transition, 0 without one."""
         return int(self._read("SELECT COALESCE(MAX(id), 0) FROM transitions")[0][0])
 
     def checkpoints(self) -> list[Checkpoint]:
-        """In the order of the steps."""
+        """Returns the committed checkpoints by step."""
         return [Checkpoint(*row) for row in self._read("SELECT step, digest, committed_s FROM checkpoints ORDER BY step")]
 
     def record_event(self, kind: str, detail: dict[str, Any]) -> None:
-        """Events are history: ``cut_after`` leaves them."""
+        """Records an event. ``cut_after`` keeps events."""
         with self._commit("record_event", int(detail.get("step", 0))):
             self._connection.execute("INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail)))
 
@@ -245,16 +243,15 @@ class Journal:
     # -- resume --------------------------------------------------------------------------------------------------------
 
     def cut_after(self, step: int) -> None:
-        """Go back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
+        """Goes back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
 
-        ShardSpec: transitions that began after its commit, evaluations and checkpoints of later steps. Kept: evaluations up
-        to ``step`` (they are of weights that the checkpoint has or had), every event, all samples and scores.
+        Removes transitions that began after its commit, and evaluations and checkpoints of later steps. Keeps evaluations up to ``step``,
+        every event, and all samples and scores.
         """
         with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):
             committed = self._connection.execute("SELECT last_transition FROM checkpoints WHERE step = ?", (step,)).fetchone()
             if committed is None:
-                # Killed between the checkpoint's own commit on the disk and the journal's: its transition is still the
-                # boundary.
+                # The run was killed between the commit on the disk and the one here: the checkpoint's transition is the boundary.
                 query = "SELECT MAX(id) FROM transitions WHERE step = ? AND state = 'checkpoint'"
                 committed = self._connection.execute(query, (step,)).fetchone()
             if committed[0] is None:
@@ -275,7 +272,7 @@ class Journal:
             return cursor.fetchall()
 
     def _write(self, query: str, parameters: Sequence[Any]) -> int:
-        """One statement as its own transaction; returns the row it inserted."""
+        """Runs one statement as its own transaction; returns the id of the inserted row."""
         with self._lock, errors(self.path, "the run's journal"):
             return int(self._connection.execute(query, parameters).lastrowid or 0)
 
@@ -283,7 +280,7 @@ class Journal:
     def _commit(self, name: str, step: int) -> Iterator[None]:
         self._fault_point(f"before:{name}:{step}")
         with self._lock, errors(self.path, "the run's journal"):
-            # Transitions are history and need not wait for the disk; what a run goes on from must.
+            # Transitions need not wait for the disk; what a resume starts from must.
             self._connection.execute("PRAGMA synchronous=FULL")
             try:
                 with transaction(self._connection):

@@ -1,4 +1,4 @@
-"""Plain-line logs, one file a process: ``runs/NAME/logs/ROLE.log``, and its older parts ``ROLE.log.1`` and ``ROLE.log.2``."""
+"""Plain-text logs, one file for each process role: ``runs/NAME/logs/ROLE.log``, and its older parts ``ROLE.log.1`` and ``ROLE.log.2``."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ PLAIN = "%(asctime)s.%(msecs)03d %(levelname)s {role}[%(process)d] %(name)s: %(m
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line: ``time_s`` (unix), ``level``, ``role``, ``pid``, ``logger``, ``message`` and, where there
+    """Formats a record as a JSON object on one line: ``time_s`` (unix), ``level``, ``role``, ``pid``, ``logger``, ``message`` and, where there
     is one, ``exception`` (the traceback)."""
 
     def __init__(self, role: str) -> None:
@@ -37,9 +37,9 @@ class JsonLines(logging.Formatter):
 
 def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = logging.INFO) -> Path:
     """Sends everything this process logs, uncaught exceptions of threads and warnings included, to ``directory/ROLE.log``, appending. A file of
-    ``MAX_LOG_BYTES`` is renamed and a new one begun; ``OLDER_PARTS`` are kept, so a log never fills a disk.
+    ``MAX_LOG_BYTES`` is renamed and a new one started; ``OLDER_PARTS`` older files are kept, so a log never fills a disk.
 
-    Called once, at a process's start; a second call replaces the first. Returns the file's path.
+    Called at the start of a process; a second call replaces the first. Returns the file's path.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{role}.log"
@@ -53,8 +53,7 @@ def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = 
 
 
 def log_uncaught() -> None:
-    """An exception that ends this process goes to the log instead of to standard error. For processes without a
-    terminal."""
+    """Sends an uncaught exception to the log instead of standard error, for processes without a terminal."""
     sys.excepthook = _log_exception
 
 

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, one line a step.
+"""``metrics.jsonl``: one JSON object for each step, one on each line.
 
 Keys: ``step`` (int, required; the step's place, counted from 0: row 3 describes the step from 3 to 4 optimizer steps
 taken) and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``response_length/*``, ``kl``,
@@ -6,9 +6,8 @@ taken) and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``
 ``memory/{phase}/{predicted,measured}`` (bytes), ``comm/*``. Floats are written with the fewest digits that give back the same bits;
 infinities and NaN as ``Infinity`` and ``NaN``, which Python's ``json`` reads.
 
-A row is handed to the operating system when ``append`` returns: a killed process loses none. ``sync`` brings them to
-the disk and is called before a checkpoint commits, so that no power cut loses a row that the checkpoint will not write
-again. A line that a crash left torn is cut when the file is opened.
+``append`` hands a row to the operating system before it returns: a killed process loses none. ``sync`` flushes rows to the disk; it is
+called before a checkpoint commits, because steps before a checkpoint are not repeated. A torn last line is removed when the file is opened.
 """
 
 import json
@@ -20,11 +19,11 @@ from typing import Any
 from tandem.types.errors import RunError, UserError
 
 VOLATILE = ("timing_s/", "perf/", "memory/", "comm/")
-"""Prefixes of the keys that differ between two runs which are otherwise equal bit for bit."""
+"""Prefixes of the keys that differ between two runs that are otherwise bit-identical."""
 
 
 class MetricsFile:
-    """``metrics.jsonl``, open for appending. One process writes; any may read with ``read_rows``."""
+    """``metrics.jsonl``, open for appending. One process writes; others read with ``read_rows``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,7 +34,7 @@ class MetricsFile:
             raise UserError(f"the metrics file {path} cannot be written: {error.strerror}") from None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row. Raises ``ValueError`` where it has no ``step``, ``TypeError`` where a value is not plain."""
+        """Writes one row. Raises ``ValueError`` where it has no ``step``, ``TypeError`` where a value is not an int, float, str or bool."""
         if type(row.get("step")) is not int:
             raise ValueError(f"a metrics row needs an int 'step'; it has {row.get('step')!r}")
         for key, value in row.items():
@@ -49,12 +48,11 @@ class MetricsFile:
             raise RunError(f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume") from None
 
     def sync(self) -> None:
-        """Every row appended so far is on the disk when this returns."""
+        """Flushes every row to the disk."""
         os.fsync(self._file.fileno())
 
     def cut_after(self, step: int) -> None:
-        """Go back to the checkpoint after ``step`` optimizer steps: keep rows 0 to ``step`` - 1, by one atomic
-        rename."""
+        """Goes back to the checkpoint after ``step`` optimizer steps: keeps rows 0 to ``step`` - 1, by one atomic rename."""
         self._file.close()
         _rewrite(self.path, lambda row: int(row["step"]) < step)
         self._file = self.path.open("ab")
@@ -67,7 +65,7 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows. A torn last line is not there yet; any other broken line raises ``RunError`` with its number."""
+    """Returns all whole rows, without a torn last line. Raises ``RunError`` with the line's number where another line is broken."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -81,13 +79,12 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError:
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise RunError(f"line {number} of {path} is not a metrics row; mend or remove that line") from None
+        raise RunError(f"line {number} of {path} is not a metrics row; fix or remove that line") from None
     return row
 
 
 def _recover(path: Path) -> None:
-    """ShardSpec a torn last line: one without its end, or (where blocks of the file reached the disk out of order) one that
-    is not JSON."""
+    """Removes a torn last line: one without a newline, or (where blocks of the file reached the disk out of order) one that is not JSON."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One process a run directory. The kernel releases the lock when its holder ends, however it ends."""
+"""Allows one process for each run directory. The kernel releases the lock when its holder ends, also by ``kill -9``."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,12 @@ class RunLock:
     """The exclusive lock on ``runs/NAME/lock``, held until ``release`` or the end of this process. The file holds the holder's process id."""
 
     def __init__(self, directory: Path) -> None:
-        """Takes it. Raises ``UserError`` with the holder's process id where another process has it."""
-        # Imported when a run begins: it takes as long as all of ``tandem --help``.
+        """Takes the lock. Raises ``UserError`` with the holder's process id where another process has it."""
+        # Imported here: it takes as long as all of ``tandem --help``.
         from filelock import FileLock, Timeout
 
         path = directory / "lock"
-        # Without fallback: a lock that is a file's existence would outlive a holder that was killed.
+        # No soft lock: a lock that is the existence of a file would outlive a holder that was killed.
         self._lock = FileLock(path, mode=0o644, thread_local=False, fallback_to_soft=False)
         try:
             self._lock.acquire(blocking=False)
@@ -23,7 +23,7 @@ class RunLock:
         except Timeout:
             holder = path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
             raise UserError(
-                f"the run directory {directory} is in use by process {holder}; wait for it, end it, or take another run.name"
+                f"the run directory {directory} is in use by process {holder}; wait for it, stop it, or choose another run.name"
             ) from None
         except OSError as error:
             raise UserError(f"the run directory {directory} cannot be written: {error.strerror}") from None

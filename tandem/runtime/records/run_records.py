@@ -1,5 +1,5 @@
-"""What a process of a run writes down: rows, phases and evaluations. The first rank, or the controller, writes all of it; other ranks only
-where they are."""
+"""What a process of a run records: rows, phases and evaluations. The first rank, or the controller, records all of it; other ranks only
+their phase."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +16,15 @@ from tandem.runtime.records.metrics import MetricsFile
 
 @dataclass
 class Records:
-    """``journal``, ``metrics``: the run's files, in the one process that writes them. ``callback`` hears of the run, and nothing of other
-    ranks. ``board``: where a supervisor looks. ``timings``: seconds of each phase since the last row. ``row_began``: when the current row's
-    step began."""
+    """The records of one process of a run.
+
+    Args:
+        journal, metrics: the run's files, in the one process that writes them.
+        callback: receives the events of this rank only.
+        board: the heartbeat that a supervisor reads.
+        timings: seconds of each phase since the last row.
+        row_began: when the step of the current row began.
+    """
 
     journal: Journal | None
     metrics: MetricsFile | None
@@ -33,28 +39,28 @@ class Records:
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int, sidecar: str = "trainer") -> Iterator[dict[str, Any]]:
-        """The body is ``name`` of ``step``: timed, journalled as a transition of ``sidecar``, whose detail it may fill, and shown."""
+        """Times the body as phase ``name`` of ``step``, journals it as a transition of ``sidecar``, whose detail it may fill, and reports it."""
         self.enter(name, step)
         self.callback.phase(name, step)
         began = perf_counter()
-        nothing: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
-        with nothing if self.journal is None else self.journal.transition(step, sidecar, name) as detail:
+        no_journal: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        with no_journal if self.journal is None else self.journal.transition(step, sidecar, name) as detail:
             yield detail
         self.add_time(name, perf_counter() - began)
         self.fault_point(f"after:{name}:{step}")
 
     def enter(self, name: str, step: int) -> None:
-        """A phase, or a part of one, begins."""
+        """Reports that a phase, or a part of one, begins."""
         if self.board is not None:
             self.board.phase_is(name, step)
         self.fault_point(f"before:{name}:{step}")
 
     def add_time(self, name: str, seconds: float) -> None:
-        """Counts ``seconds`` of ``name`` in the next row."""
+        """Adds ``seconds`` to the time of ``name`` in the next row."""
         self.timings[name] = self.timings.get(name, 0.0) + seconds
 
     def progress(self, name: str) -> Callable[[int, int], None]:
-        """Hears of micro-batches in ``name``."""
+        """Returns a function that reports the micro-batches done in phase ``name``."""
 
         def report(done: int, total: int) -> None:
             if self.board is not None:
@@ -66,7 +72,7 @@ class Records:
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
     def evaluation(self, step: int, kind: str) -> dict[str, Any] | None:
-        """The journal's evaluation ``kind`` of ``step``."""
+        """Returns the journal's evaluation ``kind`` of ``step``, ``None`` without one."""
         return None if self.journal is None else self.journal.evaluation(step, kind)
 
     def evaluated(self, step: int, kind: str, result: Mapping[str, Any]) -> None:
@@ -77,18 +83,18 @@ class Records:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def begin_rows(self) -> None:
-        """The first step begins now: what came before it is not of its seconds."""
+        """Starts the clock of the first row."""
         self.row_began = perf_counter()
 
     def sync(self) -> None:
-        """Rows written so far are on the disk."""
+        """Flushes the rows written so far to the disk."""
         if self.metrics is not None:
             self.metrics.sync()
 
     def row(
         self, row: Mapping[str, float | int], tokens: int, rates: Callable[[float], Mapping[str, float]] = lambda seconds: {}
     ) -> None:
-        """Writes the row of a step on ``tokens``, with the seconds of its phases, what this rank sent in it and its ``rates`` in so many seconds."""
+        """Writes the row of a step on ``tokens`` tokens, with the seconds of its phases, this rank's traffic and ``rates(seconds of the step)``."""
         now = perf_counter()
         seconds, self.row_began = now - self.row_began, now
         timings, self.timings = self.timings, {}
@@ -101,7 +107,7 @@ class Records:
             self.callback.row(whole)
 
     def _traffic(self) -> dict[str, float | int]:
-        """Collectives of this rank since the last row."""
+        """Returns this rank's collectives since the last row."""
         if self.board is None:
             return {}
         now, before = (self.board.collectives, self.board.sent_bytes, self.board.waited_s), self.sent_before

@@ -1,4 +1,4 @@
-"""SQLite files that several processes share and that survive ``kill -9``, and power loss where asked for."""
+"""SQLite files that several processes share and that survive ``kill -9`` and, if ``durable``, power failures."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -11,11 +11,15 @@ from tandem.types.errors import RunError
 def connect(
     path: Path, what: str, version: int, schema: str, *, read_only: bool = False, durable: bool = True, busy_s: float = 10.0
 ) -> sqlite3.Connection:
-    """A connection in autocommit mode, with a write-ahead log. ``durable``: every commit is flushed to the disk;
-    without it a power cut may take the newest commits, whole ones, and a ``kill -9`` takes none.
+    """Returns a connection in autocommit mode, with a write-ahead log.
 
-    ``what`` names the file in errors; ``version`` is its layout's number, kept in ``user_version``. A file that is no
-    database, is damaged, has another layout or stays locked for ``busy_s`` seconds raises ``RunError``.
+    Args:
+        what: the file's name in errors.
+        version: the number of its layout, kept in ``user_version``.
+        durable: flush every commit to the disk; without it a power failure may lose the newest commits, a ``kill -9`` none.
+
+    Raises:
+        RunError: the file is not a database, is damaged, has another layout or stays locked for ``busy_s`` seconds.
     """
     if read_only and not path.is_file():
         raise RunError(f"{what}: {path} does not exist")
@@ -36,16 +40,16 @@ def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int
     damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
         raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[-1]}); restore it from a copy or start a new run")
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found not in (version, 0):
-        raise RunError(f"{what}: {path} has layout {found} and this version of tandem reads {version}; use the version that wrote it")
+    layout = connection.execute("PRAGMA user_version").fetchone()[0]
+    if layout not in (version, 0):
+        raise RunError(f"{what}: {path} has layout {layout} and this version of tandem reads {version}; use the version that wrote it")
     if read_only:
         return
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
     connection.execute("PRAGMA foreign_keys=ON")
-    if found == 0:
-        # Two processes may find a fresh file at once; the statements are all IF NOT EXISTS.
+    if layout == 0:
+        # Two processes may open a new file at once; all statements are IF NOT EXISTS.
         with transaction(connection):
             for statement in schema.split(";"):
                 if statement.strip():
@@ -55,7 +59,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of the body's writes or none. The write lock is taken first, so that what the body reads cannot change."""
+    """Commits all of the body's writes or none. The write lock is taken first, so that what the body reads cannot change."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -68,13 +72,13 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def errors(path: Path, what: str) -> Iterator[None]:
-    """SQLite's errors as one line that says what to do."""
+    """Raises ``RunError`` for SQLite's errors, with the fix."""
     try:
         yield
     except sqlite3.Error as error:
         text = str(error)
         if "locked" in text or "busy" in text:
-            raise RunError(f"{what}: {path} is locked by another process; end that one and try again") from error
+            raise RunError(f"{what}: {path} is locked by another process; stop that process and try again") from error
         if "disk is full" in text or "disk I/O error" in text:
             raise RunError(f"{what}: {path} cannot be written ({text}); make room on its disk and resume") from error
         if "unable to open" in text or "readonly" in text:

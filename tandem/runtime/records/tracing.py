@@ -1,4 +1,4 @@
-"""What a rank did in a step and when, in the Trace Event Format that Chrome and Perfetto open: a line an event, a file a rank and step."""
+"""Traces of steps in the Trace Event Format that Chrome and Perfetto open: one line for each event, one file for each rank and step."""
 
 import contextlib
 import json
@@ -13,9 +13,9 @@ from tandem.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``name`` began at ``start_s`` (seconds since the epoch) on ``rank`` and took ``seconds``. ``arguments``: what else is said of
-    it, ``micro_batch`` and ``stage`` among them. ``thread``: 0 for the thread that the step runs on. ``category``: empty for a part of the
-    step, ``call`` for a call of a worker, and for the wait for a collective the group of its ranks."""
+    """``name`` began at ``start_s`` (seconds since the epoch) on ``rank`` and took ``seconds``. ``arguments``: its other values, such as
+    ``micro_batch`` and ``stage``. ``thread``: 0 for the thread that the step runs on. ``category``: empty for a part of the step, ``call`` for a
+    call of a worker, the name of the group for the wait for a collective."""
 
     name: str
     rank: int
@@ -31,8 +31,8 @@ class Span:
 
 
 class Tracer:
-    """Records the steps named in ``steps`` under ``directory``. Outside of them a span costs a comparison. ``labels`` are said of every
-    span of this rank."""
+    """Records the steps in ``steps`` under ``directory``. In other steps a span costs one comparison. ``labels`` are added to the arguments of
+    every span of this rank."""
 
     def __init__(
         self, directory: Path | None = None, rank: int = 0, steps: Collection[int] = (), labels: Mapping[str, int] | None = None
@@ -44,21 +44,21 @@ class Tracer:
         self._step: int | None = None
 
     def begin(self, step: int) -> None:
-        """``step`` begins, and ends where the next one begins. What was recorded of it before is dropped."""
+        """Begins ``step``, which ends where the next one begins. Drops an earlier trace of the same step."""
         self._path, self._step = None, step
         if self._directory is not None and step in self._steps:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._path = self._directory / f"step-{step}-rank-{self._rank}.json"
-            # The closing bracket is optional in this format, for files that a killed process leaves.
+            # The format's closing bracket is optional, so the file of a killed process is valid.
             self._path.write_text("[\n", encoding="utf-8")
 
     def enter(self, step: int) -> None:
-        """``begin``, unless ``step`` has begun."""
+        """Begins ``step`` unless it has begun."""
         if step != self._step:
             self.begin(step)
 
     def span(self, name: str, category: str = "", **arguments: int) -> contextlib.AbstractContextManager[None]:
-        """Record the block as ``name``. One that begins in a traced step, on any thread, may end after it."""
+        """Records the block as ``name``. A block that begins in a traced step, on any thread, may end after it."""
         return contextlib.nullcontext() if self._path is None else self._record(name, category, self._path, arguments)
 
     @contextlib.contextmanager
@@ -67,10 +67,10 @@ class Tracer:
         try:
             yield
         finally:
-            took = time.perf_counter_ns() - began
+            duration = time.perf_counter_ns() - began
             thread = 0 if threading.get_ident() == self._main else threading.get_native_id()
             event = {
-                "name": name, "cat": category, "ph": "X", "ts": start / 1000, "dur": took / 1000, "pid": self._rank, "tid": thread,
+                "name": name, "cat": category, "ph": "X", "ts": start / 1000, "dur": duration / 1000, "pid": self._rank, "tid": thread,
                 "args": {**arguments, **self._labels},
             }  # fmt: skip
             with self._lock, path.open("a", encoding="utf-8") as file:
@@ -81,13 +81,13 @@ NO_TRACE = Tracer()
 
 
 def traced_steps(directory: Path) -> list[int]:
-    """The steps that have a trace in ``directory``, ascending."""
+    """Returns the steps that have a trace in ``directory``, ascending."""
     return sorted({int(path.name.split("-")[1]) for path in directory.glob("step-*-rank-*.json")})
 
 
 def read_trace(directory: Path, step: int) -> list[Span]:
-    """Every rank's spans of ``step``, by their start. Raises ``UserError`` where there are none or a file is none of ours."""
-    found = []
+    """Returns every rank's spans of ``step``, by their start. Raises ``UserError`` where there are none or a file is not a trace."""
+    spans = []
     for path in sorted(directory.glob(f"step-{step}-rank-*.json")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line in ("[", ""):
@@ -95,9 +95,9 @@ def read_trace(directory: Path, step: int) -> list[Span]:
             try:
                 event = json.loads(line.rstrip(","))
                 times, arguments = (event["ts"] / 1e6, event["dur"] / 1e6), dict(event["args"])
-                found.append(Span(event["name"], event["pid"], *times, event["tid"], arguments, event.get("cat", "")))
+                spans.append(Span(event["name"], event["pid"], *times, event["tid"], arguments, event.get("cat", "")))
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"'{path}' is not a trace: its line '{line[:40]}' cannot be read; remove the file") from None
-    if not found:
+    if not spans:
         raise UserError(f"'{directory}' has no trace of step {step}; name the step in run.trace_steps before the run")
-    return sorted(found, key=lambda span: span.start_s)
+    return sorted(spans, key=lambda span: span.start_s)

@@ -1,7 +1,8 @@
 """Calls between processes: what a method is, and the errors of a call.
 
 A call is one ``call`` frame, answered by any number of ``progress`` and ``heartbeat`` frames and then by exactly one ``result`` or
-``error`` frame. Workers (``worker``: a socket pair), sidecars (``rpc``: TCP) and remote sidecars (``http_client``: HTTP) speak it alike.
+``error`` frame. Workers (``worker``: a socket pair), sidecars (``rpc_server``: TCP) and remote sidecars (``http_server``: HTTP) use the same
+frames.
 """
 
 import logging
@@ -22,11 +23,11 @@ Blobs = Mapping[str, Buffer]
 Progress = Callable[[dict[str, Any]], None]
 Reply = tuple[dict[str, Any], Blobs]
 Method = Callable[[Meta, Blobs, Progress], Reply]
-"""A call's implementation: ``(meta, blobs, progress) -> (meta, blobs)``. What it raises reaches the caller."""
+"""A call's implementation: ``(meta, blobs, progress) -> (meta, blobs)``. Its exceptions are raised at the caller."""
 
 
 class CallError(Exception):
-    """A call that was not answered with a result. ``peer`` names the other side, ``call`` what was asked of it."""
+    """A call that got no result. ``peer`` is the name of the other side, ``call`` the name of the call."""
 
     def __init__(self, peer: str, call: str, text: str) -> None:
         super().__init__(text)
@@ -34,19 +35,19 @@ class CallError(Exception):
 
 
 class RpcTimeout(CallError):
-    """No answer within the deadline, or no sign of life."""
+    """No result within the deadline, or no heartbeat."""
 
 
 class PeerDied(CallError):
-    """The other side is not there, or went away before it answered."""
+    """The other side cannot be reached, or closed the connection before it answered."""
 
 
 class WorkerDied(CallError):
-    """A sidecar's worker ended, however: the text has its exit status or signal."""
+    """A sidecar's worker process ended; the text has its exit status or signal."""
 
 
 class RemoteError(CallError):
-    """A method raised something that no user can mend: a defect. The remote traceback is in this side's log."""
+    """A method raised an exception that is not a ``UserError``: a defect. The remote traceback is in this side's log."""
 
 
 _KINDS: dict[str, type[UserError]] = {
@@ -70,7 +71,7 @@ def error_meta(error: BaseException) -> dict[str, Any]:
 
 
 def raise_error(meta: Meta, peer: str, call: str) -> None:
-    """Raise on this side what an ``error`` frame says: the same ``UserError`` (or its subclass) or ``CallError``, else
+    """Raises the error of an ``error`` frame: the same class where it is a ``UserError``, ``CallError`` or a subclass, else
     ``RemoteError``."""
     name, message = str(meta.get("class")), str(meta.get("message"))
     if name in _KINDS:
@@ -83,7 +84,7 @@ def raise_error(meta: Meta, peer: str, call: str) -> None:
 
 
 def is_result(frame: Frame, peer: str, call: str, on_progress: Progress | None) -> bool:
-    """Whether ``frame`` of the answer to ``call`` is its result. Raises what an ``error`` frame says, and passes on progress."""
+    """Returns whether ``frame`` is the result of ``call``. Raises the error of an ``error`` frame; hands progress to ``on_progress``."""
     if frame.kind == "error":
         raise_error(frame.meta, peer, call)
     if frame.kind == "progress" and on_progress is not None:
@@ -104,25 +105,26 @@ def message_from(kind: type[M], meta: Meta) -> M:
         raise ValueError(f"a message is not a valid {kind.__name__}: {error}") from None
 
 
-class StepPoints:
-    """Fault points around a process's calls: ``before:CALL:STEP`` and ``after:CALL:STEP`` (after the work, before the
-    answer). A call that names no step counts to the newest step that one has named."""
+def with_fault_points(methods: Mapping[str, Method], fault_point: FaultPoint) -> dict[str, Method]:
+    """Returns ``methods`` with two fault points around each call of a process: ``before:CALL:STEP``, and ``after:CALL:STEP`` after the work
+    and before the answer. ``STEP`` is the call's ``step``, or the step of its ``version``; a call without either takes the newest step that
+    any of the process's calls has named."""
+    newest_step = 0
 
-    def __init__(self, fault_point: FaultPoint) -> None:
-        self._fault_point = fault_point
-        self._step = 0
-
-    def around(self, name: str, method: Method) -> Method:
+    def around(name: str, method: Method) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+            nonlocal newest_step
             version = meta.get("version")
             if isinstance(meta.get("step"), int):
-                self._step = int(meta["step"])
+                newest_step = int(meta["step"])
             elif isinstance(version, (list, tuple)) and len(version) == 2:
-                self._step = int(version[1])
-            step = self._step
-            self._fault_point(f"before:{name}:{step}")
+                newest_step = int(version[1])
+            step = newest_step
+            fault_point(f"before:{name}:{step}")
             reply = method(meta, blobs, progress)
-            self._fault_point(f"after:{name}:{step}")
+            fault_point(f"after:{name}:{step}")
             return reply
 
         return call
+
+    return {name: around(name, method) for name, method in methods.items()}

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 2**16
 _FIRST_ALLOCATION_BYTES = 4 * 2**20
-"""At most this much memory is taken for a frame before any of it has arrived: a broken peer may announce any size."""
+"""The most memory that is allocated for a frame before any of it has arrived, since a broken peer may announce any size."""
 _MAX_BUFFERS = 64
-"""Buffers of one ``sendmsg``; every system allows more."""
+"""The number of buffers in one ``sendmsg``; every system allows more."""
 
 
 class BrokenFrame(Exception):
@@ -28,7 +28,7 @@ class BrokenFrame(Exception):
 
 
 class FrameReader:
-    """Takes frames out of a stream of bytes.
+    """Reads frames from a stream of bytes.
 
     Args:
         read_into: ``(view, ends)``: writes at least one byte of the stream into ``view`` and returns how many, 0 at the end of the stream.
@@ -61,7 +61,7 @@ class FrameReader:
             raise BrokenFrame(str(error)) from None
 
     def _fill(self, ends: float | None) -> int:
-        """Reads what there is, at least a byte, into the buffer; returns how many."""
+        """Reads at least one byte into the buffer; returns the number of bytes."""
         held = self._end - self._start
         if self._start:
             self._buffer[:held] = self._buffer[self._start : self._end]
@@ -72,12 +72,12 @@ class FrameReader:
         return received
 
     def _take(self, count: int, ends: float | None) -> bytearray:
-        """The next ``count`` bytes, from the buffer first."""
+        """Returns the next ``count`` bytes, from the buffer first."""
         held = min(count, self._end - self._start)
         body = self._buffer[self._start : self._start + held]
         self._start += held
         while held < count:
-            # Doubled as bytes arrive, so that a size that was made up takes no memory.
+            # The buffer doubles as bytes arrive, so that a wrong size allocates no memory.
             grown = bytearray(min(count, max(2 * held, _FIRST_ALLOCATION_BYTES)))
             grown[:held] = body
             body = grown
@@ -95,8 +95,8 @@ class Channel:
 
     Args:
         connection: a connected stream socket in blocking mode, owned by the channel from now on.
-        watch: a descriptor that becomes readable when the peer's process ends (``os.pidfd_open``). A peer may leave a child behind that
-            holds the connection open; the watch ends the wait all the same.
+        watch: a descriptor that becomes readable when the peer's process ends (``os.pidfd_open``). It ends a wait also where a child of the
+            peer holds the connection open.
     """
 
     def __init__(self, connection: socket.socket, *, watch: int | None = None) -> None:
@@ -114,7 +114,7 @@ class Channel:
         self, meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, *, kind: str, method: str = "", call: int = 0,
         ends: float | None = None,
     ) -> None:  # fmt: skip
-        """Sends one frame, and returns when all of it is in the system's buffers.
+        """Sends one frame. Returns when all of it is in the system's buffers.
 
         Args:
             ends: the deadline on ``time.monotonic``'s clock; ``None`` waits without end.
@@ -122,7 +122,7 @@ class Channel:
         Raises:
             ValueError: ``meta`` is not JSON; nothing was sent.
             TimeoutError: the deadline passed; part of the frame may have been sent, so the channel cannot be used again.
-            EOFError, OSError: the peer is gone.
+            EOFError, OSError: the peer has closed the connection or has ended.
         """
         parts = encode_parts(meta, blobs, kind, method, call)
         if len(parts) > 1 and sum(map(len, parts)) <= _SMALL_BYTES:
@@ -135,7 +135,7 @@ class Channel:
 
         Args:
             ends: the deadline on ``time.monotonic``'s clock; ``None`` waits without end.
-            limit_bytes: the largest frame that is taken.
+            limit_bytes: the largest frame that is accepted.
 
         Raises:
             TimeoutError: the deadline passed; the channel cannot be used again.
@@ -146,14 +146,14 @@ class Channel:
         return self._reader.receive(ends, limit_bytes)
 
     def shutdown(self) -> None:
-        """Ends the connection in both directions, which also ends a wait of another thread in ``send`` or ``receive``."""
+        """Shuts the connection down in both directions, which also ends another thread's wait in ``send`` or ``receive``."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
 
     def close(self) -> None:
-        """Closes the socket. Not while another thread uses the channel: see ``shutdown``."""
+        """Closes the socket. Must not be called while another thread uses the channel; see ``shutdown``."""
         self._socket.close()
 
     def _send(self, parts: list[Buffer], ends: float | None) -> None:
@@ -180,7 +180,7 @@ class Channel:
         return self._socket.recv_into(view)
 
     def _wait(self, poll: "select.poll", ends: float | None) -> None:
-        """Waits until the socket is ready, or has failed. Raises ``TimeoutError``, and ``EOFError`` where the peer's process has ended."""
+        """Waits until the socket is ready or has failed. Raises ``TimeoutError``, and ``EOFError`` where the peer's process has ended."""
         left_ms = None if ends is None or math.isinf(ends) else (ends - time.monotonic()) * 1000
         if left_ms is not None and left_ms <= 0:
             raise TimeoutError

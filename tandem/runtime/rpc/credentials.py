@@ -1,4 +1,4 @@
-"""A pod's secret: a caller of a sidecar shows it."""
+"""The secret of a pod, which the callers of its sidecars must send."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,12 @@ from tandem.types.errors import UserError
 
 
 def new_credential() -> str:
-    """Returns 256 random bits in hexadecimal. They go to a sidecar by file or standard input, never on a command line."""
+    """Returns 256 random bits in hexadecimal. A sidecar gets them by file or standard input, never on a command line."""
     return os.urandom(32).hex()
 
 
 def write_credential(path: Path, credential: str) -> None:
-    """Writes it to a new file that only this user can read."""
+    """Writes ``credential`` to a new file that only this user can read."""
     path.unlink(missing_ok=True)
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with os.fdopen(file, "w", encoding="ascii") as stream:

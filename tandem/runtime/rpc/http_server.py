@@ -1,16 +1,14 @@
 """Calls to a sidecar from other machines: HTTP by Starlette and uvicorn, with the frames of the channel as bodies.
 
 ``POST /call/NAME`` with ``Authorization: Bearer CREDENTIAL`` and one frame as its body; the answer is a stream of frames that ends with the
-response. ``GET /health`` says, without a credential, that the process is there. Needs the extra ``serve``; sidecars of one machine
-use ``rpc_server``, which starts without it. There is no encryption: put it behind a proxy with TLS where the network is not trusted.
+response. ``GET /health`` answers without a credential. Needs the extra ``serve``; sidecars of one machine use ``rpc_server``, which starts
+without it. There is no encryption: put it behind a proxy with TLS where the network is not trusted.
 """
 
 import asyncio
 import contextlib
-import hmac
-import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
@@ -19,61 +17,34 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tandem.runtime.process.faults import FaultPoint, no_fault
-from tandem.runtime.rpc.calls import Method, StepPoints, error_meta
+from tandem.runtime.rpc.call_server import CallServer, run_call
+from tandem.runtime.rpc.calls import Method
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
-from tandem.runtime.rpc.rpc_server import listen
-from tandem.types.wire import MAX_FRAME_BYTES, Frame, decode, encode
-
-logger = logging.getLogger(__name__)
+from tandem.types.wire import Frame, decode, encode
 
 
-class HttpServer:
-    """Answers calls, each in a thread of its own. Arguments and errors are those of ``RpcServer``; a call beyond ``max_connections`` is
-    answered with status 503."""
+class HttpServer(CallServer):
+    """Answers calls over HTTP. A connection beyond ``max_connections`` is answered with status 503. See ``CallServer`` for the arguments."""
 
-    def __init__(
-        self,
-        methods: Mapping[str, Method],
-        credential: str,
-        *,
-        name: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        heartbeat_s: float = 1.0,
-        request_s: float = 10.0,
-        max_body_bytes: int = MAX_FRAME_BYTES,
-        max_connections: int = 64,
-        fault_point: FaultPoint = no_fault,
-    ) -> None:
-        points = StepPoints(fault_point)
-        self.name, self.heartbeat_s, self.request_s, self.max_body_bytes = name, heartbeat_s, request_s, max_body_bytes
-        self.methods = {call: points.around(call, method) for call, method in methods.items()}
-        self._credential = credential.encode()
-        self._listener = listen(name, host, port)
-        self.port: int = self._listener.getsockname()[1]
+    def _open(self) -> None:
         routes = [Route("/call/{name}", self._call, methods=["POST"]), Route("/health", _health)]
-        protocol = type("Protocol", (PatientProtocol,), {"request_s": request_s, "stall_s": request_s})
+        protocol = type("Protocol", (PatientProtocol,), {"request_s": self.request_s, "stall_s": self.request_s})
         config = uvicorn.Config(
             Starlette(routes=routes), http=protocol, log_config=None, access_log=False, lifespan="off", loop="asyncio",
-            limit_concurrency=max_connections + 1, timeout_graceful_shutdown=1, server_header=False,
+            limit_concurrency=self.max_connections + 1, timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name=f"{name}-http", daemon=True)
 
-    def start(self) -> None:
-        """Answers from a background thread."""
-        self._thread.start()
+    def serve_forever(self) -> None:
+        """Answers calls from this thread until ``close``."""
+        self._server.run([self._listener])
 
-    def close(self) -> None:
-        """Takes no more calls. Calls in progress are left to their threads, which end with the process."""
+    def _stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join()
-        self._listener.close()
 
     async def _call(self, request: Request) -> Response:
-        given = request.headers.get("Authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, b"Bearer " + self._credential):
+        scheme, _, credential = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not self._is_credential(credential):
             return _refusal(401, "wrong credential")
         name = str(request.path_params["name"])
         method = self.methods.get(name)
@@ -90,40 +61,37 @@ class HttpServer:
         except TimeoutError:
             return _refusal(408, f"the call did not arrive within {self.request_s:g} s")
         except ClientDisconnect:
-            return _refusal(400, "the caller left")
+            return _refusal(400, "the caller closed the connection")
         except ValueError as error:
             return _refusal(400, str(error))
         return StreamingResponse(self._answer(method, call), media_type="application/octet-stream")
 
     async def _answer(self, method: Method, call: Frame) -> AsyncIterator[bytes]:
-        """Runs the call in a thread of its own and yields what it says, and every ``heartbeat_s`` that this process is alive."""
+        """Runs the call in a thread of its own and yields its frames, and a heartbeat after each ``heartbeat_s`` without one."""
         loop = asyncio.get_running_loop()
-        spoken: asyncio.Queue[bytes | None] = asyncio.Queue()
+        frames: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-        def say(part: bytes | None) -> None:
+        def put(frame: bytes | None) -> None:
             with contextlib.suppress(RuntimeError):  # The server was closed meanwhile.
-                loop.call_soon_threadsafe(spoken.put_nowait, part)
+                loop.call_soon_threadsafe(frames.put_nowait, frame)
 
         def run() -> None:
             try:
-                meta, blobs = method(call.meta, call.blobs, lambda progress: say(encode(progress, kind="progress")))
-                say(encode(meta, blobs, "result"))
-            except BaseException as error:
-                say(encode(error_meta(error), kind="error"))
+                run_call(method, call, lambda meta, blobs, kind: put(encode(meta, blobs, kind)))
             finally:
-                say(None)
+                put(None)
 
         threading.Thread(target=run, name=f"{self.name}-call", daemon=True).start()
         heartbeat = encode({}, kind="heartbeat")
         while True:
             try:
                 async with asyncio.timeout(self.heartbeat_s):
-                    part = await spoken.get()
+                    frame = await frames.get()
             except TimeoutError:
-                part = heartbeat
-            if part is None:
+                frame = heartbeat
+            if frame is None:
                 return
-            yield part
+            yield frame
 
 
 async def _health(request: Request) -> Response:

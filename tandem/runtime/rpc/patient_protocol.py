@@ -6,8 +6,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 whose connections are cut where a request's head does not come within ``request_s``, and where a reader takes
-    nothing of its answer for ``stall_s``."""
+    """HTTP/1.1 that closes a connection if a request's head does not arrive within ``request_s``, or if the client reads nothing of its answer
+    for ``stall_s``."""
 
     request_s = 30.0
     stall_s = 300.0
@@ -24,7 +24,7 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # The next request's head has begun; a connection that is merely idle has a longer time-out.
+        # The head of the next request has begun; an idle connection has a longer timeout.
         if self.conn.trailing_data[0]:
             self._watch()
 

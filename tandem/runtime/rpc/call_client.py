@@ -1,0 +1,84 @@
+"""What the clients of a sidecar's calls share, whatever carries the frames: ``rpc_client`` (TCP) and ``http_client`` (HTTP)."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.runtime.rpc.calls import Blobs, Meta, PeerDied, Progress, RpcTimeout, is_result
+from tandem.runtime.rpc.channel import BrokenFrame
+from tandem.types.errors import RunError
+from tandem.types.wire import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class CallClient(ABC):
+    """Calls a sidecar, with a connection for each call.
+
+    Args:
+        peer: the sidecar's name in error messages.
+        heartbeat_timeout_s: the longest time without a frame while a call is in progress. A sidecar sends a heartbeat every second, so
+            silence means that its process is stopped or gets no processor time.
+    """
+
+    peer: str
+    port: int
+    credential: str
+    host: str = "127.0.0.1"
+    heartbeat_timeout_s: float = 30.0
+
+    def call(
+        self,
+        name: str,
+        meta: Meta | None = None,
+        blobs: Blobs | None = None,
+        *,
+        deadline_s: float,
+        on_progress: Progress | None = None,
+    ) -> Frame:
+        """Returns the result of the call ``name``.
+
+        Raises:
+            RpcTimeout: no result within ``deadline_s``, or no heartbeat within ``heartbeat_timeout_s``.
+            PeerDied: the sidecar cannot be reached, or closed the connection before it answered.
+            UserError, RunError, WorkerDied: as the method raised it.
+            RemoteError: the method raised anything else.
+        """
+        ends = time.monotonic() + deadline_s
+
+        def result(receive: Callable[[float], Frame]) -> Frame:
+            while True:
+                # Each frame has its own time limit from its start, so that a frame that trickles in does not extend it.
+                frame = receive(min(time.monotonic() + self.heartbeat_timeout_s, ends))
+                if is_result(frame, self.peer, name, on_progress):
+                    return frame
+                if frame.kind == "refused":
+                    raise self.refused(name, str(frame.meta.get("message")))
+                if time.monotonic() >= ends:
+                    raise TimeoutError
+
+        try:
+            return self._exchange(name, meta or {}, blobs, ends, min(self.heartbeat_timeout_s, deadline_s), result)
+        except TimeoutError:
+            limit = f"no result within {deadline_s:g} s"
+            if time.monotonic() < ends:
+                limit = f"no sign of life for {self.heartbeat_timeout_s:g} s"
+            raise RpcTimeout(self.peer, name, f"{self.peer} is stuck in '{name}': {limit}") from None
+        except (OSError, EOFError, BrokenFrame) as error:
+            raise self.died(name, error) from None
+
+    @abstractmethod
+    def _exchange(
+        self, name: str, meta: Meta, blobs: Blobs | None, ends: float, connect_s: float, result: Callable[[Callable[[float], Frame]], Frame]
+    ) -> Frame:
+        """Connects within ``connect_s``, sends the call by ``ends`` and returns ``result(receive)``, where ``receive`` returns the next
+        frame of the answer by a time or raises ``TimeoutError``."""
+
+    def refused(self, name: str, text: str) -> RunError:
+        return RunError(f"{self.peer} refused the call '{name}': {text}")
+
+    def died(self, name: str, error: BaseException) -> PeerDied:
+        if isinstance(error, BrokenFrame):
+            return PeerDied(self.peer, name, f"{self.peer} answered '{name}' with a broken frame: {error}")
+        reason = "the connection ended before the answer" if isinstance(error, EOFError) else str(error) or type(error).__name__
+        return PeerDied(self.peer, name, f"{self.peer} did not answer '{name}': {reason}")
