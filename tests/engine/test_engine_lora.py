@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_adapters import write_merged
+from lora_adapters import write_adapter, write_merged
 
 from tandem import LLM, LoRARequest, SamplingParams
 from tandem.types import UserError
@@ -18,7 +18,7 @@ SIZES = {"q_proj": (64, 32), "v_proj": (32, 32), "o_proj": (32, 64), "up_proj": 
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 3) -> LoRARequest:
-    return LoRARequest(folder.name, int(folder.name[-1]), str(make_adapter(folder, SIZES, seed, rank)))
+    return LoRARequest(folder.name, int(folder.name[-1]), str(write_adapter(folder, SIZES, seed, rank)))
 
 
 def merged(base: Path, adapter: LoRARequest, to: Path) -> LLM:
