@@ -24,7 +24,7 @@ run: .venv/.run
 	$(BIN)/tandem train $(RECIPE) $(ARGS)
 
 test: .venv/.test lint
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: .venv/.test
 	$(BIN)/python tests/full_proofs.py --record $(ARGS)
