@@ -11,13 +11,13 @@ from tandem.runtime.records.journal import COMMITS
 
 REPRESENTATIVE = (
     "trainer_worker:after:train:3",
-    "trainer_shim:before:register:2",
     "rollout_worker:after:update_weight:1",
     "rollout_shim:before:rollout:4",
     "pod:after:commit_scores:5",
-    "pod:before:commit_checkpoint:4",
 )
 DELICATE = (
+    "pod:before:commit_checkpoint:4",  # the checkpoint is there and the journal does not know it
+    "trainer_shim:before:register:2",  # the weight buffers end with it
     "trainer_worker:before:save:4",  # the checkpoint was not made again after the recovery
     "trainer_worker:before:inference:5",  # steps are repeated from the journal, then samples are there without a rollout
     "pod:after:commit_samples:5",  # the same, in the next life
