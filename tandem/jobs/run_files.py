@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from tandem.config.load import to_mapping
-from tandem.config.recipe import AnyRecipe
+from tandem.config.model import ModelConfig
+from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.numerics import check_numerics
@@ -19,6 +20,19 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_lock import RunLock
+
+SFT_FOLDER = "sft"
+"""The folder, in that of a run of reinforcement learning, of the supervised fine-tuning that it begins with."""
+
+
+def initial_folder(model: ModelConfig, directory: Path) -> Path:
+    """Returns the folder of the model that the run in ``directory`` is given or makes."""
+    return Path(model.path).resolve() if model.path is not None else directory / "models" / "initial"
+
+
+def rl_start_folder(recipe: Recipe, directory: Path) -> Path:
+    """Returns the folder, now or later, of the model that the reinforcement learning of the run in ``directory`` starts from."""
+    return initial_folder(recipe.model, directory) if recipe.sft is None else directory / SFT_FOLDER / "model"
 
 
 def write_recipe(recipe: AnyRecipe, directory: Path) -> None:

@@ -10,11 +10,10 @@ from tandem.config.model import ModelConfig
 from tandem.config.pretrain import DataConfig, HeldOutConfig, PretrainConfig, PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.jobs.data_run.supervise import supervise
-from tandem.jobs.run_files import write_recipe
+from tandem.jobs.run_files import SFT_FOLDER, write_recipe
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 
-FOLDER = "sft"
 CHECKPOINT_STEPS = 100
 """Steps between checkpoints of the stage."""
 
@@ -32,7 +31,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
         data=DataConfig(sequence_length=context_tokens, global_batch_size=sft.batch_size),
         task=recipe.task,
         demonstrations=sft.demonstrations,
-        run=replace(recipe.run, name=FOLDER, directory=str(directory), max_steps=sft.steps, trace_steps=()),
+        run=replace(recipe.run, name=SFT_FOLDER, directory=str(directory), max_steps=sft.steps, trace_steps=()),
         trainer=trainer,
         evaluation=HeldOutConfig(every_steps=sft.steps),
         checkpoint=CheckpointConfig(every_steps=min(sft.steps, CHECKPOINT_STEPS), keep=1),

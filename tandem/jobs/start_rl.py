@@ -11,8 +11,7 @@ from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
 from tandem.jobs.rl_run import RLRun
-from tandem.jobs.run_files import begun, continue_from, opened_files
-from tandem.jobs.sft import FOLDER as SFT_FOLDER
+from tandem.jobs.run_files import SFT_FOLDER, begun, continue_from, initial_folder, opened_files, rl_start_folder
 from tandem.jobs.sft import run_sft_stage, sft_recipe
 from tandem.jobs.try_commands import task_commands
 from tandem.jobs.uploads import make_uploader
@@ -99,10 +98,10 @@ def _start_model(
     recipe: Recipe, directory: Path, trainer: TrainerSidecar, journal: Journal, callback: Callback, inline: bool, faults: FaultPlan | None
 ) -> Path:
     """The folder of the model that reinforcement learning starts from: given or made, and fine-tuned as section ``sft`` says."""
-    trained = start_folder(recipe, directory)
+    trained = rl_start_folder(recipe, directory)
     if recipe.sft is not None and trained.exists():
         return trained
-    folder, left = _untrained(recipe, directory), recipe.run.max_restarts
+    folder, left = initial_folder(recipe.model, directory), recipe.run.max_restarts
     while recipe.model.create is not None and not folder.exists():
         callback.phase("create_model", 0)
         try:
@@ -120,15 +119,6 @@ def _start_model(
     callback.phase("sft", 0)
     stage = sft_recipe(recipe, directory, folder, context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
     return run_sft_stage(stage, directory / SFT_FOLDER, callback, inline, faults)
-
-
-def start_folder(recipe: Recipe, directory: Path) -> Path:
-    """The folder, now or later, of the model that the reinforcement learning of the run in ``directory`` starts from."""
-    return _untrained(recipe, directory) if recipe.sft is None else directory / SFT_FOLDER / "model"
-
-
-def _untrained(recipe: Recipe, directory: Path) -> Path:
-    return Path(recipe.model.path).resolve() if recipe.model.path is not None else directory / "models" / "initial"
 
 
 def _bring_up(pod: Pod, journal: Journal) -> int:

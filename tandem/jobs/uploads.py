@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.run_files import rl_start_folder
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.sqlite_file import snapshot
 from tandem.storage.files import open_storage
@@ -56,7 +57,6 @@ def check_upload_is_free(checkpoint: CheckpointConfig) -> None:
 def restore(run_directory: str | Path, url: str) -> None:
     """Makes the folder of a run again from what ``checkpoint.upload`` copied to ``url``. Raises ``UserError`` if the folder exists or ``url``
     holds no run."""
-    from tandem.jobs.start_rl import start_folder
     from tandem.trainer.checkpoint.remote import fetch_file, fetch_newest
 
     directory, storage = Path(run_directory), open_storage(url)
@@ -78,7 +78,7 @@ def restore(run_directory: str | Path, url: str) -> None:
     fetch(CONFIG, unread)
     recipe = load_config(unread)
     if isinstance(recipe, Recipe):
-        start = start_folder(recipe, directory)
+        start = rl_start_folder(recipe, directory)
         for name in sorted(name for name in names if name.startswith(START)):
             fetch(name, start / name.removeprefix(START))
     for name in (METRICS, JOURNAL):

@@ -162,3 +162,15 @@ def test_checkpoint_that_is_being_copied_is_not_pruned_and_waiting_ones_are_pass
     assert uploaded_steps(slow) == [1, 4]  # type: ignore[arg-type]
     shutil.rmtree(folder)
     assert fetch_newest(slow, folder) == 4 and newest_whole(folder, ALONE).step == 4  # type: ignore[union-attr, arg-type]
+
+
+def test_start_model_that_a_run_without_a_complete_copy_left_behind_is_replaced(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "storage"), create=True)
+    (tmp_path / "old").write_text("weights of the run before")
+    (tmp_path / "new").write_text("weights of this very run.")
+    storage.copy("start/model.safetensors", tmp_path / "old")
+    uploader = Uploader(storage, tmp_path / "checkpoints", 2, once={"start/model.safetensors": tmp_path / "new"})
+    write(tmp_path / "checkpoints", 1, uploader=uploader)
+    uploader.finish()
+    uploader.close()
+    assert (tmp_path / "storage" / "start" / "model.safetensors").read_text() == "weights of this very run."

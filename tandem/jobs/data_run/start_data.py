@@ -18,7 +18,7 @@ from tandem.jobs.data_run.train_data import open_data
 from tandem.jobs.pretrain import pretrain
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
-from tandem.jobs.run_files import begun, continue_from, opened_files
+from tandem.jobs.run_files import begun, continue_from, initial_folder, opened_files
 from tandem.jobs.try_commands import data_commands
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
@@ -95,7 +95,7 @@ def opened_run(
             _make_start_model(recipe.model, recipe.run.seed, directory, callback)
         # No rank reads the model before it is written.
         ranks.world.barrier("the model to start from")
-        start, is_alone = _start_folder(recipe.model, directory), ranks.world.size == 1
+        start, is_alone = initial_folder(recipe.model, directory), ranks.world.size == 1
         settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens)
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
@@ -172,11 +172,7 @@ def _kernels(machine: MachineConfig, precision: str, device: torch.device, head_
     return select(machine.kernels, device=device, deterministic=False, attention=fast or "auto")
 
 
-def _start_folder(model: ModelConfig, directory: Path) -> Path:
-    return Path(model.path or "").resolve() if model.create is None else directory / "models" / "initial"
-
-
 def _make_start_model(model: ModelConfig, seed: int, directory: Path, callback: Callback) -> None:
     if model.create is not None:
         callback.phase("create_model", 0)
-        create_model(model.create, seed, _start_folder(model, directory))
+        create_model(model.create, seed, initial_folder(model, directory))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.config.recipe import Recipe
 from tandem.jobs.replay.comparison import Comparison, Part, differences, scratch_run
-from tandem.jobs.start_rl import start_folder
+from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
@@ -92,7 +92,7 @@ def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]
 @contextmanager
 def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
     """Yields a pod that reads the run's checkpoints and writes nothing to the run."""
-    start = start_folder(recipe, directory).resolve()
+    start = rl_start_folder(recipe, directory).resolve()
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}))
         journal = stack.enter_context(Journal(scratch / "journal.sqlite"))

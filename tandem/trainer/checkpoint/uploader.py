@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 class Uploader:
     """Uploads committed checkpoints, the newest first; keeps the newest ``keep`` in the storage. Before each it copies the files that
-    ``companions`` returns, by their name in the storage, and the files of ``once`` if they are not there.
+    ``companions`` returns, by their name in the storage, and before the first one the files of ``once``.
 
     A failed copy is reported to ``on_message`` (default: a warning in the log) and retried with the next checkpoint; ``finish`` raises if
     the last one failed."""
@@ -67,11 +67,10 @@ class Uploader:
         folder = self._checkpoints / f"step-{step}"
         try:
             if step not in uploaded_steps(self._storage):
-                there = {file.name: file.size for file in self._storage.files()}
-                missing = {name: path for name, path in self._once.items() if there.get(name) != path.stat().st_size}
-                for name, path in (missing | dict(self._companions())).items():
+                for name, path in {**self._once, **self._companions()}.items():
                     if path.is_file():
                         self._storage.copy(name, path)
+                self._once = {}
                 upload(self._storage, folder)
             prune_uploads(self._storage, self._keep)
         except (RunError, OSError) as error:

@@ -12,7 +12,7 @@ CODES, SCALES = "_codes", "_scales"
 
 
 def numbers_each(kind: str) -> int:
-    """Returns how many elements of a parameter one element of the state tensor ``kind`` stands for."""
+    """Returns how many elements of a parameter one element of the state tensor ``kind`` covers."""
     return BLOCK if kind.endswith(SCALES) else 1
 
 
