@@ -203,12 +203,14 @@ def test_file_with_grouped_experts_extra_states_and_objects_of_megatron_is_read_
     shutil.rmtree(tmp_path / "megatron" / "huggingface")
     (tmp_path / "megatron" / "SHA256SUMS").unlink()
     module = types.ModuleType("megatron.core.transformer.enums")
-    exec("import enum\nclass AttnBackend(enum.Enum):\n    flash = 1\n", module.__dict__)
-    module.AttnBackend.__module__ = module.__name__
+    exec("import enum\nclass AttnBackend(enum.Enum):\n    flash = 1\nclass AttnMask(enum.Enum):\n    causal = 1\n", module.__dict__)
+    module.AttnBackend.__module__ = module.AttnMask.__module__ = module.__name__
+    # As Python 3.11.0 to 3.11.3 pickle every enum.
+    module.AttnMask.__reduce_ex__ = lambda member, protocol: (getattr, (module.AttnMask, member.name))
     names = [module.__name__.rsplit(".", n)[0] for n in range(3, -1, -1)]
     for path in (tmp_path / "megatron").glob("*/*/model_optim_rng.pt"):
         content = torch.load(path, weights_only=False)
-        content["args"].attention_backend = module.AttnBackend.flash
+        content["args"].attention_backend, content["args"].attention_mask = module.AttnBackend.flash, module.AttnMask.causal
         del content["tandem_rank"]
         renamed = {}
         for name, tensor in content["model"].items():

@@ -167,6 +167,10 @@ def _model(checkpoint: MegatronCheckpoint, rank: MegatronRank) -> dict[str, Tens
     return {name: value for name, value in model.items() if isinstance(value, Tensor) or not str(name).endswith("_extra_state")}
 
 
+REPLACED = ("megatron.", "transformer_engine.", "signal.", "enum.", "builtins.getattr")
+"""What a checkpoint may name and is not imported. Python 3.11.0 to 3.11.3 pickle the member of an enum as a call of ``getattr``."""
+
+
 class _Placeholder:
     """Replaces an object of a class that is not available; keeps none of its state."""
 
@@ -179,7 +183,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         foreign = [name for name in unknown if name != "argparse.Namespace"]
-        strange = [name for name in foreign if not name.startswith(("megatron.", "transformer_engine.", "signal.", "enum."))]
+        strange = [name for name in foreign if not name.startswith(REPLACED)]
         if strange:
             raise UserError(f"'{path}' contains an object of '{strange[0]}', which is not supported; save only its weights and args")
         with torch.serialization.safe_globals([Namespace, *((_Placeholder, name) for name in foreign)]):
