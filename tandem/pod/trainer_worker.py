@@ -162,13 +162,14 @@ class TrainerWorker:
     def onload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Brings back what was moved to the file. The reply has the bytes of all ranks and the seconds of the slowest."""
         self._actor()
-        self.converted = None
         moved = self._over_ranks(self.sleep.onload() if self.sleep is not None else Moved())[0]
         return {"bytes": moved.size_bytes, "seconds": moved.seconds}, {}
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Name and place this rank's parts of the actor's weights under Hugging Face's names."""
-        self.converted = convert(self._actor().checkpoints.state)
+        """Name and place this rank's parts of the actor's weights under Hugging Face's names, once for the life of the actor: the values are
+        read when they are registered."""
+        if self.converted is None:
+            self.converted = convert(self._actor().checkpoints.state)
         return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

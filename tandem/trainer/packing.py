@@ -60,8 +60,11 @@ def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bi
 
 def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
     """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``."""
-    shares = spread([forward_tokens(s) for s in sequences], ranks)
-    packed = [pack([sequences[i] for i in share], micro_batch_tokens) for share in shares]
+    lengths = [forward_tokens(s) for s in sequences]
+    if ranks == 1:
+        return [best_fit(lengths, micro_batch_tokens)]
+    shares = spread(lengths, ranks)
+    packed = [best_fit([lengths[i] for i in share], micro_batch_tokens) for share in shares]
     return [[tuple(share[i] for i in chosen) for chosen in bins] for share, bins in zip(shares, packed, strict=True)]
 
 
