@@ -1,12 +1,12 @@
 """GRPO on data-parallel ranks of one thread each, beside one process with as many threads: the same recipe, start model and prompts.
 
-    python benchmarks/data_ranks.py [--ranks 2] [--steps 20] [--rounds 4]
+    python benchmarks/data_ranks.py [--ranks 2] [--zero 1] [--steps 20] [--rounds 4]
 
 Every side is the real command, a short run of ``tandem train`` with recipes/sort.yaml but for its first stage, which is done once for both:
-``--machine.threads=RANKS`` alone, and with ``--parallel.data=RANKS``. The runs take turns. Seconds are those of the rows in ``metrics.jsonl``: of the
-update (``timing_s/train``), of the reference's pass (``timing_s/inference``) and of the whole step (``timing_s/step``), which has the rollout, the
-scores and the way of the weights into the engine too. The first steps of a run are not counted. Ratios are the seconds of one process over
-those of the ranks: above 1, the ranks are faster.
+``--machine.threads=RANKS`` alone, and with ``--parallel.data=RANKS --parallel.zero=ZERO``. The runs take turns. Seconds are those of the rows in
+``metrics.jsonl``: of the update (``timing_s/train``), of the reference's pass (``timing_s/inference``) and of the whole step (``timing_s/step``),
+which has the rollout, the scores and the way of the weights into the engine too. The first steps of a run are not counted. Ratios are the seconds
+of one process over those of the ranks: above 1, the ranks are faster.
 """
 
 import json
@@ -56,9 +56,10 @@ def run(recipe: Path, name: str, steps: int, overrides: Sequence[str]) -> Steps:
     return [json.loads(row) for row in found[UNCOUNTED:]]
 
 
-def measure(model: Path, work: Path, ranks: int, steps: int, rounds: int) -> dict[str, Steps]:
+def measure(model: Path, work: Path, ranks: int, zero: int, steps: int, rounds: int) -> dict[str, Steps]:
     """The counted rows of both sides, whose runs take turns."""
-    sides = {"one process": [f"--machine.threads={ranks}"], "ranks": [f"--machine.threads={ranks}", f"--parallel.data={ranks}"]}
+    threads = f"--machine.threads={ranks}"
+    sides = {"one process": [threads], "ranks": [threads, f"--parallel.data={ranks}", f"--parallel.zero={zero}"]}
     found: dict[str, Steps] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory(dir=work) as folder:
         recipe = write_recipe(model, Path(folder).resolve())
@@ -107,12 +108,13 @@ def equality(found: Mapping[str, Steps]) -> str:
 def main() -> None:
     parser = shared_parser(__doc__ or "", work="the start model is")
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks, and threads of the one process")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="ZeRO stage of the ranks")
     parser.add_argument("--steps", type=int, default=20, help="counted steps of a run")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each side")
     options = parser.parse_args()
     described = machine()
     options.work.mkdir(parents=True, exist_ok=True)
-    found = measure(warm_model(options.work), options.work, options.ranks, options.steps, options.rounds)
+    found = measure(warm_model(options.work), options.work, options.ranks, options.zero, options.steps, options.rounds)
     promises: list[dict[str, Any]] = []
     for key in JUDGED:
         best, median = ratios_of(found, key)
@@ -121,9 +123,9 @@ def main() -> None:
     verdicts = [f"{row['what']}: {row['ratio']:.2f}, at least {GATE:g}: {'met' if row['ratio'] >= GATE else 'MISSED'}." for row in promises]
     text = "\n".join([
         "# GRPO on data-parallel ranks beside one process", "", described, "",
-        f"{options.ranks} ranks of one thread each beside one process with {options.ranks} threads; {options.rounds} runs of {options.steps} counted steps a "
-        "side, taken in turn, of the sort recipe from the same warm model: 32 prompts x 8 samples, up to 32 new tokens, a KL term. Wall seconds, since "
-        f"cores are what is divided. {equality(found)}", "",
+        f"{options.ranks} ranks of one thread each (ZeRO {options.zero}) beside one process with {options.ranks} threads; {options.rounds} runs of "
+        f"{options.steps} counted steps a side, taken in turn, of the sort recipe from the same warm model: 32 prompts x 8 samples, up to 32 new tokens, "
+        f"a KL term. Wall seconds, since cores are what is divided. {equality(found)}", "",
         *table(found), "", *verdicts, "", "Where the seconds go:", "", *parts(found), "",
     ])  # fmt: skip
     print(text)
