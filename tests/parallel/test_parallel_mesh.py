@@ -10,6 +10,7 @@ from ranks import Here, Ranks
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
 from tandem.layout.placement import check_placement
+from tandem.runtime.collectives.agreement import INLINE_BYTES, gather_values
 from tandem.runtime.collectives.communicator import FEW_BYTES
 from tandem.types import UserError
 
@@ -76,6 +77,17 @@ def test_a_large_gather_which_goes_straight_to_its_place_has_every_ranks_rows_in
         for answer in found:
             assert answer["x"].nbytes > FEW_BYTES
             assert torch.equal(answer["gathered"], torch.stack([other["x"] for other in found]))
+
+
+def values_of(here: Here, lengths: list[int]) -> list[str]:
+    return gather_values(here.groups["data"], chr(ord("a") + here.mesh.rank) * lengths[here.mesh.rank], "values")
+
+
+@pytest.mark.parametrize("lengths", [[0, 1], [INLINE_BYTES - 2, 3], [INLINE_BYTES - 1, 3], [0, INLINE_BYTES - 2], [3 * INLINE_BYTES, 2 * INLINE_BYTES + 5]])
+def test_every_rank_is_told_the_value_of_each_whatever_their_lengths(ranks: Ranks, lengths: list[int]) -> None:
+    # Quotation marks make a text two bytes longer.
+    expected = ["a" * lengths[0], "b" * lengths[1]]
+    assert ranks.run(MeshShape(data=2), values_of, lengths) == [expected, expected]
 
 
 def test_rows_reach_the_rank_they_are_sent_to_none_included(ranks: Ranks) -> None:

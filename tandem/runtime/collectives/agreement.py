@@ -9,16 +9,27 @@ import torch
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.types import RunError
 
+INLINE_BYTES = 4096
+"""What the first exchange carries of each value. A second one follows only where a value is longer."""
+SIZE_BYTES = 8
+
 
 def gather_values(ranks: Communicator, value: Any, name: str) -> list[Any]:
     """Returns every rank's ``value`` (JSON), by rank, on every rank."""
+    data = json.dumps(value).encode()
     if ranks.size == 1:
-        return [json.loads(json.dumps(value))]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = ranks.all_gather(torch.tensor([data.numel()]), f"{name}: sizes").view(-1).tolist()
-    padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
-    gathered = ranks.all_gather(padded, name)
-    return [json.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(gathered, sizes, strict=True)]
+        return [json.loads(data)]
+    first = _gather(ranks, len(data).to_bytes(SIZE_BYTES, "little") + data[:INLINE_BYTES], SIZE_BYTES + INLINE_BYTES, name)
+    sizes = [int.from_bytes(part[:SIZE_BYTES], "little") for part in first]
+    rest = max(sizes) - INLINE_BYTES
+    second = _gather(ranks, data[INLINE_BYTES:], rest, f"{name}: the rest") if rest > 0 else [b""] * ranks.size
+    return [json.loads((part[SIZE_BYTES:] + more)[:size]) for part, more, size in zip(first, second, sizes, strict=True)]
+
+
+def _gather(ranks: Communicator, data: bytes, length: int, name: str) -> list[bytes]:
+    """Returns every rank's ``data``, padded to ``length`` bytes."""
+    padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+    return [ctypes.string_at(row.data_ptr(), length) for row in ranks.all_gather(padded, name)]
 
 
 def vote(ranks: Communicator, what: str, trouble: str | None, value: Any = None) -> list[Any]:
