@@ -29,6 +29,14 @@ def test_what_must_start_without_torch_does(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_help_of_the_command_loads_neither_torch_nor_the_display_nor_the_jobs() -> None:
+    """Every subcommand adds its arguments to it."""
+    code = "import sys; from tandem.cli.main import main; main(['--help'])"
+    checked = f"try:\n    exec({code!r})\nexcept SystemExit:\n    print({{'torch', 'rich', 'tandem.jobs', 'tandem.data'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{checked}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stdout + done.stderr
+
+
 def test_engine_and_trainer_import_and_run_with_torch_safetensors_tokenizers_and_yaml_alone(tmp_path: Path) -> None:
     hidden = ROOT / "tests" / "house" / "only_required"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(hidden), str(ROOT)))}
