@@ -12,7 +12,7 @@ Rows of GRPO take three policy updates on 11 samples of three prompts, three of 
 Logits: the largest difference of any (they go to about 10); of GRPO, of the log-probabilities of all sampled tokens. Loss and gradient norm: the
 largest relative difference in three steps. Gradients: the norm of the difference over the norm, all parameters gathered, before clipping.
 Parameters: the largest difference after three steps, as a share of the learning rate. **bits**: there is none. Wanted in float64: 1e-10
-everywhere; in fp32: gradients 1e-6, loss and norm 1e-5, parameters 0.1.
+everywhere, parameters before the division too (1e-8 of the learning rate); in fp32: gradients 1e-6, loss and norm 1e-5, parameters 0.1.
 The exit status is 1 where a row is outside. fp32 runs the C++ kernels where there is a compiler, float64 plain torch. "One process beside its own
 float64" is what rounding alone does to the fp32 that the rows below it are compared with.
 """

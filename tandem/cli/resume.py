@@ -14,7 +14,6 @@ examples:
 
 import argparse
 
-from tandem.cli.display import display
 from tandem.runtime.process.faults import FaultPlan
 
 
@@ -27,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from tandem.cli.display import display
     from tandem.jobs.start import resume
     from tandem.jobs.uploads import restore
 

@@ -25,14 +25,6 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from tandem.data.tokenizing.documents import DocumentFormat
-from tandem.data.tokenizing.tokenize import tokenize
-from tandem.data.tokenizing.tokenize_plan import TokenizeSettings
-from tandem.data.tokenizing.train_tokenizer import train_tokenizer
-from tandem.storage.files import open_storage
 from tandem.types import UserError
 
 
@@ -56,6 +48,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tandem.data.tokenizing.documents import DocumentFormat
+    from tandem.data.tokenizing.tokenize import tokenize
+    from tandem.data.tokenizing.tokenize_plan import TokenizeSettings
+    from tandem.data.tokenizing.train_tokenizer import train_tokenizer
+    from tandem.storage.files import open_storage
+
     if not 0 < options.shard_mib < math.inf:
         raise UserError(f"--shard-mib is {options.shard_mib}; it must be above 0, and finite")
     suffixes = tuple(options.suffix or (() if options.examples else (".txt", ".md")))

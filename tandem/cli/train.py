@@ -14,7 +14,6 @@ examples:
 
 import argparse
 
-from tandem.cli.display import display
 from tandem.config.recipe import load_config
 from tandem.runtime.process.faults import FaultPlan
 
@@ -28,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from tandem.cli.display import display
     from tandem.jobs.start import dry_run, train
 
     recipe = load_config(options.recipe, options.overrides)

@@ -193,6 +193,8 @@ def _convert_plain(hint: Any, value: Any, where: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise UserError(f"'{where}' is {value}; it must be a whole number below 2^63")
         return value
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:  # YAML 1.1 reads 1e-3 as a string
@@ -201,6 +203,8 @@ def _convert_plain(hint: Any, value: Any, where: str) -> Any:
             number = math.nan
         if math.isnan(number):
             raise UserError(f"'{where}' is {value!r}; it must be a number")
+        if math.isinf(number):
+            raise UserError(f"'{where}' is {value!r}; it must be a number, and finite")
         return number
     if hint is str and isinstance(value, str):
         return value

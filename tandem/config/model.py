@@ -65,6 +65,8 @@ class NewModelConfig:
             raise UserError(f"'model.create.num_hidden_layers' is {self.num_hidden_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initializer_range < 10:
             raise UserError(f"'model.create.initializer_range' is {self.initializer_range}; it must be above 0 and below 10")
+        if not self.rope_theta > 0:
+            raise UserError(f"'model.create.rope_theta' is {self.rope_theta:g}; it must be above 0")
         if self.head_dim % 2:
             raise UserError(f"'model.create.head_dim' is {self.head_dim}; rotary embedding needs an even number")
 

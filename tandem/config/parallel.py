@@ -8,6 +8,8 @@ from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
+MOST_RANKS = 4096
+"""All ranks of a run start on one machine; with more, the process table is full long before a step."""
 AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 
@@ -66,6 +68,12 @@ class ParallelConfig:
     def check(self) -> None:
         """Raises ``UserError`` for an invalid mesh."""
         check_at_least_one("parallel", self, *AXES)
+        if self.world > MOST_RANKS:
+            largest = max(AXES[:-1], key=lambda axis: int(getattr(self, axis)))
+            raise UserError(
+                f"'parallel.{largest}' is {getattr(self, largest)}, in a mesh of {self.world} ranks, which all start on this machine; lower it: "
+                f"{MOST_RANKS} ranks are the most"
+            )
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()

@@ -123,6 +123,8 @@ class PretrainRecipe:
                 f"section 'task' names the task '{self.task.name}', whose demonstrations replace data.train and need algorithm.name sft; "
                 "remove 'task' or 'data.train'"
             )
+        if self.task is None and self.demonstrations != DemonstrationsConfig():
+            raise UserError("section 'demonstrations' is given and there is no section 'task' to demonstrate; remove it, or name a task")
         if self.data.too_long != "refuse" and not self.learns_from_examples:
             raise UserError(
                 f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft; pretraining splits documents and leaves "

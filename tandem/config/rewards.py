@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
+MOST_WORKERS = 1024
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
 
 
@@ -147,6 +148,8 @@ class RewardsConfig:
         if self.accuracy_function not in labels:
             raise UserError(f"'rewards.accuracy' is '{self.accuracy}', which is not one of the reward functions: {', '.join(labels)}")
         check_at_least_one("rewards", self, "workers")
+        if self.workers > MOST_WORKERS:
+            raise UserError(f"'rewards.workers' is {self.workers}; it must be at most {MOST_WORKERS}: each is a process of this machine")
         for name in ("deadline_s", "sample_deadline_s", "start_deadline_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"'rewards.{name}' is {getattr(self, name)}; it must be above 0 and finite")

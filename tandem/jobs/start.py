@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.config.load import read_yaml
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, load_config
 from tandem.config.run import RunConfig
@@ -71,15 +72,15 @@ def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Returns the recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
+    path, model = directory / "config.yaml", directory / "model"
+    read_yaml(path)
     try:
-        return load_config(directory / "config.yaml", overrides)
+        recipe = load_config(path)
     except UserError as error:
-        if overrides or not str(error).startswith("unknown key"):
-            raise
-        raise UserError(
-            f"'{directory}' was written by another version of Tandem ({error}); resume it with that version, or start a new run with "
-            f"--model.path={shlex.quote(str(directory / 'model'))}"
-        ) from None
+        # A recipe is valid when it is written.
+        start = f"start a new run with --model.path={shlex.quote(str(model))}" if model.is_dir() else "start a new run"
+        raise UserError(f"'{directory}' was written by another version of Tandem ({error}); resume it with that version, or {start}") from None
+    return load_config(path, overrides) if overrides else recipe
 
 
 def _new_directory(run: RunConfig, stem: str) -> Path:

@@ -2,19 +2,24 @@
 lineage and metrics are tags."""
 
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from tandem.model_registry.versions import NewVersion, Stage, Version, stage_named
 from tandem.types import RunError, UserError
 
 _PREFIX = "tandem."
+_CONNECT_S = 5.0
+"""Seconds to wait for a connection. MLflow's own client retries for minutes, during which a run would be blocked."""
 
 
 class MlflowRegistry:
-    """The registry at MLflow's tracking address ``uri``. Raises ``UserError`` where the package is not installed."""
+    """The registry at MLflow's tracking address ``uri``. Raises ``UserError`` where the package is not installed, and ``RunError`` where no
+    server answers there."""
 
     def __init__(self, uri: str) -> None:
         try:
@@ -22,6 +27,7 @@ class MlflowRegistry:
         except ImportError:
             raise UserError(f"the registry '{uri}' needs MLflow, which is not installed; pip install 'tandem-rl[mlflow]'") from None
         self._uri = uri
+        _check_connection(uri)
         with _one_line(uri):
             self._client: Any = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
@@ -29,6 +35,7 @@ class MlflowRegistry:
         """Nothing is held."""
 
     def register(self, entry: NewVersion) -> Version:
+        _check_connection(self._uri)
         there = [version for version in self.versions(entry.name) if version.entry.digest == entry.digest]
         if there:
             return there[0]
@@ -86,6 +93,17 @@ def _version(row: Any) -> Version:
         tags["parent"], json.loads(tags["metrics"]),
     )  # fmt: skip
     return Version(int(row.version), stage_named(tags["stage"]), row.creation_timestamp / 1000, entry)
+
+
+def _check_connection(uri: str) -> None:
+    """Raises ``RunError`` where no server accepts connections at the address ``uri``; other kinds of ``uri`` are not checked."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), _CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise RunError(f"no MLflow server answers at the registry '{uri}' ({error}); start it, or name another address") from None
 
 
 @contextmanager

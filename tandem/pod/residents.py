@@ -14,6 +14,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory, predict, sleep_mode
+from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.types import RunError
@@ -38,6 +39,12 @@ def plan(
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = rollout.prompts_per_step * algorithm.group_size
+    available, batch = available_bytes(machine.memory_gib), sequences * (SEQUENCE_BYTES + rollout.max_tokens * TOKEN_BYTES)
+    if batch > available:
+        raise RunError(
+            f"the samples of one step need {batch / 2**30:.2f} GiB and {available / 2**30:.2f} GiB are available; lower rollout.prompts_per_step or "
+            "rollout.max_tokens"
+        )
     memory = predict(
         shapes,
         trainer,
@@ -50,7 +57,6 @@ def plan(
         engine_ranks=engine.tensor_parallel_size,
         reference=algorithm.kl_coef > 0,
     )
-    available = available_bytes(machine.memory_gib)
     if memory.largest_phase > available:
         raise RunError(
             f"this run needs {memory.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "

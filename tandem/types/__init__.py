@@ -1,7 +1,7 @@
 """The named values that cross rooms. Imports nothing but the standard library."""
 
 from tandem.types.batch import Batch, TrainSequence
-from tandem.types.errors import CollectiveError, DamagedWeights, RunError, UserError
+from tandem.types.errors import CollectiveError, DamagedWeights, EngineDied, RunError, UserError
 from tandem.types.prompt import Prompt
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
@@ -11,6 +11,7 @@ __all__ = [
     "Batch",
     "CollectiveError",
     "DamagedWeights",
+    "EngineDied",
     "FinishReason",
     "PartEntry",
     "Prompt",

@@ -21,5 +21,9 @@ class CollectiveError(RunError):
     """A collective failed or did not end: another rank is dead, hangs, or makes another call."""
 
 
+class EngineDied(RunError):
+    """A tensor-parallel rank of an engine died or hangs, so that the engine cannot go on. A new one can take its place."""
+
+
 class DamagedWeights(RunError):
     """Weights in shared memory whose bytes are not those of their manifest. The trainer can register them again."""

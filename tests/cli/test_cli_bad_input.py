@@ -85,6 +85,14 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.kernels=gpu", "must be one of"),
         ("--machine.threads=-1", "machine.threads"),
         ("--machine.threads=100000", "at most 1024"),
+        ("--machine.memory_gib=.inf", "'machine.memory_gib' is inf; it must be a number, and finite"),
+        ("--parallel.data=10000000000", "'parallel.data' is 10000000000, in a mesh of 10000000000 ranks"),
+        ("--parallel.data=4096", "a step of section 'sft' has 2 demonstrations"),
+        ("--rewards.workers=100000000", "at most 1024"),
+        ("--run.max_steps=100000000000000000000", "below 2^63"),
+        ("--model.create.rope_theta=-1", "'model.create.rope_theta' is -1; it must be above 0"),
+        ("--rollout.engine.tensor_parallel_size=3", "'rollout.engine.tensor_parallel_size' is 3: the model's num_attention_heads 2"),
+        ("--rollout.engine.speculative_config={method: draft, model: /nowhere}", "'/nowhere' has no config.json"),
         ("--trainer.dtype=float64", "float32"),
         ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
     ],
@@ -104,6 +112,11 @@ def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, re
 )
 def test_what_cannot_fit_into_memory_is_refused_by_the_plan_before_any_work(command, recipe, override) -> None:
     assert "GiB at its worst moment" in command("train", recipe, override).refusal(1)
+    assert untouched(recipe)
+
+
+def test_samples_of_a_step_that_cannot_fit_into_memory_are_refused_before_any_work(command, recipe) -> None:
+    assert "lower rollout.prompts_per_step" in command("train", recipe, "--rollout.prompts_per_step=10000000000").refusal(1)
     assert untouched(recipe)
 
 

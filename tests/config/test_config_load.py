@@ -51,12 +51,15 @@ def test_a_missing_key_without_default_is_named() -> None:
         ({"steps": 1.5}, "'steps' is 1.5; it must be a whole number"),
         ({"steps": True}, "'steps' is True"),
         ({"steps": None}, "'steps' is empty"),
+        ({"steps": 10**20}, "below 2^63"),
         ({"flag": "yes please"}, "true or false"),
         ({"inner": {"kind": "cosin"}}, "did you mean 'cosine'"),
         ({"inner": {"learning_rate": "fast"}}, "must be a number"),
         ({"inner": {"stop": "x"}}, "must be a list"),
         ({"inner": 3}, "must be a section"),
         ({"inner": {"learning_rate": float("nan")}}, "must be a number"),
+        ({"inner": {"learning_rate": "1e400"}}, "must be a number, and finite"),
+        ({"inner": {"learning_rate": float("-inf")}}, "must be a number, and finite"),
     ],
 )
 def test_a_wrong_value_is_one_line_with_key_and_value(data: dict[str, Any], part: str) -> None:

@@ -104,6 +104,8 @@ def test_a_key_that_a_job_does_not_read_is_refused_by_name() -> None:
             with pytest.raises(UserError) as caught:
                 load_config(folder / f"{name}.yaml", [f"--{key}=1"])
             assert str(caught.value) == f"'{key}' cannot be set: {reason}; remove it"
+    with pytest.raises(UserError, match="'demonstrations' is given and there is no section 'task'"):
+        load_config(folder / "pretrain.yaml", ["--demonstrations.corrupted_share=0.5"])
 
 
 def test_a_recipe_is_read_back_from_what_is_saved_with_a_run() -> None:

@@ -19,7 +19,7 @@ from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
-from tandem.types import RunError, UserError, WeightVersion
+from tandem.types import EngineDied, RunError, UserError, WeightVersion
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), list(range(39)), [7] * 16)]
 PARAMS = SamplingParams(n=3, max_tokens=40, seed=11, temperature=0.9, top_p=0.95, ignore_eos=True)
@@ -146,7 +146,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
     for _ in range(3):
         llm.engine.step()
     threading.Timer(0.05, os.kill, (victim, signal.SIGKILL)).start()
-    with pytest.raises(RunError, match="tensor-parallel rank 1 died while 'step' ran: killed by SIGKILL"):
+    with pytest.raises(EngineDied, match="tensor-parallel rank 1 died while 'step' ran: killed by SIGKILL"):
         for _ in range(10_000):
             llm.engine.step() if llm.engine.has_unfinished_requests else generate(llm)
     with pytest.raises(RunError, match="rank 1 died"):
@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
 def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
     llm = start(uneven(tmp_path / "model", num_attention_heads=8, num_key_value_heads=2), tensor_parallel_size=4)
     os.kill(pids_of(llm)[1], signal.SIGKILL)
-    with pytest.raises(RunError, match=r"^tensor-parallel rank 2 died while 'step' ran: killed by SIGKILL"):
+    with pytest.raises(EngineDied, match=r"^tensor-parallel rank 2 died while 'step' ran: killed by SIGKILL"):
         generate(llm)
     llm.close()
     assert "Traceback" not in capfd.readouterr().err
@@ -174,7 +174,7 @@ def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
     # The ranks have met under the longer deadline; from here on one second is enough.
     object.__setattr__(ranks._settings, "deadline_s", 1.0)
     os.kill(pids_of(llm)[0], signal.SIGSTOP)
-    with pytest.raises(RunError, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed") as raised:
+    with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed") as raised:
         generate(llm)
     log = re.search(r"\(log: (.*)\)", str(raised.value))
     if log is not None:

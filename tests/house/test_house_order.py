@@ -1,6 +1,7 @@
 """The order of the house: who may import whom, and what starts without torch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,23 @@ def test_no_package_imports_from_one_above_it() -> None:
 def test_what_must_start_without_torch_does(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_every_file_that_the_table_of_packages_names_exists() -> None:
+    rows = [line for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert len(rows) > 15
+    for row in rows:
+        package, *names = re.findall(r"`([\w/]+)`", row)
+        there = {path.stem for path in (ROOT / "tandem" / package).rglob("*")}
+        assert {name.strip("/") for name in names if name[0].islower()} <= there, package
+
+
+def test_help_of_the_command_loads_neither_torch_nor_the_display_nor_the_jobs() -> None:
+    """Every subcommand adds its arguments to it."""
+    code = "import sys; from tandem.cli.main import main; main(['--help'])"
+    checked = f"try:\n    exec({code!r})\nexcept SystemExit:\n    print({{'torch', 'rich', 'tandem.jobs', 'tandem.data'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{checked}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stdout + done.stderr
 
 
 def test_engine_and_trainer_import_and_run_with_torch_safetensors_tokenizers_and_yaml_alone(tmp_path: Path) -> None:

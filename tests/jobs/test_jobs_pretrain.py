@@ -343,7 +343,14 @@ def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tm
     run = tmp_path / "old"
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nwarm_up: {steps: 3}\n")
-    with pytest.raises(UserError, match=r"was written by another version of Tandem .unknown key 'warm_up'.*--model.path="):
+    with pytest.raises(UserError, match=r"was written by another version of Tandem .unknown key 'warm_up'.*or start a new run$"):
+        resume(run)
+    (run / "model").mkdir()
+    for overrides in ((), ("--parallel.data=2",)):
+        with pytest.raises(UserError, match=r"was written by another version of Tandem .unknown key 'warm_up'.*--model.path="):
+            resume(run, overrides=overrides)
+    (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nrollout: {sleep_mode: last}\n")
+    with pytest.raises(UserError, match=r"another version of Tandem .'rollout.sleep_mode' is 'last'; it must be one of"):
         resume(run)
     (run / "checkpoints" / "step-3" / "trainer.json").write_text("{}")
     with pytest.raises(Damaged, match="older version of Tandem"):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+import socket
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -160,3 +161,12 @@ def test_commands_list_show_promote_and_compare(tmp_path: Path, capsys: pytest.C
     for words, problem in ((["show", "nix"], "has no model 'nix'"), (["promote", "small/1", "live"], "the stage 'live'"), (["list", "nix"], "has no model")):
         assert main(["models", *words, *where]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_address_at_which_no_server_answers_is_refused_at_once_and_not_after_minutes() -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed, so that its registry works is not shown here")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: no other server can answer there
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"no MLflow server answers at the registry '{address}' .*; start it"):
+            open_registry(RegistryConfig(uri=address), create=True)

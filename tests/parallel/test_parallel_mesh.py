@@ -108,6 +108,7 @@ def test_axes_that_cross_nodes_follow_from_who_stands_where() -> None:
     assert crossing(shape, [0, 0, 0, 0, 1, 1, 1, 1]) == ["pipeline"]
     assert crossing(shape, [0, 1, 0, 1, 0, 1, 0, 1]) == ["tensor"]
     assert crossing(MeshShape(context=2, tensor=2), [0, 0, 1, 1]) == ["context"]
+    assert crossing(MeshShape(data=4, context=3, tensor=2), [0] * 23 + [1]) == ["tensor", "context", "data"]
     with pytest.raises(ValueError, match="4 ranks have a node and the mesh has 8"):
         crossing(shape, [0] * 4)
 

@@ -1,11 +1,14 @@
 """Kill anything, lose nothing: real processes, killed at named points, and the run that comes out is the same."""
 
+import os
 import random
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from fault_points import every_fault_point
-from pod_runs import PodRun, difference
+from pod_runs import PodRun, difference, finish
 
 from tandem.runtime.records.journal import COMMITS
 
@@ -96,6 +99,37 @@ def test_kill_where_the_engine_is_terminated_between_steps_and_the_run_is_the_sa
     survive(run, fault, settings=("--rollout.sleep_mode=terminate",))
     assert_recovered(run, fault)
     assert_lost_nothing(run, undisturbed)
+
+
+@pytest.mark.full
+def test_kill_of_a_tensor_rank_of_the_engine_and_the_run_is_the_same(tmp_path: Path) -> None:
+    """Rank 0 is the sidecar's worker, which starts the others."""
+    settings = ("--rollout.engine.tensor_parallel_size=2", "--model.create.num_key_value_heads=2", "--machine.threads=2")
+    quiet, run = PodRun(tmp_path, name="quiet"), PodRun(tmp_path, name="run")
+    done = quiet.train(*settings)
+    assert done.returncode == 0, done.stderr
+    command = run.begin("train", str(run.recipe), f"--run.directory={tmp_path}", "--run.name=run", *settings)
+    ends = time.monotonic() + 200
+    while not (run.directory / "metrics.jsonl").exists() or len((run.directory / "metrics.jsonl").read_text().splitlines()) < 2:
+        assert command.poll() is None and time.monotonic() < ends
+        time.sleep(0.01)
+    (process,) = [number for number, line in run.processes().items() if "tandem.engine.executor.rank_worker" in line]
+    os.kill(process, signal.SIGKILL)
+    done = finish(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [event.detail["role"] for event in run.events("recovery")] == ["rollout"]
+    assert difference(run, quiet) == [] and run.left_behind() == []
+
+
+@pytest.mark.full
+def test_run_that_lost_its_journal_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    assert run.train("--fault", "pod:after:commit_scores:3").returncode == -9
+    for path in run.directory.glob("journal.sqlite*"):
+        path.unlink()
+    done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in run.rows()] == list(range(6)) and run.left_behind() == []
 
 
 def test_undisturbed_run_learns_in_every_step_so_that_equal_bits_mean_something(undisturbed: PodRun) -> None:

@@ -62,6 +62,17 @@ def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bi
     assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data x tensor, zero 1", "zero 3", "pipeline", "context", "expert"])
+def test_engine_of_two_tensor_ranks_has_the_bits_of_the_mesh_that_trains(mesh: str, run_of: RunOf, tmp_path: Path) -> None:
+    """Each of its ranks reads its own slices of what the trainer's ranks own."""
+    one, two = run_of(MESHES[mesh]), PodRun(tmp_path)
+    done = two.train(TWO_HEADS, *FEW_STEPS, *MESHES[mesh].split(), "--rollout.engine.tensor_parallel_size=2", "--machine.threads=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in two.rows()] == [(0.0, 0.0)] * 3
+    assert two.rows() == one.rows() and two.results() == one.results()
+
+
 @pytest.mark.parametrize("fault", ["rank1:after:register:1", *(pytest.param(f, marks=pytest.mark.full) for f in (
     "rank3:before:register:2", "trainer_worker:after:save:2", "rank2:before:inference:1", "rank1:before:convert:2",
     "trainer_shim:before:train:1", "rank1:after:inference:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1", "rank2:before:load:0",

@@ -30,7 +30,7 @@ from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
-from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
+from tandem.types import EngineDied, RunError, Updated, UserError, WeightSource, WeightVersion
 
 _GRACE_S = 5.0
 """Seconds after a failure in which calls may still report which rank died."""
@@ -73,7 +73,7 @@ class RankSettings:
 class Ranks:
     """Starts ranks 1 to size - 1 as processes that die with this one. ``decoder``: this rank's shard of the model.
 
-    If a rank dies or is stuck, all ranks are stopped: the current call and every later one raise ``RunError`` naming it.
+    If a rank dies or is stuck, all ranks are stopped: the current call raises ``EngineDied`` naming it, and every later one ``RunError``.
     """
 
     def __init__(self, settings: RankSettings) -> None:
@@ -148,10 +148,11 @@ class Ranks:
             raised: UserError = first
         else:
             text = str(first) if isinstance(first, UserError | CallError) else f"tensor-parallel '{name}' failed: {first}"
-            raised = RunError(f"{text}; the engine has stopped, create a new one")
-        if isinstance(first, CallError) and self._log_of(first.peer).stat().st_size:
-            self._remove_folder.detach()
-            raised = RunError(f"{raised} (log: {self._log_of(first.peer)})")
+            text += "; the engine has stopped, create a new one"
+            if isinstance(first, CallError) and self._log_of(first.peer).stat().st_size:
+                self._remove_folder.detach()
+                text += f" (log: {self._log_of(first.peer)})"
+            raised = EngineDied(text) if isinstance(first, WorkerDied | RpcTimeout) else RunError(text)
         self._broken = str(raised)
         return raised
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
@@ -14,6 +15,8 @@ from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import check_disk, check_model_on_mesh, check_targets, folder_to_check, warn_of_cores
 from tandem.layout.placement import check_placement
+from tandem.layout.shapes import ModelShapes
+from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import plan
@@ -55,6 +58,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
+        check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
         memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
@@ -79,6 +83,22 @@ def _check_folder(folder: Path) -> None:
         )
     if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
+
+
+def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
+    """Raises ``UserError`` where the engine's ranks do not divide a model of ``shapes``, or its draft model is missing or of another vocabulary."""
+    try:
+        ShardSpec(0, engine.tensor_parallel_size, engine.deterministic).check(shapes)
+    except ValueError as error:
+        raise UserError(
+            f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
+        ) from None
+    draft = engine.speculative_config.model if engine.speculative_config is not None else None
+    if draft is not None and (size := read_shapes(Path(draft)).vocab_size) != shapes.vocab_size:
+        raise UserError(
+            f"'rollout.engine.speculative_config.model' is '{draft}', which has a vocabulary of {size} tokens, and the model has {shapes.vocab_size}; "
+            "name a model with the same vocabulary"
+        )
 
 
 def _check_batch(sft: SFTConfig, parallel: ParallelConfig) -> None:
