@@ -61,7 +61,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--rollout.top_p=0.9", "tis_cap"),
         ("--rollout.engine.quantization=int8", "old_logprobs to recompute"),
         ("--rollout.engine.quantization=int3", "must be one of"),
-        ("--rollout.engine.max_num_seqs=1", "a group runs at once"),
+        ("--rollout.engine.max_num_seqs=1", "a group is sampled at once"),
         ("--sft=null", "add a section 'sft'"),
         ("--model.path=x", "both are given"),
         ("--model.create=null", "neither is given"),
