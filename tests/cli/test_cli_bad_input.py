@@ -255,4 +255,4 @@ def test_the_real_command_refuses_as_the_function_does(recipe) -> None:
 
 
 def test_no_prompt_at_all_is_refused(model) -> None:
-    assert "standard input held no prompt" in real("generate", model, stdin="\n\n").refusal()
+    assert "standard input contains no prompt" in real("generate", model, stdin="\n\n").refusal()

@@ -86,7 +86,7 @@ def test_a_model_in_object_storage_gives_the_same_completions(command, model, tm
         (("--prompts", "nowhere.txt"), "'nowhere.txt' does not exist"),
         (("--prompts", "bad.jsonl"), "bad.jsonl:2: a line is an object with one of prompt"),
         (("--prompts", "torn.jsonl"), "torn.jsonl:1: not valid JSON"),
-        (("--prompts", "empty.txt"), "held no prompt"),
+        (("--prompts", "empty.txt"), "contains no prompt"),
         (("--prompts", "empty.txt", "--prompt", "x"), "exclude each other"),
         (("--prompt", "1", "--system", "x"), "--system needs --chat"),
         (("--prompt", "1", "--json-schema", "nowhere.json"), "'nowhere.json' does not exist"),
