@@ -1,4 +1,4 @@
-"""One seeded model and batch trained by data-parallel ranks under any stage of ZeRO, through the sums that training takes."""
+"""Trains a seeded model on a seeded batch with data-parallel ranks under any stage of ZeRO, with the gradient reduction of training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ from tandem.trainer.step import train_step
 
 
 def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Trained:
-    """``case`` through ``train_step`` on this rank: its sequences in ``passes`` micro-batches. ``offloaded``: keys of the trainer that are
-    ``nvme``, to ``folder``."""
+    """Trains ``case`` with ``train_step`` on this rank, its sequences in ``passes`` micro-batches. ``offloaded``: keys of section ``trainer`` to
+    set to ``nvme``, with files in ``folder``."""
     torch.set_num_threads(1)
     model = build(case, here)
     config = replace(case.trainer, **dict.fromkeys(offloaded, "nvme"))
@@ -52,7 +52,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
 
 
 def remember(sums: GradientReducer) -> dict[str, torch.Tensor]:
-    """Filled, before the first clipping, with the whole sums of every parameter."""
+    """Returns a mapping that is filled with the whole reduced gradients by name before the first clipping."""
     found: dict[str, torch.Tensor] = {}
     norm = sums.norm
 
