@@ -1,4 +1,4 @@
-"""On a small model that really learnt a text, GPTQ costs less perplexity than rounding to nearest, and AWQ keeps near it."""
+"""On a small model trained on a text, GPTQ costs less perplexity than rounding to nearest, and AWQ is close to it."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ STEPS, ROWS, LENGTH = 250, 12, 96
 
 
 def standard_library_text() -> str:
-    """The docstrings of some modules, in small letters."""
+    """Returns the docstrings of some modules in lower case."""
     import argparse
     import collections
     import decimal
