@@ -1,4 +1,4 @@
-"""Everything that a user may get wrong: one line that says so, before any work, with nothing overwritten."""
+"""Invalid input of every kind: one line, before any work, with nothing overwritten."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ NO_MODEL = "--sft=null", "--model.create=null"
 
 
 def untouched(recipe: Path) -> bool:
-    """Whether the recipe's run directory was never made."""
+    """Returns whether the recipe's run directory was never created."""
     return not (recipe.parent / "runs").exists()
 
 

@@ -1,4 +1,4 @@
-"""``tandem generate``: prompts from files, answers to files, and everything that can be said about a completion."""
+"""``tandem generate``: prompts from files, completions to files, and all output formats."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_a_terminal_sees_the_download_and_the_completions_as_bars_and_the_answer
     while True:
         try:
             part = os.read(master, 4096)
-        except OSError:  # what a terminal says whose other side is closed
+        except OSError:  # A closed pipe.
             break
         if not part:
             break

@@ -1,4 +1,4 @@
-"""The registry: versions, lineage, stages. Our own, and MLflow's real one where it is installed, behave alike."""
+"""The registry: versions, lineage, stages. Tandem's registry and a real MLflow (if installed) behave alike."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: what one mesh writes any other reads, bit for bit, and no more of it than it needs."""
+"""Sharded checkpoints: a checkpoint of one mesh is read bit for bit on any other, which reads only what it needs."""
 
 import json
 import time
@@ -28,7 +28,7 @@ MIXTURE = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 48, 64, True, experts=Exper
 
 
 def whole(shapes: ModelShapes, state: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The whole state, the same wherever it is drawn."""
+    """Returns the whole state, the same on every rank."""
     dtype = torch.bfloat16 if state == "weights" else torch.float32
     found = {}
     for number, (name, shape) in enumerate(parameters(shapes)):
@@ -43,8 +43,8 @@ def part(shapes: ModelShapes, name: str, size: tuple[int, ...], cut: ShardSpec) 
 
 
 def shards(here: Here, shapes: ModelShapes, deterministic: bool, seed: int = 0, empty: bool = False) -> list[Shard]:
-    """Weights cut by tensor-parallel rank and the same on every data-parallel rank; moments besides cut flat over the data-parallel
-    ranks, as ZeRO does."""
+    """Weights sharded by tensor-parallel rank and equal on all data-parallel ranks; moments also sharded flat over the data-parallel ranks,
+    as by ZeRO."""
     cut = ShardSpec(here.mesh.coordinate("tensor"), here.mesh.shape.tensor, deterministic)
     found = []
     for name, tensor in whole(shapes, "weights", seed).items():
@@ -142,7 +142,7 @@ def test_rank_reads_only_the_chunks_that_cover_its_own_part(ranks: Ranks, tmp_pa
 
 
 def save_while_training(here: Here, folder: Path) -> dict[str, Any]:
-    """The weights change while the thread is held up; a second save waits for the first."""
+    """The weights change while the thread is blocked; a second save waits for the first."""
     import threading
 
     going_on, reached = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that divide the tokens of a batch train what one process trains."""
+"""Context parallelism: ranks that divide the tokens of a batch train like one process."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def trained(here: Here, case: Case) -> Trained:
     ],
 )  # fmt: skip
 def test_two_context_ranks_train_what_one_process_trains(ranks: Ranks, shapes, lengths) -> None:
-    """Three heads do not divide: keys and values are gathered."""
+    """Three heads cannot be divided: keys and values are gathered."""
     case = Case(shapes, lengths=lengths)
     check(ranks.run(MeshShape(context=2), trained, case), by_one(case))
 

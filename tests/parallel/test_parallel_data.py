@@ -74,7 +74,7 @@ def test_every_stage_has_the_bits_of_every_other(ranks: Ranks) -> None:
 
 
 def sums_before_clipping(here: Here | None, case: Case) -> dict[str, torch.Tensor]:
-    """The gradients of ``case`` with a micro-batch a rank, or in one process a micro-batch for what two ranks have."""
+    """Returns the gradients of ``case`` with one micro-batch per rank, or in one process with one micro-batch for each two ranks."""
     torch.set_num_threads(1)
     model, every = build(case, here), sequences_of(case)
     loss = make_cross_entropy_loss(counts_of(every))
@@ -103,7 +103,7 @@ def test_sums_have_the_bits_of_one_process_that_adds_in_the_order_of_the_ranks(r
 
 
 def begun_when(here: Here, case: Case) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Which sums had begun when each layer's gradients came to be, and in which order all began."""
+    """Returns which reductions had started when each layer's gradients were ready, and the order in which all started."""
     model, every = build(case, here), sequences_of(case)
     share = collate(every[here.mesh.rank :: 2], getattr(torch, case.dtype))
     sums = GradientReducer(model, ranks_of(here, case))
@@ -127,7 +127,7 @@ def test_the_sum_of_a_layer_begins_before_the_backward_pass_reaches_the_layer_be
 
 
 def resident_bytes(memory: ReservedMemory) -> int:
-    """Bytes of the pages that the system has given to ``memory``, as the kernel counts them."""
+    """Returns the bytes of the pages that back ``memory``, as counted by the kernel."""
     pages = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.tensor.data_ptr()), ctypes.c_size_t(memory.nbytes), pages) == 0
     return mmap.PAGESIZE * sum(page & 1 for page in pages)

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks that divide the experts of a layer train what one process trains."""
+"""Expert parallelism: ranks that divide the experts of a layer train like one process."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_balancing_sees_the_tokens_of_all_ranks(ranks: Ranks, shape, recompute) 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_experts_and_ranks_without_a_token_take_part(ranks: Ranks, count) -> None:
-    """One token goes to one expert of 16; all ranks but the last see no token themselves."""
+    """One token goes to one expert of 16; only the last rank has a token."""
     case = Case(MANY, lengths=(2,), masked=3)
     check(ranks.run(MeshShape(context=count, expert=count), trained, case), by_one(case))
 

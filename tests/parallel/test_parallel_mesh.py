@@ -1,4 +1,4 @@
-"""The mesh and its collectives: who stands where, and sums in rank order."""
+"""The mesh and its collectives: the placement of ranks, and sums in rank order."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Muon on ranks that cut matrices, experts and states: the updates of one process."""
+"""Muon with sharded matrices, experts and states takes the updates of one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,13 +33,13 @@ def trained(here: Here, case: Case) -> Trained:
     ids=["tensor", "deterministic", "tensor of a mixture", "deterministic of a mixture", "expert", "tensor and expert"],
 )
 def test_ranks_that_cut_matrices_orthogonalise_the_whole_ones(ranks: Ranks, shape: MeshShape, case: Case) -> None:
-    """Queries, keys and values have other numbers of rows, and stand between each other rank by rank."""
+    """Queries, keys and values have different numbers of rows, and are interleaved by rank."""
     check(ranks.run(shape, trained, case), by_one(case))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_every_stage_of_zero_has_the_bits_of_stage_0(zero: Any, ranks: Ranks) -> None:
-    """Three ranks, so that cuts lie within matrices and some ranks have nothing of one."""
+    """With three ranks, shards end within matrices and some ranks have nothing of one."""
     case = replace(DENSE, dtype="float32", kernels="cpu")
     wanted = stage_0(ranks, case)
     for rank, other in zip(ranks.run(MeshShape(data=3), trained_by_zero, case, zero), wanted, strict=True):
@@ -51,7 +51,7 @@ _stage_0: dict[Case, list[Trained]] = {}
 
 
 def stage_0(ranks: Ranks, case: Case) -> list[Trained]:
-    """What three data-parallel ranks have where nothing is cut, once."""
+    """Returns the results of three data-parallel ranks without sharding, computed once."""
     if case not in _stage_0:
         _stage_0[case] = ranks.run(MeshShape(data=3), trained_by_zero, case, 0)
     return _stage_0[case]

@@ -1,4 +1,4 @@
-"""Moments, weights, gradients and activations of ranks in files: every bit of the same ranks in memory."""
+"""Moments, weights, gradients and activations of ranks in files: all bits equal those of the same ranks in memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ FOUR = MeshShape(data=2, tensor=2)
 
 
 def pieces_of(here: Here, piece: int, smallest: int) -> None:
-    """Small models in many pieces, on this rank."""
+    """Returns small models in many pieces, on this rank."""
     pager.PIECE, activations.SMALLEST_BYTES = piece, smallest
 
 
@@ -67,7 +67,7 @@ def test_files_stand_beside_tensor_expert_and_context_parallelism(ranks: Ranks, 
 
 
 def goes_on(here: Here, case: Case, zero: Any, folder: Path, offloaded: tuple[str, ...]) -> list[list[float]]:
-    """The losses and norms of two steps in memory and in files, each going on from what the other came to, by parts and by whole
+    """Returns the losses and norms of two steps in memory and in files, each continuing from the other's state, by parts and by whole
     tensors."""
     torch.set_num_threads(1)
     every, dtype = sequences_of(case), getattr(torch, case.dtype)

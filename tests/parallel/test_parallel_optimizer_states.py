@@ -1,4 +1,4 @@
-"""States of Muon and 8-bit AdamW that ranks cut: with the bits of one process, and saved on one mesh and read on another."""
+"""Sharded states of Muon and 8-bit AdamW: the bits of one process, and saved on one mesh and read on another."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,7 +49,7 @@ def make(here: Here | None, case: Case) -> Replica:
 
 
 def step(here: Here | None, case: Case, replica: Replica) -> Tensors:
-    """One more step; the whole parameters after it."""
+    """Takes one more step; returns the whole parameters after it."""
     data, every = ranks_of(here, case).data, sequences_of(case)
     own = [collate(every[data.rank :: data.size], getattr(torch, case.dtype))]
     train_step(replica.model, replica.optimizer, own, make_cross_entropy_loss(counts_of(every)), LEARNING_RATE, sums=replica.sums)
@@ -58,7 +58,7 @@ def step(here: Here | None, case: Case, replica: Replica) -> Tensors:
 
 
 def save(here: Here | None, case: Case, folder: Path) -> Run:
-    """Two steps, a checkpoint, and one more step."""
+    """Takes two steps, saves a checkpoint, and takes one more step."""
     replica, world = make(here, case), ranks_of(here, case).world
     for _ in range(2):
         step(here, case, replica)
@@ -70,7 +70,7 @@ def save(here: Here | None, case: Case, folder: Path) -> Run:
 
 
 def go_on(here: Here | None, case: Case, folder: Path) -> Run:
-    """The third step, from what ``save`` left."""
+    """Takes the third step from the checkpoint of ``save``."""
     replica = make(here, case)
     with replica.whole(changes=True), torch.no_grad():
         for parameter in replica.model.parameters():
@@ -84,7 +84,7 @@ def go_on(here: Here | None, case: Case, folder: Path) -> Run:
 
 
 def whole_moments(here: Here | None, replica: Replica) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
-    """AdamW's moments and their blocks' scales, where nothing is cut by ZeRO."""
+    """Returns AdamW's moments and their blocks' scales without ZeRO."""
     inner = replica.optimizer.inner if isinstance(replica.optimizer, ReplicatedOptimizer) else replica.optimizer
     if replica.sums is not None and not isinstance(replica.optimizer, ReplicatedOptimizer):
         return {}, {}
@@ -119,7 +119,7 @@ def files_are_equal(folder: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=FULL), 3])
 def test_codes_that_zero_cuts_are_those_of_stage_0(zero: Any, ranks: Ranks, tmp_path: Path) -> None:
-    """Three ranks: parts end within matrices."""
+    """With three ranks, parts end within matrices."""
     shape = MeshShape(data=3)
     wanted, found = (run(ranks, shape, save, replace(DENSE, zero=stage), tmp_path / str(stage)) for stage in (0, zero))
     parameters, moments, _ = wanted[0]
@@ -180,7 +180,7 @@ def test_codes_of_cut_matrices_are_read_under_another_cut_within_a_blocks_roundi
 ) -> None:
     _, wanted, _ = run(ranks, writer, save, written, tmp_path)[0]
     for _, found, scales in run(ranks, reader, go_on, read, tmp_path):
-        # Values stand 0.9 / 64 of a block's largest apart at most, without a sign half of that; one that is not 0 stays so.
+        # Values are at most 0.9 / 64 of a block's largest apart, without a sign half of that; a value other than 0 stays so.
         for kind, share in (("exp_avg", 0.45 / 64), ("exp_avg_sq", 0.45 / 128)):
             for name, tensor in wanted[kind].items():
                 assert ((found[kind][name] - tensor).abs() <= 1.02 * share * scales[kind][name]).all(), (kind, name)
@@ -189,7 +189,7 @@ def test_codes_of_cut_matrices_are_read_under_another_cut_within_a_blocks_roundi
 
 @pytest.mark.parametrize(("shape", "case"), [(TENSOR, DENSE), pytest.param(EXPERT, MIXTURE, marks=FULL)], ids=["tensor", "expert"])
 def test_ranks_in_8_bits_are_as_near_to_one_process_as_8_bits_are_to_adamw(shape: MeshShape, case: Case, ranks: Ranks) -> None:
-    """Blocks of a cut matrix are others: its moments are rounded otherwise."""
+    """The blocks of a sharded matrix differ, so its moments are rounded differently."""
     wanted, plain = train(None, case).parameters, train(None, replace(case, optimizer="adamw")).parameters
     for rank in ranks.run(shape, trained, case):
         assert distance(rank.parameters, wanted) < distance(plain, wanted) < 0.01

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: what its ranks compute together is what one process computes."""
+"""Pipeline parallelism: the ranks compute the results of one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_products_with_other_kinds_of_parallelism_are_one_process(ranks: Ranks, 
 
 
 def saved_by_micro_batch(here: Here, case: Case, bins: Any, order: ScheduleName) -> tuple[int, int]:
-    """The most tensors that the backward passes of this rank kept at a time, and those of one micro-batch."""
+    """Returns the peak number of tensors that this rank's backward passes keep, and the number for one micro-batch."""
     ranks = here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size)
     model = Decoder(case.shapes, select("reference", torch.float64), dtype=torch.float64, spans=[spans[ranks.rank]])
@@ -158,7 +158,7 @@ def saved_by_micro_batch(here: Here, case: Case, bins: Any, order: ScheduleName)
 
 
 def test_the_stash_measured_is_the_published_one(ranks: Ranks) -> None:
-    """Counted in the tensors that autograd keeps: the same number for every micro-batch."""
+    """Counted in tensors saved by autograd: the same number for every micro-batch."""
     case, bins, p = Case(replace(TIED, num_hidden_layers=4)), ((0,), (1,), (2,), (3,), (4,), (5,)), 4
     for order, wanted in (("1f1b", [min(p - rank, len(bins)) for rank in range(p)]), ("gpipe", [len(bins)] * p)):
         found = ranks.run(MeshShape(pipeline=p), saved_by_micro_batch, case, bins, order)
@@ -190,7 +190,7 @@ def test_a_stage_reads_its_own_tensors_from_a_hugging_face_folder_and_no_others(
 
 
 def stepped(here: Here, case: Case, bins: Any, zero: Any, order: ScheduleName, virtual: int) -> dict[str, Any]:
-    """The steps of ``alone`` by ``train_step`` as one rank, with sums of gradients that overlap the backward passes."""
+    """Takes the steps of ``alone`` with ``train_step`` as one rank, with gradient reduction that overlaps the backward passes."""
     ranks = here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size * virtual)
     own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]

@@ -1,4 +1,4 @@
-"""GRPO on the ranks of any mesh: the update of one process, from the same samples and scores."""
+"""GRPO on the ranks of any mesh takes the updates of one process, from the same samples and scores."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ OPTIMIZERS: tuple[Any, ...] = ("muon", "adamw8bit")
 
 
 def check(found: list[dict[str, Any]], wanted: dict[str, Any], policy: Policy, close: float = 1e-10) -> None:
-    """Raises ``AssertionError`` where a rank has something else than one process, relative to its norm."""
+    """Raises ``AssertionError`` if a rank's results differ from those of one process, relative to their norm."""
     is_float32 = policy.case.dtype == "float32"
     for rank in found:
         assert rank["tokens"] == wanted["tokens"]
@@ -69,7 +69,7 @@ SLOW = {
 
 
 def policy_of(case: Case) -> Policy:
-    """Experts are balanced over the tokens of a pass through all ranks: one process has the same ones where it makes a single pass."""
+    """Experts are balanced over the tokens of a pass on all ranks, so one process is comparable if it makes a single pass."""
     return Policy(case, micro_batch_tokens=1000 if case.balance_loss else 40)
 
 
@@ -95,7 +95,7 @@ def test_weights_after_ten_steps_are_those_of_one_process(ranks: Ranks, mesh: Me
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "case"), rows(ROWS) + rows(SLOW))
 def test_gradients_in_fp32_are_within_a_millionth_of_their_norm(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
-    """Weights as large as a model's own: with steeper ones fp32 in one process is further than that from its own float64."""
+    """The weights are as large as a real model's: with larger ones fp32 in one process differs more from its own float64."""
     policy = replace(policy_of(replace(case, dtype="float32", kernels="cpu", steps=1)), deviation=0.05)
     check(ranks.run(mesh, reinforced, policy), by_one(policy), policy)
 
@@ -123,7 +123,7 @@ def test_every_schedule_of_a_pipeline_takes_the_updates_of_one_process(ranks: Ra
 
 
 def test_ranks_without_a_sequence_and_batches_without_one_take_part(ranks: Ranks) -> None:
-    """Four ranks share the two sequences that count, and no rank has one in which every sample is masked."""
+    """Four ranks share the two sequences that count, and no rank has one if every sample is masked."""
     algorithm = AlgorithmConfig(kl_coef=0.1)
     for faults in ((2,), (0, 1)):
         policy = Policy(replace(DENSE, zero=3, steps=2), algorithm, counts=(3,), faults=faults)
@@ -180,7 +180,7 @@ def test_other_optimizers_take_the_updates_of_one_process(ranks: Ranks, mesh: Me
     policy = Policy(replace(UNTIED, optimizer=optimizer, zero=1 if mesh.data > 1 else 0))
     found, wanted = ranks.run(mesh, reinforced, policy), by_one(policy)
     if optimizer == "adamw8bit" and mesh.data == 1 and mesh.tensor > 1:
-        # A cut tensor has blocks of its own, each with a scale of its own.
+        # The blocks of a sharded tensor differ, and so do their scales.
         assert distance(together(found, "gradients", policy), wanted["gradients"]) < 1e-10
     else:
         check(found, wanted, policy)
@@ -210,7 +210,8 @@ def test_mixed_precision_is_that_of_one_process_up_to_rounding(ranks: Ranks, pre
 @pytest.mark.parametrize("mesh", [MeshShape(data=2), MeshShape(pipeline=2)], ids=["data", "pipeline"])
 @pytest.mark.parametrize("mode", ["rollout", "recompute"])
 def test_the_mismatch_is_that_of_all_ranks(ranks: Ranks, mesh: MeshShape, mode: Any) -> None:
-    """Records are random: of every sampled token, masked samples and the last minibatch included, against one process."""
+    """The records are random. The mismatch covers every sampled token, including masked samples and the last minibatch, and is compared
+    with one process."""
     policy = Policy(replace(DENSE, steps=1), AlgorithmConfig(old_logprobs=mode, minibatches=2))
     (wanted,) = by_one(policy)["metrics"]
     assert wanted["mismatch_max_abs"] > 0.5

@@ -1,4 +1,4 @@
-"""The ring all-reduce as published (Patarasuk and Yuan, 2009), over the communicator's own sends and receives, beside its all-reduce."""
+"""The ring all-reduce as published (Patarasuk and Yuan, 2009), over the communicator's sends and receives, against its all-reduce."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class Counted:
 
 
 def pass_on(ring: Communicator, out: Tensor, step: int) -> Tensor:
-    """Send ``out`` to the right, while as much comes from the left."""
+    """Sends ``out`` to the right and receives as much from the left."""
     came = torch.empty_like(out)
     sent = ring.send(out, (ring.rank + 1) % ring.size, "to the right", tag=step)
     ring.receive(came, (ring.rank - 1) % ring.size, "from the left", tag=step).wait()

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: ranks that share a model train what one process trains."""
+"""Tensor and sequence parallelism: ranks that shard a model train like one process."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_tensor_ranks_times_data_ranks(ranks: Ranks, zero, recompute) -> None:
 
 
 def rows_and_saved_bytes(here: Here, case: Case) -> tuple[int, int]:
-    """Rows of the residual stream that this rank has of a batch, and bytes that the forward keeps for the backward."""
+    """Returns the rows of the residual stream of a batch on this rank, and the bytes that the forward pass keeps for the backward pass."""
     model, batch = build(case, here), collate(sequences_of(case), torch.float64)
     kept: dict[int, int] = {}
 
