@@ -243,7 +243,7 @@ def walk(seed: int, operations: int) -> None:
             if not sequences_of(bench.scheduler):
                 break
             bench.step()
-        assert not sequences_of(bench.scheduler), "somebody never comes to an end"
+        assert not sequences_of(bench.scheduler), "a sequence never finishes"
         check_scheduler(bench.scheduler)
         assert bench.kv_cache.num_free_blocks == bench.kv_cache.block_pool.num_blocks
         assert bench.kv_cache.host_pool.num_free_blocks == bench.kv_cache.host_pool.num_blocks

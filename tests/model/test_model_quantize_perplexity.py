@@ -72,7 +72,7 @@ def test_calibration_pays_on_held_out_text(tmp_path: Path) -> None:
     learnt = torch.tensor(tokenizer.encode(text))[: -LENGTH * (len(held_out) + 1)]
     save_model(trained(learnt, tokenizer.vocab_size, kernels), tmp_path / "model", tmp_path)
     plain = perplexity(load_model(tmp_path / "model", kernels), held_out)
-    assert plain < 10, "it has learnt something"
+    assert plain < 10, "the model has learned"
 
     def lost(method: Any, **options: Any) -> float:
         target = tmp_path / f"{method}{len(options)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from model_ranks import LEARNING_RATE, Case, Trained, build, by_sequence, ranks_of, sequences_of, whole
-from ranks import Here
+from ranks import RankContext
 
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
@@ -18,7 +18,7 @@ from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import train_step
 
 
-def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Trained:
+def trained(here: RankContext, case: Case, zero: Any, passes: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Trained:
     """Trains ``case`` with ``train_step`` on this rank, its sequences in ``passes`` micro-batches. ``offloaded``: keys of section ``trainer`` to
     set to ``nvme``, with files in ``folder``."""
     torch.set_num_threads(1)
@@ -39,7 +39,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
         seen: dict[str, Any] = {}
         if step == 0:
             assert replica.sums is not None
-            seen = remember(replica.sums)
+            seen = record_gradients(replica.sums)
         found = train_step(model, replica.optimizer, micro_batches, loss, LEARNING_RATE, sums=replica.sums)
         result.losses.append(found.metrics["sft/loss"])
         result.norms.append(found.metrics["actor/grad_norm"])
@@ -51,7 +51,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
     return result
 
 
-def remember(sums: GradientReducer) -> dict[str, torch.Tensor]:
+def record_gradients(sums: GradientReducer) -> dict[str, torch.Tensor]:
     """Returns a mapping that is filled with the whole reduced gradients by name before the first clipping."""
     found: dict[str, torch.Tensor] = {}
     norm = sums.norm

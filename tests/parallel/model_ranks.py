@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from ranks import Here
+from ranks import RankContext
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
@@ -93,11 +93,11 @@ def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
     }
 
 
-def ranks_of(here: Here | None, case: Case) -> Ranks:
+def ranks_of(here: RankContext | None, case: Case) -> Ranks:
     return alone() if here is None else Ranks(here.mesh, here.groups, case.deterministic, case.sequence)
 
 
-def build(case: Case, here: Here | None) -> Decoder:
+def build(case: Case, here: RankContext | None) -> Decoder:
     parallel = ranks_of(here, case).model_parallel()
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
@@ -108,7 +108,7 @@ def build(case: Case, here: Here | None) -> Decoder:
     return model
 
 
-def train(here: Here | None, case: Case) -> Trained:
+def train(here: RankContext | None, case: Case) -> Trained:
     """Trains ``case`` on this rank, or in one process if ``here`` is ``None``."""
     groups = None if here is None else here.groups
     model = build(case, here)
@@ -205,7 +205,7 @@ def distance(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tenso
 _alone: dict[Case, Trained] = {}
 
 
-def by_one(case: Case) -> Trained:
+def by_one_process(case: Case) -> Trained:
     """Returns the results of one process for ``case``, computed once."""
     plain = replace(case, deterministic=False, sequence=False, zero=0, recompute="none")
     if plain not in _alone:

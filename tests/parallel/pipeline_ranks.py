@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from model_ranks import LEARNING_RATE, Case, reduce, sequences_of, weights_of
-from ranks import Here
+from ranks import RankContext
 
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
@@ -88,8 +88,8 @@ def alone(case: Case, bins: Any) -> dict[str, Any]:
     return found
 
 
-def piped(
-    here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = (), folder: Path | None = None
+def train_pipeline(
+    here: RankContext, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = (), folder: Path | None = None
 ) -> dict[str, Any]:
     """Trains ``case`` as one rank. Returns the parameters and gradients that this rank holds. ``folder``: for offloaded activations."""
     groups, ranks = here.groups, here.groups["pipeline"]
@@ -136,7 +136,7 @@ def piped(
     return found
 
 
-def gathered(found: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
+def gather_ranks(found: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
     """Returns the tensors of all ranks by name. A tensor on several ranks must have the same bits on each."""
     together: dict[str, torch.Tensor] = {}
     for rank in found:

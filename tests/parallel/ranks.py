@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 
 
-class Here(NamedTuple):
+class RankContext(NamedTuple):
     """The mesh of a function that runs as a rank, and the process groups of the rank."""
 
     mesh: Mesh
@@ -83,7 +83,7 @@ def _serve() -> None:
             mesh = Mesh(shape, rank)
             store = dist.FileStore(f"{folder}/store", shape.world)
             groups = join(mesh, store, torch.device("cpu"), DEADLINE_S)
-            answer = (True, getattr(modules[module], function)(Here(mesh, dict(groups)), *arguments))
+            answer = (True, getattr(modules[module], function)(RankContext(mesh, dict(groups)), *arguments))
             groups["world"].barrier("the end of a test's function")
         except BaseException:
             answer = (False, traceback.format_exc())

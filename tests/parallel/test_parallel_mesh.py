@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
@@ -39,7 +39,7 @@ def test_a_mesh_that_cannot_be_is_refused(shape: MeshShape) -> None:
         Mesh(shape, 0)
 
 
-def collectives(here: Here, width: int) -> dict[str, torch.Tensor]:
+def collectives(here: RankContext, width: int) -> dict[str, torch.Tensor]:
     world = here.groups["world"]
     generator = torch.Generator().manual_seed(here.mesh.rank)
     x = torch.randn(world.size, width, generator=generator)

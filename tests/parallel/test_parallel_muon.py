@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from data_ranks import trained as trained_by_zero
-from model_ranks import QWEN3, QWEN3_MOE, Case, Trained, by_one, check, train
-from ranks import Here, Ranks
+from model_ranks import QWEN3, QWEN3_MOE, Case, Trained, by_one_process, check, train
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DENSE, MIXTURE = Case(QWEN3, optimizer="muon"), Case(QWEN3_MOE, optimizer="muon")
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
@@ -34,7 +34,7 @@ def trained(here: Here, case: Case) -> Trained:
 )
 def test_ranks_that_cut_matrices_orthogonalise_the_whole_ones(ranks: Ranks, shape: MeshShape, case: Case) -> None:
     """Queries, keys and values have different numbers of rows, and are interleaved by rank."""
-    check(ranks.run(shape, trained, case), by_one(case))
+    check(ranks.run(shape, trained, case), by_one_process(case))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -68,4 +68,4 @@ def stage_0(ranks: Ranks, case: Case) -> list[Trained]:
     ids=["tensor, 2", "tensor, 3", "expert, 1", "expert, 3"],
 )
 def test_cut_states_of_cut_matrices_have_the_updates_of_one_process(shape: MeshShape, case: Case, zero: Any, ranks: Ranks) -> None:
-    check(ranks.run(shape, trained_by_zero, case, zero), by_one(case))
+    check(ranks.run(shape, trained_by_zero, case, zero), by_one_process(case))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, Trained, build, distance, ranks_of, sequences_of, train, whole
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
@@ -39,16 +39,16 @@ Run = tuple[Tensors, dict[str, Tensors], dict[str, Tensors]]
 Face name, whole."""
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
-def make(here: Here | None, case: Case) -> Replica:
+def make(here: RankContext | None, case: Case) -> Replica:
     torch.set_num_threads(1)
     return make_replica(build(case, here), case.trainer, ranks_of(here, case), case.zero)
 
 
-def step(here: Here | None, case: Case, replica: Replica) -> Tensors:
+def step(here: RankContext | None, case: Case, replica: Replica) -> Tensors:
     """Takes one more step; returns the whole parameters after it."""
     data, every = ranks_of(here, case).data, sequences_of(case)
     own = [collate(every[data.rank :: data.size], getattr(torch, case.dtype))]
@@ -57,7 +57,7 @@ def step(here: Here | None, case: Case, replica: Replica) -> Tensors:
         return whole(replica.model, dict(replica.model.named_parameters()), None if here is None else here.groups)
 
 
-def save(here: Here | None, case: Case, folder: Path) -> Run:
+def save(here: RankContext | None, case: Case, folder: Path) -> Run:
     """Takes two steps, saves a checkpoint, and takes one more step."""
     replica, world = make(here, case), ranks_of(here, case).world
     for _ in range(2):
@@ -69,7 +69,7 @@ def save(here: Here | None, case: Case, folder: Path) -> Run:
     return step(here, case, replica), *moments
 
 
-def go_on(here: Here | None, case: Case, folder: Path) -> Run:
+def go_on(here: RankContext | None, case: Case, folder: Path) -> Run:
     """Takes the third step from the checkpoint of ``save``."""
     replica = make(here, case)
     with replica.whole(changes=True), torch.no_grad():
@@ -83,7 +83,7 @@ def go_on(here: Here | None, case: Case, folder: Path) -> Run:
     return step(here, case, replica), *moments
 
 
-def whole_moments(here: Here | None, replica: Replica) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
+def whole_moments(here: RankContext | None, replica: Replica) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
     """Returns AdamW's moments and their blocks' scales without ZeRO."""
     inner = replica.optimizer.inner if isinstance(replica.optimizer, ReplicatedOptimizer) else replica.optimizer
     if replica.sums is not None and not isinstance(replica.optimizer, ReplicatedOptimizer):
@@ -205,7 +205,7 @@ def test_state_of_another_optimizer_is_refused_in_one_line(other: Any, ranks: Ra
         assert "is of another model or optimizer: it has" in said and "\n" not in said
 
 
-def refused(here: Here, case: Case, folder: Path) -> str:
+def refused(here: RankContext, case: Case, folder: Path) -> str:
     try:
         go_on(here, case, folder)
     except UserError as error:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 from torch import Tensor
 
 from tandem.layout.mesh import MeshShape
@@ -59,7 +59,7 @@ def counting(ring: Communicator) -> tuple[Communicator, Counted]:
     return Communicator(ring.group_name, ring.rank, ring.size, ring._group, ring.deadline_s, traffic), traffic
 
 
-def both(here: Here, width: int) -> dict[str, Tensor | int]:
+def both(here: RankContext, width: int) -> dict[str, Tensor | int]:
     """Whole numbers in float64, whose sums are exact in any order; the sums of both ways, in their parts, and what was sent for them."""
     ring, world = counting(here.groups["world"]), counting(here.groups["world"])
     generator = torch.Generator().manual_seed(here.mesh.rank)

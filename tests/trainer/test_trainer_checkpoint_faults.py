@@ -132,7 +132,7 @@ def test_rank_killed_at_any_phase_loses_nothing_and_the_next_save_goes_through(m
             assert torch.equal(content(folder, found.step), torch.cat([rows(found.step, rank).tensor for rank in range(RANKS)]))
             assert run(folder, 3) == ([0, 0], [])
             assert torch.equal(content(folder, 3), torch.cat([rows(3, rank).tensor for rank in range(RANKS)]))
-            assert sorted(path.name for path in folder.iterdir()) == [f"step-{found.step}", "step-3"], "rubble is swept"
+            assert sorted(path.name for path in folder.iterdir()) == [f"step-{found.step}", "step-3"], "remnants are removed"
     finally:
         forks.kill()
         forks.wait()

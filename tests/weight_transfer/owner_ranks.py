@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from model_ranks import LEARNING_RATE, Case, ranks_of, sequences_of, weights_of
-from ranks import Here
+from ranks import RankContext
 from torch import Tensor
 
 from tandem.kernels import select
@@ -34,7 +34,7 @@ from tandem.weight_transfer.shared_memory import WeightBuffers
 WHOLE_ROWS, COLUMNS = 64, 500
 
 
-def replica_of(here: Here | None, case: Case, zero: Any = 0, virtual: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Replica:
+def replica_of(here: RankContext | None, case: Case, zero: Any = 0, virtual: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Replica:
     """Returns the model of ``case`` on this rank, or in one process if ``here`` is ``None``. ``offloaded``: keys of section ``trainer`` to set to ``nvme``."""
     torch.set_num_threads(1)
     ranks, dtype = ranks_of(here, case), getattr(torch, case.dtype)
@@ -47,7 +47,7 @@ def replica_of(here: Here | None, case: Case, zero: Any = 0, virtual: int = 1, f
     return make_replica(model, replace(case.trainer, **dict.fromkeys(offloaded, "nvme")), ranks, zero, pipeline, directory=folder)
 
 
-def registered(here: Here | None, names: tuple[str, str], store: Path, case: Case, zero: Any = 0, virtual: int = 1,
+def registered(here: RankContext | None, names: tuple[str, str], store: Path, case: Case, zero: Any = 0, virtual: int = 1,
                folder: Path | None = None, offloaded: Sequence[str] = (), model_folder: Path | None = None) -> tuple[int, str]:  # fmt: skip
     """Registers the weights as step 1; returns (bytes that this rank wrote, the manifest's digest). ``model_folder``: data-parallel ranks
     first train for one step, and the first rank writes the resulting model there."""
@@ -70,7 +70,7 @@ def train_once(replica: Replica, case: Case, folder: Path) -> None:
             save_model(replica.model, folder)
 
 
-def rows(here: Here, read: Callable[[int, ShardOffsets], Tensor], tensors: int = 6) -> list[WeightShard]:
+def rows(here: RankContext, read: Callable[[int, ShardOffsets], Tensor], tensors: int = 6) -> list[WeightShard]:
     """Returns this rank's rows of synthetic tensors; ``read(tensor, box)`` returns their values."""
     world, found = here.groups["world"], []
     share = WHOLE_ROWS // world.size
@@ -81,7 +81,7 @@ def rows(here: Here, read: Callable[[int, ShardOffsets], Tensor], tensors: int =
     return found
 
 
-def many_versions(here: Here, names: tuple[str, str], store: Path, count: int) -> None:
+def many_versions(here: RankContext, names: tuple[str, str], store: Path, count: int) -> None:
     """Registers ``count`` versions as fast as the ranks can; every tensor of step n is filled with n."""
     torch.set_num_threads(1)
     writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
@@ -90,7 +90,7 @@ def many_versions(here: Here, names: tuple[str, str], store: Path, count: int) -
         writer.publish(place_shards(here.groups["world"], shards), WeightVersion(1, step))
 
 
-def one_fails(here: Here, names: tuple[str, str], store: Path, told: Path, how: str) -> str:
+def one_fails(here: RankContext, names: tuple[str, str], store: Path, told: Path, how: str) -> str:
     """Registers step 1, and step 2, during which rank 1 fails to read its fourth tensor (``how`` is ``raise``) or is killed. Returns the
     error that this rank raises, and writes it to ``told``."""
     writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
@@ -112,7 +112,7 @@ def one_fails(here: Here, names: tuple[str, str], store: Path, told: Path, how: 
     return "registered"
 
 
-def peak(here: Here, names: tuple[str, str], store: Path, case: Case, zero: Any) -> tuple[int, int, int]:
+def peak(here: RankContext, names: tuple[str, str], store: Path, case: Case, zero: Any) -> tuple[int, int, int]:
     """Returns (bytes that this rank wrote, peak growth of its resident memory while it converted and registered, private bytes of these)."""
     replica = replica_of(here, case, zero)
     state, writer = ReplicaState(replica), WeightWriter(WeightBuffers.open(names), EmbeddedStore(store))
