@@ -1,13 +1,13 @@
-# Two commands on a fresh machine: `make run` and `make test`. Everything they install goes to .venv.
+# Start with `make run` and `make test`. Everything they install goes to .venv.
 #
 #   make run                              set up, then train recipes/sort.yaml in a pod
 #   make run RECIPE=recipes/arithmetic.yaml ARGS="--run.seed=1"
-#   make test                             set up, then the tests (under 15 minutes on two cores)
-#   make test-full                        the slower proofs, the oldest first; records what it proved
-#   make lint                             style, types and the order of the house
-#   make bench                            every benchmark beside its peer (the peer gets .venv-peer)
+#   make test                             set up, then run the tests (under 15 minutes on two cores)
+#   make test-full                        the slow tests, those that passed longest ago first; records the passes
+#   make lint                             style, types and the import contract
+#   make bench                            every benchmark with its peer (in .venv-peer)
 #
-# PIP_ARGS reaches every pip install: on Linux, `PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu
+# PIP_ARGS is passed to every pip install: on Linux, `PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu
 # --extra-index-url https://pypi.org/simple"` takes the CPU build of torch instead of the much larger CUDA one.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)

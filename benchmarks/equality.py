@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 
 from data_ranks import trained
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, distance, sequences_of
-from pipeline_ranks import alone, piped
-from policy_ranks import Policy, reinforced
-from policy_ranks import together as whole_tensors
+from pipeline_ranks import alone, train_pipeline
+from policy_ranks import Policy, train_policy
+from policy_ranks import gather_shards as whole_tensors
 from ranks import Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -144,7 +144,7 @@ def of_policy(found: dict[str, Any], gradients: dict[str, torch.Tensor], paramet
 
 def in_one_process(row: Row, case: Case) -> Whole:
     if row.is_grpo:
-        found = reinforced(None, policy_of(row, case))
+        found = train_policy(None, policy_of(row, case))
         return of_policy(found, found["gradients"], found["parameters"])
     bins = bins_of(row)
     found = alone(case, bins)
@@ -155,14 +155,14 @@ def on_ranks(ranks: Ranks, row: Row, case: Case) -> list[Whole]:
     """What each rank has, and, of a pipeline or of GRPO, what they have together."""
     if row.is_grpo:
         policy = policy_of(row, case)
-        shares = ranks.run(row.mesh, reinforced, policy)
+        shares = ranks.run(row.mesh, train_policy, policy)
         tensors = [whole_tensors(shares, name, policy) for name in ("gradients", "parameters")]
         return [of_policy(one, *tensors) for one in shares]
     if row.mesh.pipeline == 1:
         found = ranks.run(row.mesh, trained, case, case.zero)
         return [Whole(one.logits, one.losses, one.norms, one.gradients, one.parameters) for one in found]
     bins = bins_of(row)
-    found = ranks.run(row.mesh, piped, case, bins, *row.schedule)
+    found = ranks.run(row.mesh, train_pipeline, case, bins, *row.schedule)
     dealt = [tuple(one[first :: row.mesh.data] for one in bins) for first in range(row.mesh.data)]
     logits: dict[int, torch.Tensor] = {}
     for rank, one in enumerate(found):

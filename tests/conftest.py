@@ -1,5 +1,5 @@
-"""What tests of several rooms share. Triton decides when it is first imported, by whomever, whether its programs are made for a device or
-for its interpreter."""
+"""Fixtures and settings for all tests. Triton decides at its first import in a process whether its programs run on a device or in its
+interpreter, so the environment is set here."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 if "avx512f" in Path("/proc/cpuinfo").read_text():
-    # Triton's interpreter multiplies with numpy: OpenBLAS' kernels of other core types give a row other bits in another batch.
+    # Triton's interpreter multiplies with numpy. With OpenBLAS' kernels for other core types, the bits of a row depend on the batch.
     os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
 
 import torch
@@ -27,9 +27,9 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The address of a server that speaks S3, in a process of its own. One a session: s3fs keeps its connections."""
+    """The address of an S3 server in a process of its own, one for the session because s3fs keeps its connections."""
     for module in ("moto", "s3fs"):
-        pytest.importorskip(module, reason=f"{module} is not installed, so that S3 works is not shown here")
+        pytest.importorskip(module, reason=f"{module} is not installed, so S3 is not tested")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -53,7 +53,7 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def s3_url(s3_server: str) -> Iterator[str]:
-    """A bucket there, which the usual AWS settings lead to."""
+    """The address of a bucket on that server, with the AWS settings to reach it."""
     before = dict(os.environ)
     os.environ.update(AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_ENDPOINT_URL=s3_server, AWS_DEFAULT_REGION="us-east-1")
     try:

@@ -1,9 +1,9 @@
-"""Run the tests marked ``full``, the one proved longest ago first, and say by name what was not run.
+"""Runs the tests marked ``full``, those that passed longest ago first, and lists those that were not run.
 
     python tests/full_proofs.py --minutes 40      as many as fit
-    python tests/full_proofs.py --record          all, and write down the day of each that passed
+    python tests/full_proofs.py --record          all; record the date of each that passes
 
-The record is tests/full_proofs.csv (test, day last proved). A proof older than seven days is named as overdue.
+The record is tests/full_proofs.csv (test, date of the last pass). A test whose last pass is more than seven days old is listed as overdue.
 """
 
 import argparse
@@ -20,11 +20,11 @@ NEVER = "1970-01-01"
 
 
 def collect() -> list[str]:
-    """The node ids of all full proofs, a function with its parameters as one. Exits where pytest cannot collect them."""
+    """Returns the node ids of all full tests, one for each function whatever its parameters. Exits if pytest cannot collect them."""
     command = [sys.executable, "-m", "pytest", "-m", "full", "--collect-only", "-q", "--no-header"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listing.returncode not in (0, 5):
-        sys.exit(f"the full proofs cannot be collected:\n{listing.stdout}{listing.stderr}")
+        sys.exit(f"the full tests cannot be collected:\n{listing.stdout}{listing.stderr}")
     cases = [line.partition("[")[0] for line in listing.stdout.splitlines() if "::" in line]
     return list(dict.fromkeys(cases))
 
@@ -44,7 +44,7 @@ def write_record(record: dict[str, str], known: list[str]) -> None:
 
 
 def run(test: str, limit_s: float) -> str:
-    """"passed", "failed" or "out of time"."""
+    """Runs one test. Returns ``passed``, ``failed`` or ``out of time``."""
     try:
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", "-m", "full", test], cwd=ROOT, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -54,8 +54,8 @@ def run(test: str, limit_s: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no proof after this time; stop the one that runs")
-    parser.add_argument("--record", action="store_true", help="write the day of each passed proof to full_proofs.csv")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time, including the test that is running")
+    parser.add_argument("--record", action="store_true", help="write the date of each test that passes to full_proofs.csv")
     options = parser.parse_args()
     tests, record, today = collect(), read_record(), datetime.date.today().isoformat()
     tests.sort(key=lambda test: (record.get(test, NEVER), test))
@@ -73,8 +73,8 @@ def main() -> int:
     week_ago = (datetime.date.today() - datetime.timedelta(days=7)).isoformat()
     for test in tests:
         state = outcome.get(test, "NOT RUN (no time left)")
-        overdue = "  OVERDUE: proved last on " + record.get(test, "no day") if record.get(test, NEVER) < week_ago else ""
-        print(f"full proof {state}: {test}{overdue}")
+        overdue = "  OVERDUE: last passed " + record.get(test, "never") if record.get(test, NEVER) < week_ago else ""
+        print(f"full test {state}: {test}{overdue}")
     passed, failed = (sum(state == wanted for state in outcome.values()) for wanted in ("passed", "failed"))
     print(f"{passed} passed, {failed} failed, {len(tests) - passed - failed} skipped")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights, as PEFT writes them, and models that have one merged."""
+"""LoRA adapters with random weights in the format of PEFT, and models with a merged adapter."""
 
 import json
 from collections.abc import Mapping

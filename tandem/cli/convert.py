@@ -1,9 +1,9 @@
-"""Write a model in another layout of files, bit for bit.
+"""Convert a model to another file format, bit for bit.
 
-SRC is a Hugging Face folder, a checkpoint of ours (runs/NAME/checkpoints/step-N) or a Megatron checkpoint; which of them is seen from
-its files. DST is a new folder. For Megatron, --tensor, --pipeline and --expert say how it is cut; the config and the tokenizer, for
-which Megatron has no place, lie in DST/huggingface. Of a Megatron checkpoint without one the model is read from its args, or from
---config.
+SRC is a Hugging Face folder, a Tandem checkpoint (runs/NAME/checkpoints/step-N) or a Megatron checkpoint; its files show which.
+DST is a new folder. --tensor, --pipeline and --expert are the sizes of a Megatron mesh; the config and the tokenizer, which
+Megatron checkpoints do not contain, are written to DST/huggingface. Without that folder, the config of a Megatron SRC is read
+from its args or from --config.
 
 examples:
   tandem convert runs/pretrain/checkpoints/step-300 models/small
@@ -20,14 +20,14 @@ LAYOUTS = ("huggingface", "megatron", "tandem")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a model or a checkpoint")
-    parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
-    parser.add_argument("--from", dest="of", choices=LAYOUTS, help="the layout of SRC; by default what its files say")
-    parser.add_argument("--to", choices=LAYOUTS[:2], default="huggingface", help="the layout of DST (default huggingface)")
+    parser.add_argument("target", metavar="DST", help="the folder to write; must not exist")
+    parser.add_argument("--from", dest="of", choices=LAYOUTS, help="the format of SRC (default: detected from its files)")
+    parser.add_argument("--to", choices=LAYOUTS[:2], default="huggingface", help="the format of DST (default: huggingface)")
     for axis, what in (("tensor", "tensor-parallel ranks"), ("pipeline", "pipeline stages"), ("expert", "expert-parallel ranks")):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{what} of a Megatron DST")
-    parser.add_argument("--spelling", choices=("transformer_engine", "local"), default="transformer_engine", help="of the names in a Megatron DST")
-    parser.add_argument("--config", type=Path, help="a folder with the config.json (and tokenizer) that SRC lacks")
-    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+    parser.add_argument("--spelling", choices=("transformer_engine", "local"), default="transformer_engine", help="the tensor names in a Megatron DST")
+    parser.add_argument("--config", type=Path, help="a folder with config.json (and the tokenizer), if SRC has none")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     mesh = MegatronMesh(options.tensor, options.pipeline, options.expert)
     if options.to != "megatron" and mesh != MegatronMesh():
-        raise UserError("--tensor, --pipeline and --expert cut a Megatron checkpoint; add --to megatron or leave them out")
+        raise UserError("--tensor, --pipeline and --expert shard a Megatron checkpoint; add --to megatron or leave them out")
     done = convert(
         Path(options.source), Path(options.target), of=options.of, to=options.to, mesh=mesh, spelling=options.spelling, config=options.config
     )

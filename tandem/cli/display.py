@@ -1,4 +1,4 @@
-"""Live progress of a run: a panel in a terminal, plain lines anywhere else."""
+"""Live progress of a run: a panel in a terminal, otherwise plain lines."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from tandem.runtime.callback import Callback
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` as a person reads it: 41 s, 3 min 05 s, 2 h 10 min."""
+    """Returns ``seconds`` as 41 s, 3 min 05 s or 2 h 10 min."""
     whole = int(seconds + 0.5)
     if whole < 60:
         return f"{whole} s"
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 class _State:
-    """What both displays know of the run."""
+    """The state of the run that both displays show."""
 
     def __init__(self) -> None:
         self.run_directory = ""
@@ -42,7 +42,7 @@ class _State:
         self.began = time.monotonic()
 
     def time_left(self) -> str:
-        """From the steps so far, as if all ``max_steps`` were needed; a target may end the run earlier."""
+        """Returns an estimate from the steps so far for all ``max_steps``; a target may end the run earlier."""
         if self.first_row_at is None or self.rows < 2:
             return "-"
         per_step = (time.monotonic() - self.first_row_at) / (self.rows - 1)
@@ -58,7 +58,7 @@ class _State:
 
 
 class PlainDisplay(Callback):
-    """One line an event, for logs and pipes."""
+    """Prints one line per event, for logs and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -159,6 +159,6 @@ class TerminalDisplay(Callback):
 
 
 def display() -> PlainDisplay | TerminalDisplay:
-    """The display that standard output calls for."""
+    """Returns the display for standard output."""
     console = Console()
     return TerminalDisplay(console) if console.is_terminal else PlainDisplay()

@@ -1,4 +1,4 @@
-"""Say what this machine has and what Tandem will use of it.
+"""Show what Tandem finds and uses on this machine.
 
 example:
   tandem doctor
@@ -19,20 +19,20 @@ OPTIONAL = {
     "jinja2": "chat templates (pip install tandem-rl[chat])",
     "fastapi": "tandem serve (pip install tandem-rl[serve])",
     "reasoning_gym": "tasks by name (pip install tandem-rl[reasoning-gym])",
-    "math_verify": "answers in mathematics (pip install tandem-rl[math])",
+    "math_verify": "comparing mathematical answers (pip install tandem-rl[math])",
     "triton": "kernels on CUDA devices (pip install tandem-rl[gpu])",
 }
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing to say."""
+    """Adds no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
     memory = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     lines = [
         ("Python", sys.version.split()[0]),
-        ("machine", f"{platform.machine()}, {available_cores()} cores this process may use"),
+        ("machine", f"{platform.machine()}, {available_cores()} cores available to this process"),
         ("instruction set", instruction_set()),
         ("memory", _memory()),
         ("shared memory", f"{memory.free / 2**30:.1f} GiB free in /dev/shm" if memory else "no /dev/shm: a pod cannot run here"),
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         ("kernels", _kernels()),
     ]
     for module, use in OPTIONAL.items():
-        lines.append((module, "present" if importlib.util.find_spec(module) else f"absent; for {use}"))
+        lines.append((module, "installed" if importlib.util.find_spec(module) else f"not installed; for {use}"))
     for name, value in lines:
         print(f"{name:<16} {value}")
     return 0

@@ -27,13 +27,13 @@ def add_engine_options(parser: argparse.ArgumentParser, leave_out: tuple[str, ..
 
 
 def engine_args(options: argparse.Namespace, **decided: Any) -> EngineArgs:
-    """Returns the engine's options: those given on the command line, and those that the command has ``decided``. Raises ``UserError``."""
+    """Returns the engine's options: those given on the command line, and those set by the command, ``decided``. Raises ``UserError``."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(EngineArgs) if hasattr(options, field.name)}
     return build(EngineArgs, {**given, **decided}, "engine")
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """What argparse needs to know to read a value of the type ``hint``."""
+    """Returns the keyword arguments of ``add_argument`` for a value of type ``hint``."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     inner = next(part for part in typing.get_args(hint) if part is not type(None)) if is_union else hint
     if inner is bool:

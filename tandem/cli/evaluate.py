@@ -1,7 +1,7 @@
 """Measure a model: on a task's held-out prompts, by the perplexity of a text, or on tasks of lm-eval.
 
-MODEL is a Hugging Face folder (a run's is runs/NAME/model). The task and the judge come from a recipe (a run's own is
-runs/NAME/config.yaml), or from --task alone, judged by the task's own judge. Keys of the recipe can be set as in tandem train.
+MODEL is a Hugging Face folder (of a run: runs/NAME/model). The task and the reward functions come from a recipe (of a run:
+runs/NAME/config.yaml), or from --task with the task's own reward. Keys of the recipe can be set as in tandem train.
 --task perplexity reads --data; --task lm-eval:NAME[,NAME] runs tasks of lm-evaluation-harness (pip install 'tandem-rl[evaluate]').
 
 examples:
@@ -26,18 +26,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder")
     parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; a JSONL file needs --recipe")
     parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used")
-    parser.add_argument("--prompts", type=int, default=1024, help="how many prompts (those of a run's final figure)")
-    parser.add_argument("--greedy", action="store_true", help="greedy instead of sampled at temperature 1")
-    parser.add_argument("--max-tokens", type=int, help="new tokens at most; the recipe's, or 32")
+    parser.add_argument("--prompts", type=int, default=1024, help="number of prompts, the ones of a run's final evaluation (default: 1024)")
+    parser.add_argument("--greedy", action="store_true", help="decode greedily instead of sampling at temperature 1")
+    parser.add_argument("--max-tokens", type=int, help="maximum number of new tokens (default: the recipe's, or 32)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", help="perplexity: a text file, or JSON lines with a document each")
-    parser.add_argument("--text-key", default="text", help="perplexity: the key of a JSON line that holds its text")
-    parser.add_argument("--context", type=int, default=0, help="perplexity: tokens of a window; the model's own context")
-    parser.add_argument("--stride", type=int, default=0, help="perplexity: tokens from window to window; a window without its first token")
-    parser.add_argument("--tasks-folder", help="lm-eval: a folder with YAML files of further tasks")
-    parser.add_argument("--limit", type=int, help="lm-eval: samples of each task at most")
-    parser.add_argument("--few-shot", type=int, help="lm-eval: examples before each question; the task's own number")
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON")
+    parser.add_argument("--data", help="perplexity: a text file, or JSON lines with one document each")
+    parser.add_argument("--text-key", default="text", help="perplexity: the key of the text in a JSON line")
+    parser.add_argument("--context", type=int, default=0, help="perplexity: tokens per window (default: the model's context)")
+    parser.add_argument("--stride", type=int, default=0, help="perplexity: tokens from the start of a window to the next (default: a window less one)")
+    parser.add_argument("--tasks-folder", help="lm-eval: a folder with YAML files of additional tasks")
+    parser.add_argument("--limit", type=int, help="lm-eval: maximum number of samples per task")
+    parser.add_argument("--few-shot", type=int, help="lm-eval: examples before each question (default: the task's)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(takes_overrides=True)
 
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"kind": kind, **result.to_json()}, ensure_ascii=False))
     else:
         print(f"{kind} accuracy {result.accuracy:.4f} +- {result.standard_error:.4f} on {result.count} prompts")
-        print(f"mean reward {result.mean_reward:.4f}; {result.faults} samples could not be judged")
+        print(f"mean reward {result.mean_reward:.4f}; {result.faults} samples could not be scored")
     return 0
 
 

@@ -9,7 +9,7 @@ from tandem.types import UserError
 
 
 def run_text(options: argparse.Namespace) -> int:
-    """``--task perplexity`` or ``--task lm-eval:NAME[,NAME]``."""
+    """Runs ``--task perplexity`` or ``--task lm-eval:NAME[,NAME]``."""
     if options.overrides:
         raise UserError(f"'{options.overrides[0]}' sets a key of a recipe, and --task {options.task} has none; leave it out")
     return _perplexity(options) if options.task == "perplexity" else _lm_eval(options)
@@ -20,7 +20,7 @@ def _perplexity(options: argparse.Namespace) -> int:
     from tandem.evaluation.perplexity import perplexity
 
     if options.data is None:
-        raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with a document a line")
+        raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with one document per line")
     texts = read_texts(Path(options.data), options.text_key)
     with LLM(options.model) as llm:
         result = perplexity(llm, texts, options.context, options.stride)
@@ -28,7 +28,7 @@ def _perplexity(options: argparse.Namespace) -> int:
         print(json.dumps(asdict(result)))
     else:
         print(f"perplexity {result.perplexity:.4f} (loss {result.loss:.6f}) on {result.tokens:,} tokens of {result.documents:,} documents")
-        print(f"{result.bits_per_byte:.4f} bits a byte")
+        print(f"{result.bits_per_byte:.4f} bits per byte")
     return 0
 
 
@@ -40,7 +40,7 @@ def read_texts(path: Path, text_key: str) -> list[str]:
     from tandem.storage.files import open_storage
 
     if not path.is_file():
-        raise UserError(f"'{path}' is not a file; --data names a text file, or JSON lines with a document each")
+        raise UserError(f"'{path}' is not a file; --data names a text file, or JSON lines with one document each")
     holds_several = path.name.removesuffix(".gz").endswith(LINES) or path.name.endswith(TARS)
     form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if holds_several or not path.suffix else (path.suffix,))
     form.check()

@@ -1,17 +1,17 @@
 """Complete prompts with a model.
 
-MODEL is a Hugging Face folder (a run's is runs/NAME/model), or the address of one in object storage (s3://bucket/folder),
-which is kept on the local disk. A prompt is continued as given; --chat puts it through the tokenizer's chat template first.
+MODEL is a Hugging Face folder (of a run: runs/NAME/model), or the address of one in object storage (s3://bucket/folder),
+which is cached on the local disk. A prompt is continued as given, or with --chat rendered with the tokenizer's chat template.
 
-Prompts come from --prompt, from the lines of a --prompts file or from standard input. In a file that ends in .jsonl a line is
-an object with "prompt", "prompt_token_ids" or "messages".
+Prompts come from --prompt, from the lines of a --prompts file, or from standard input. In a .jsonl file each line is an object
+with "prompt", "prompt_token_ids" or "messages".
 
 examples:
   tandem generate runs/sort/model --prompt "sort 3 1 2 =" --temperature 0
   tandem generate runs/sort/model --prompt "sort 9 4 4 1 =" --n 4
-  cat prompts.txt | tandem generate runs/sort/model          one prompt a line
+  cat prompts.txt | tandem generate runs/sort/model          one prompt per line
   tandem generate runs/sort/model --prompts prompts.jsonl --output answers.jsonl
-  tandem generate runs/sort/model --prompt "..." --json      token ids and log-probabilities too
+  tandem generate runs/sort/model --prompt "..." --json      with token ids and log-probabilities
   tandem generate runs/sort/model --prompt "..." --regex "[0-9]+( [0-9]+)*"
   tandem generate s3://models/qwen3 --prompt "..." --json-schema answer.schema.json
 """
@@ -40,16 +40,16 @@ LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder, or its address in object storage")
-    given = parser.add_argument_group("prompts and answers")
-    given.add_argument("--prompt", action="append", help="may be given several times")
-    given.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSON lines where it ends in .jsonl; - is standard input")
+    parser.add_argument("model", help="a Hugging Face folder, local or in object storage (s3://...)")
+    given = parser.add_argument_group("prompts and output")
+    given.add_argument("--prompt", action="append", help="a prompt; may be repeated")
+    given.add_argument("--prompts", metavar="FILE", help="a file with one prompt per line, or JSON lines if it ends in .jsonl; - is standard input")
     given.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     given.add_argument("--system", metavar="TEXT", help="the system message of --chat")
-    given.add_argument("--output", metavar="FILE", help="write the answers there, one JSON object a completion")
-    given.add_argument("--json", action="store_true", help="print one JSON object a completion")
-    drawn = parser.add_argument_group("how completions are drawn")
-    drawn.add_argument("--max-tokens", type=int, default=64, help="0 scores the prompt (with --prompt-logprobs)")
+    given.add_argument("--output", metavar="FILE", help="write the completions to this file, one JSON object each")
+    given.add_argument("--json", action="store_true", help="print the completions as one JSON object each")
+    drawn = parser.add_argument_group("sampling")
+    drawn.add_argument("--max-tokens", type=int, default=64, help="maximum number of new tokens (default: 64); 0 scores the prompt")
     drawn.add_argument("--min-tokens", type=int, default=0)
     drawn.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     drawn.add_argument("--top-k", type=int, default=0)
@@ -58,18 +58,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     drawn.add_argument("--presence-penalty", type=float, default=0.0)
     drawn.add_argument("--frequency-penalty", type=float, default=0.0)
     drawn.add_argument("--repetition-penalty", type=float, default=1.0)
-    drawn.add_argument("--stop", action="append", default=[], help="a text that ends a completion; may be given several times")
-    drawn.add_argument("--bad-word", action="append", default=[], help="a text that is never drawn; may be given several times")
-    drawn.add_argument("--n", type=int, default=1, help="completions of each prompt")
+    drawn.add_argument("--stop", action="append", default=[], help="a text that ends a completion; may be repeated")
+    drawn.add_argument("--bad-word", action="append", default=[], help="a text that is never generated; may be repeated")
+    drawn.add_argument("--n", type=int, default=1, help="number of completions per prompt")
     drawn.add_argument("--seed", type=int, default=0)
     drawn.add_argument("--logprobs", type=int, metavar="N", help="the N most likely tokens at each position, with --json")
     drawn.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the prompt's tokens")
-    form = parser.add_argument_group("what completions must match").add_mutually_exclusive_group()
+    form = parser.add_argument_group("structured output").add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="a JSON schema")
     form.add_argument("--regex", help="a regular expression")
-    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; given several times")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="one of the texts that are allowed; may be repeated")
     form.add_argument("--grammar", metavar="FILE", help="a grammar in Lark's syntax or GBNF")
-    drawn.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
+    drawn.add_argument("--lora", metavar="FOLDER", help="a LoRA adapter in the format of PEFT")
     add_engine_options(parser, LEFT_OUT)
 
 
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _adapter(folder: str | None) -> "tuple[LoRARequest | None, int]":
-    """The adapter in ``folder``, if there is one, and its rank."""
+    """Returns the adapter in ``folder`` and its rank; ``None`` and 1 without a folder."""
     if folder is None:
         return None, 1
     from tandem.engine.lora.request import LoRARequest
@@ -124,7 +124,7 @@ def _params(options: argparse.Namespace) -> "SamplingParams":
 
 
 def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every prompt as an object with ``prompt``, ``prompt_token_ids`` or ``messages``."""
+    """Returns each prompt as an object with ``prompt``, ``prompt_token_ids`` or ``messages``."""
     if options.prompt is not None:
         if options.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
@@ -137,7 +137,7 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
         name, lines = f"'{options.prompts}'", _read(options.prompts).splitlines()
     numbered = [(number, line.rstrip("\n")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
-        raise UserError(f"{name} held no prompt; give --prompt TEXT or write one a line")
+        raise UserError(f"{name} contains no prompt; give --prompt TEXT, or one prompt per line")
     if options.prompts is None or not options.prompts.endswith(".jsonl"):
         return [{"prompt": line} for _, line in numbered]
     return [_parse(line, f"{options.prompts}:{number}") for number, line in numbered]
@@ -171,7 +171,7 @@ def _input(llm: "LLM", entry: dict[str, Any], options: argparse.Namespace) -> "P
 
 
 def _lines(entry: dict[str, Any], output: "RequestOutput", options: argparse.Namespace, is_single: bool) -> Iterator[str]:
-    """One line of output for each completion."""
+    """Yields a line of output for each completion."""
     asked: dict[str, Any] = {name: entry[name] for name in ("prompt", "prompt_token_ids", "messages", "id") if name in entry}
     for completion in output.outputs:
         if options.json or options.output is not None:
@@ -184,7 +184,7 @@ def _lines(entry: dict[str, Any], output: "RequestOutput", options: argparse.Nam
 
 @contextlib.contextmanager
 def _writer(options: argparse.Namespace) -> Iterator[TextIO]:
-    """Where answers go. A file has them all or is not touched."""
+    """Yields the stream for completions. A file receives all of them or is left as it was."""
     if options.output is None:
         yield sys.stdout
         return
@@ -201,7 +201,7 @@ def _writer(options: argparse.Namespace) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on the terminal, ``None`` anywhere else."""
+    """Yields the update function of a progress bar, or ``None`` if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""The ``tandem`` command: finds the subcommand and turns every known error into one line and an exit code."""
+"""The ``tandem`` command: runs a subcommand and turns every known error into one line and an exit status."""
 
 import argparse
 import difflib
@@ -12,17 +12,17 @@ from tandem.types import UserError
 
 COMMANDS = {
     "train": "train a model from a recipe: pretraining, fine-tuning, or GRPO in a pod",
-    "resume": "go on with a run that was interrupted",
-    "replay": "run one recorded step again and compare",
+    "resume": "continue an interrupted run",
+    "replay": "repeat a recorded step and compare every number",
     "generate": "complete prompts with a model",
-    "serve": "answer OpenAI's API over HTTP with a model",
-    "tokenize": "text, or examples, to shards of token ids",
-    "evaluate": "measure a model on a task's held-out prompts",
-    "quantize": "store a model's weights in 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
-    "convert": "write a model in another layout: Hugging Face, Megatron, our checkpoints",
+    "serve": "serve OpenAI's API over HTTP",
+    "tokenize": "tokenize text or examples to shards of token ids",
+    "evaluate": "measure accuracy on a task, perplexity, or tasks of lm-eval",
+    "quantize": "quantize a model to 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
+    "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
     "report": "write a run's report.html again",
-    "doctor": "say what this machine has and what Tandem will use of it",
+    "doctor": "show what Tandem finds and uses on this machine",
 }
 
 
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every command with its arguments; each module of ``tandem.cli`` adds its own."""
+    """Returns the parser of all commands; each module of ``tandem.cli`` adds the arguments of its own."""
     main_parser = Parser(
         prog="tandem",
         description="Pretraining, fine-tuning and reinforcement-learning post-training of language models.",
@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done; 1: the run failed; 2: usage error; 130: interrupted."""
-    # torch says this where NumPy is not installed; nothing here needs it.
+    """Runs one command and returns its exit status. 0: success; 1: the run failed; 2: usage error; 130: interrupted."""
+    # torch warns of this if NumPy is not installed, which Tandem does not need.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
-    except OSError as error:  # a full disk, a folder that may not be written: of the machine, not a defect
+    except OSError as error:  # A full disk or a read-only folder is no bug, so it gets one line and no traceback.
         where = f"'{error.filename}': " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", 1)
 
@@ -91,7 +91,7 @@ def _check_command(given: str) -> None:
     if given.startswith("-") or given in COMMANDS:
         return
     near = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
+    hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
     raise UserError(f"unknown command '{given}'; {hint}")
 
 

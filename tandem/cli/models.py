@@ -1,7 +1,7 @@
-"""The model registry: which versions there are, where they come from, and which one is in use.
+"""List, show, promote and compare the versions of the model registry.
 
-Committed checkpoints enter themselves where a recipe has a section 'registry'. A version is written NAME/3, NAME@production, or NAME
-for the newest. What is promoted to staging or production is kept by the registry when its run prunes it.
+Committed checkpoints are registered if the recipe has a section 'registry'. A version is NAME/3, NAME@production, or NAME for the
+newest. The registry keeps a version in staging or production when its run removes the checkpoint.
 
 examples:
   tandem models list
@@ -27,8 +27,8 @@ DEFAULT = "runs/registry"
 def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
     every = argparse.ArgumentParser(add_help=False)
-    every.add_argument("--registry", default=DEFAULT, help=f"a registry's folder, or MLflow's address (default {DEFAULT})")
-    every.add_argument("--json", action="store_true", help="as JSON")
+    every.add_argument("--registry", default=DEFAULT, help=f"folder of a registry, or address of MLflow (default: {DEFAULT})")
+    every.add_argument("--json", action="store_true", help="print JSON")
 
     def action(name: str, text: str, example: str) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(
@@ -36,13 +36,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         )
         return added
 
-    listed = action("list", "the versions, the newest last", "list pretrain")
-    listed.add_argument("name", nargs="?", default="", help="of one model only")
-    action("show", "all about one version", "show pretrain/3").add_argument("version", help="NAME/3, NAME@production or NAME")
-    promoted = action("promote", "put a version into a stage", "promote pretrain/3 production")
+    listed = action("list", "list versions, the newest last", "list pretrain")
+    listed.add_argument("name", nargs="?", default="", help="list only this model")
+    action("show", "show one version", "show pretrain/3").add_argument("version", help="NAME/3, NAME@production or NAME")
+    promoted = action("promote", "move a version to a stage", "promote pretrain/3 production")
     promoted.add_argument("version", help="NAME/3, NAME@staging or NAME")
     promoted.add_argument("stage", help=f"one of {', '.join(STAGES)}")
-    compared = action("diff", "what differs between two versions", "diff pretrain@production pretrain/7")
+    compared = action("diff", "compare two versions", "diff pretrain@production pretrain/7")
     compared.add_argument("left", help="NAME/3, NAME@production or NAME")
     compared.add_argument("right", help="NAME/3, NAME@production or NAME")
 
@@ -61,7 +61,7 @@ def _list(registry: Registry, options: argparse.Namespace) -> str:
     versions = registry.versions(options.name) if not options.name or registry.versions(options.name) else [find(registry, options.name)]
     if options.json:
         return "\n".join(json.dumps(version.to_json()) for version in versions)
-    rows = [("VERSION", "STAGE", "STEP", "LOSS", "ENTERED", "WHERE")]
+    rows = [("VERSION", "STAGE", "STEP", "LOSS", "REGISTERED", "PATH")]
     return _table(rows + [(v.reference, v.stage, str(v.entry.step), _loss(v), _when(v), _where(v)) for v in versions])
 
 
@@ -71,8 +71,8 @@ def _show(registry: Registry, options: argparse.Namespace) -> str:
         return json.dumps(version.to_json(), indent=1)
     entry = version.entry
     rows = [
-        ("version", version.reference), ("stage", version.stage), ("entered", _when(version)), ("step", str(entry.step)),
-        ("where", _where(version)), ("weights", entry.digest), ("run", entry.run), ("parent", entry.parent or "made from the recipe"),
+        ("version", version.reference), ("stage", version.stage), ("registered", _when(version)), ("step", str(entry.step)),
+        ("path", _where(version)), ("weights", entry.digest), ("run", entry.run), ("parent", entry.parent or "created by the run"),
         ("recipe", recipe_digest(entry.recipe)), *((f"data {name}", digest) for name, digest in entry.data.items()),
         *((name, f"{value:.6g}") for name, value in sorted(entry.metrics.items())),
     ]  # fmt: skip
@@ -115,4 +115,4 @@ def _when(version: Version) -> str:
 
 def _where(version: Version) -> str:
     path = version.entry.path
-    return path if Path(path).is_dir() else f"{path} (gone)"
+    return path if Path(path).is_dir() else f"{path} (removed)"

@@ -1,9 +1,9 @@
-"""Store a model's weights in 8 or 4 bits, and measure what that changes.
+"""Quantize a model's weights to 8 or 4 bits, and measure the effect.
 
-SRC is a float Hugging Face folder, DST a new one that this engine loads and, in the formats' own layouts, other engines too:
-int8 and fp8 (weights and inputs, one scale a row) and rtn (4 bits, rounded to nearest) as compressed-tensors, gptq and awq as
-themselves. gptq and awq need --calibration: a .jsonl file with the field "text", or plain text. With it, whatever the method, the end
-of the text is held out and the perplexity on it is measured before and after.
+SRC is a float Hugging Face folder, DST a new one that Tandem and other engines can load: int8 and fp8 (weights and inputs, one
+scale per row) and rtn (4 bits, rounded to nearest) in the format compressed-tensors, gptq and awq in formats of their own. gptq
+and awq need --calibration: a .jsonl file with the field "text", or plain text. With any method the end of that text is held out,
+and its perplexity is measured before and after.
 
 examples:
   tandem quantize models/qwen models/qwen-int8 --method int8
@@ -28,8 +28,8 @@ SPEED_PROMPTS, SPEED_TOKENS = 8, 32
 
 
 class Measured(NamedTuple):
-    """``bits`` a weight of the linear layers. ``perplexity`` is ``None`` without text. ``tokens_per_s``: decoding
-    ``SPEED_PROMPTS`` sequences at once. ``memory_bytes``: of the weights that the engine holds."""
+    """The size, quality and speed of a model. ``bits``: per weight of the linear layers. ``perplexity``: ``None`` without text.
+    ``tokens_per_s``: of decoding ``SPEED_PROMPTS`` sequences at once. ``memory_bytes``: of the weights in the engine."""
 
     bits: float
     file_bytes: int
@@ -40,16 +40,16 @@ class Measured(NamedTuple):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a float Hugging Face folder")
-    parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
+    parser.add_argument("target", metavar="DST", help="the folder to write; must not exist")
     parser.add_argument("--method", required=True, help="int8, fp8, rtn, gptq or awq")
-    parser.add_argument("--bits", type=int, default=4, help="bits a weight of rtn, gptq and awq: 4")
+    parser.add_argument("--bits", type=int, default=4, help="bits per weight of rtn, gptq and awq: 4")
     parser.add_argument("--group-size", type=int, default=128, help="columns that share a scale: 32, 64, 128, or 0 for whole rows")
     parser.add_argument("--calibration", help="text to calibrate and measure with: .jsonl with the field 'text', or plain text")
-    parser.add_argument("--samples", type=int, default=128, help="calibration sequences at most")
-    parser.add_argument("--sequence-length", type=int, help="tokens of each; 512, or the model's context where that is less")
+    parser.add_argument("--samples", type=int, default=128, help="maximum number of calibration sequences (default: 128)")
+    parser.add_argument("--sequence-length", type=int, help="tokens per sequence (default: 512, or the model's context if it is shorter)")
     parser.add_argument("--damping", type=float, default=0.01, help="gptq: share of the mean diagonal added to the Hessian")
     parser.add_argument("--act-order", action="store_true", help="gptq: columns with large inputs first (desc_act)")
-    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,7 +88,7 @@ def _sequences(options: argparse.Namespace, source: Path, length: int) -> "tuple
 def _progress(done: int, layers: int) -> None:
     if sys.stderr.isatty():
         bar = "#" * (30 * done // layers)
-        print(f"\rquantised [{bar:<30}] {done} of {layers} layers", end="\n" if done == layers else "", file=sys.stderr, flush=True)
+        print(f"\rquantized [{bar:<30}] {done} of {layers} layers", end="\n" if done == layers else "", file=sys.stderr, flush=True)
 
 
 def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
@@ -127,7 +127,7 @@ def _measure(folder: Path, held_out: "list[Tensor]") -> Measured:
 
 
 def _table(method: str, before: Measured, after: Measured) -> str:
-    rows = [("weights", "bits a weight", "file MB", "perplexity", "tokens/s", "memory MB")]
+    rows = [("weights", "bits per weight", "file MB", "perplexity", "tokens/s", "memory MB")]
     for name, m in (("float", before), (method, after)):
         shown = "-" if m.perplexity is None else f"{m.perplexity:.3f}"
         rows.append((name, f"{m.bits:.2f}", f"{m.file_bytes / 1e6:.1f}", shown, f"{m.tokens_per_s:.0f}", f"{m.memory_bytes / 1e6:.1f}"))

@@ -1,17 +1,17 @@
-"""Run one recorded step again and compare every number with what the run wrote down.
+"""Repeat a recorded step and compare every number with the run's record.
 
-A pod of its own loads the newest checkpoint at or before the step, repeats the steps between from the journal, then draws the
-step's samples, judges them and trains on them again. The run's files are only read. Exits 0 where everything is equal bit for
-bit, and 1 where something is not, naming it.
+Reinforcement learning: a new pod loads the newest checkpoint at or before the step, repeats the steps in between from the
+journal, then draws the samples of the step, scores them and trains on them again. The run's files are only read. Exits with 0
+if everything is equal bit for bit, and with 1 otherwise, listing the differences.
 
-A step of pretraining or fine-tuning is run again on the mesh that it was taken on, after those between it and the checkpoint. Where it was left out because
-something was not finite, its kept batch is run in one process, and one screen says which layer, sequence and parameter come first.
+Pretraining and fine-tuning: the step is repeated on its mesh, after the steps between it and the checkpoint. If it was skipped
+as not finite, its dumped batch is run in one process to find the first layer, sequence and parameter that are not finite.
 
 examples:
   tandem replay runs/sort --step 12
-  tandem replay runs/sort --step 12 --only rewards      does a reward function give the same scores twice?
-  tandem replay runs/sort --step 12 --inline            one process, for a debugger
-  tandem replay runs/pretrain --step 300                a step of pretraining; one that was left out says why
+  tandem replay runs/sort --step 12 --only rewards      does a reward function return the same scores?
+  tandem replay runs/sort --step 12 --inline            in one process, for a debugger
+  tandem replay runs/pretrain --step 300                a step of pretraining; of a skipped step, the cause
 """
 
 import argparse
@@ -23,9 +23,9 @@ MOST_SHOWN = 10
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
-    parser.add_argument("--step", type=int, required=True, help="which step; a run's first is 0")
-    parser.add_argument("--only", action="append", choices=("rollout", "rewards", "train"), help="a part of the step; may be given several times")
-    parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+    parser.add_argument("--step", type=int, required=True, help="the step; the first is 0")
+    parser.add_argument("--only", action="append", choices=("rollout", "rewards", "train"), help="replay only this part of the step; may be repeated")
+    parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,15 +1,14 @@
-"""Go on with a run that was interrupted or killed, from its newest committed checkpoint.
+"""Continue an interrupted or killed run from its newest committed checkpoint.
 
-Samples and scores that the run had already written down are used again, not drawn or computed a second time. In
-deterministic mode the resumed run equals the undisturbed one bit for bit; a machine with other threads, instruction set or
-torch build is refused.
+Samples and scores in the run's journal are used again, not drawn or computed a second time. On the same mesh the resumed run
+equals an undisturbed one bit for bit; a machine with another thread count, instruction set or torch build is refused.
 
-A run of pretraining or sft may go on with other values of the sections parallel and machine, and of trainer.offload,
-trainer.offload_parameters, trainer.offload_activations and trainer.offload_folder.
+The sections parallel and machine, and trainer.offload, trainer.offload_parameters, trainer.offload_activations and
+trainer.offload_folder, may have new values.
 
 examples:
   tandem resume runs/sort
-  tandem resume runs/pretrain --parallel.data=4      on another number of ranks: no sample is lost or repeated
+  tandem resume runs/pretrain --parallel.data=4      on another number of ranks; no sample is lost or repeated
 """
 
 import argparse
@@ -19,8 +18,8 @@ from tandem.runtime.process.faults import FaultPlan
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
-    parser.add_argument("--from", dest="source", metavar="URL", help="make the folder again from what checkpoint.upload copied there")
-    parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
+    parser.add_argument("--from", dest="source", metavar="URL", help="restore the folder from the copies of checkpoint.upload")
+    parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 

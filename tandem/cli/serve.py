@@ -1,8 +1,8 @@
-"""Answer OpenAI's API over HTTP with a model.
+"""Serve OpenAI's API over HTTP.
 
-MODEL is a Hugging Face folder, here or in object storage (s3://...). Completions, chat completions and models are under /v1;
-/generate gives token ids, log-probabilities and weight versions; /metrics is for Prometheus. SIGTERM drains: in-flight requests
-are finished, then the server ends.
+MODEL is a Hugging Face folder, local or in object storage (s3://...). Completions, chat completions and models are under /v1;
+/generate returns token ids, log-probabilities and weight versions; /metrics is for Prometheus. After SIGTERM the server finishes
+its in-flight requests and exits.
 
 examples:
   tandem serve runs/sort/model
@@ -19,23 +19,23 @@ from tandem.cli.engine_options import add_engine_options, engine_args
 from tandem.types import UserError
 
 LEFT_OUT = ("tokenizer", "skip_tokenizer_init", "load_format")
-"""A server answers with the model's own tokenizer and weights."""
+"""Options that a server does not have: it uses the tokenizer and the weights of the model."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder, or the address of one (s3://...)")
+    parser.add_argument("model", help="a Hugging Face folder, local or in object storage (s3://...)")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
-    parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call it (default MODEL)")
-    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key that clients must bring, or @FILE; may be repeated")
-    parser.add_argument("--control-key", metavar="KEY", help="the key of control calls, or @FILE; without one they are refused")
-    parser.add_argument("--instances", type=int, default=1, help="engines, each in a process of its own")
-    parser.add_argument("--threads", type=int, help="threads of each engine, all its processes together (default: the cores, shared among the instances)")
-    parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, served as models of their own")
-    parser.add_argument("--max-waiting", type=int, default=1024, help="requests beyond those that are computed; more get 429")
-    parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="for in-flight requests after SIGTERM")
-    parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="for a client to send its request")
-    parser.add_argument("--stall-timeout", type=float, default=300.0, metavar="SECONDS", help="for a reader that takes nothing")
+    parser.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
+    parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="name of the model for clients (default: MODEL)")
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key that clients must send, or @FILE; may be repeated")
+    parser.add_argument("--control-key", metavar="KEY", help="the key of control calls, or @FILE (default: control calls are refused)")
+    parser.add_argument("--instances", type=int, default=1, help="number of engines, each in a process of its own")
+    parser.add_argument("--threads", type=int, help="threads of each engine with all its processes (default: the cores, divided by the instances)")
+    parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, each served as a model")
+    parser.add_argument("--max-waiting", type=int, default=1024, help="maximum number of waiting requests; more get status 429")
+    parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
+    parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
+    parser.add_argument("--stall-timeout", type=float, default=300.0, metavar="SECONDS", help="time after which a client that reads nothing is disconnected")
     add_engine_options(parser, LEFT_OUT)
 
 

@@ -1,13 +1,13 @@
-"""Tokenize text into WebDataset shards, by as many processes as there are cores.
+"""Tokenize text into WebDataset shards, in as many processes as there are cores.
 
-SOURCE holds JSON lines (.jsonl, .ndjson, also with .gz), WebDataset shards (.tar, .tar.gz, .tgz) or files that are one document each; it
+SOURCE has JSON lines (.jsonl, .ndjson, also with .gz), WebDataset shards (.tar, .tar.gz, .tgz) or files with one document each; it
 and DESTINATION are folders or URLs such as s3://bucket/prefix (pip install 'tandem-rl[s3]'). In a shard, KEY.txt is a document, or else
-KEY.json an object like a JSON line; members of other kinds are left out. The same command resumes interrupted work; the shards are the
-same bytes for any number of processes. --new-vocabulary first learns a tokenizer from the source and writes it to
-the folder that --tokenizer names. --side writes the documents that are trained on, or those held out.
+KEY.json an object like a JSON line; other members are skipped. Repeating the command resumes interrupted work; the shards have the
+same bytes for any number of processes. --new-vocabulary first trains a tokenizer on the source and writes it to the folder of
+--tokenizer. --side selects the documents for training, or those held out.
 
---examples reads JSON objects for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", through the
-tokenizer's chat template); the shards then say which tokens are learned: the completion's, or those of the assistant's turns.
+--examples reads JSON objects for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", rendered with the
+tokenizer's chat template). The shards then mark the learned tokens: the completion, or the turns of the assistant.
 
 examples:
   tandem tokenize corpus/ tokens/ --tokenizer models/qwen3
@@ -32,19 +32,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a folder or URL with text")
     parser.add_argument("destination", help="a folder or URL for the shards")
     parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder")
-    parser.add_argument("--text-key", default="text", help="the key of a JSON object that holds its text")
+    parser.add_argument("--text-key", default="text", help="the key of the text in a JSON object")
     parser.add_argument("--examples", action="store_true", help="JSON objects are examples for supervised fine-tuning, not texts")
-    parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key that holds the prompt")
-    parser.add_argument("--completion-key", default="completion", help="with --examples: the key that holds what is learned")
-    parser.add_argument("--suffix", action="append", help="of files, and members of shards, that are one document each (default: .txt and .md)")
-    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave out files by name, such as '*/tests/*'")
-    parser.add_argument("--skip-broken", action="store_true", help="count and leave out documents that cannot be read")
-    parser.add_argument("--shard-mib", type=float, default=64.0, help="MiB of the source in one shard")
-    parser.add_argument("--no-end", action="store_true", help="append no end-of-sequence token to a document")
-    parser.add_argument("--new-vocabulary", type=int, metavar="TOKENS", help="learn a tokenizer of so many tokens first")
-    parser.add_argument("--side", choices=("all", "train", "held_out"), default="all", help="which documents; all unless given")
-    parser.add_argument("--held-out-share", type=float, default=0.01, help="the share of documents that are held out")
-    parser.add_argument("--workers", type=int, default=0, help="processes; one for each core unless given")
+    parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key of the prompt")
+    parser.add_argument("--completion-key", default="completion", help="with --examples: the key of the completion")
+    parser.add_argument("--suffix", action="append", help="suffix of documents; may be repeated (default: .txt and .md)")
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="skip files by name, for example '*/tests/*'; may be repeated")
+    parser.add_argument("--skip-broken", action="store_true", help="count and skip documents that cannot be read")
+    parser.add_argument("--shard-mib", type=float, default=64.0, help="size of the source of one shard in MiB (default: 64)")
+    parser.add_argument("--no-end", action="store_true", help="do not append an end-of-sequence token to documents")
+    parser.add_argument("--new-vocabulary", type=int, metavar="TOKENS", help="first train a tokenizer with this many tokens")
+    parser.add_argument("--side", choices=("all", "train", "held_out"), default="all", help="the documents to write (default: all)")
+    parser.add_argument("--held-out-share", type=float, default=0.01, help="share of the documents that are held out (default: 0.01)")
+    parser.add_argument("--workers", type=int, default=0, help="number of processes (default: one per core)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,12 +70,12 @@ def run(options: argparse.Namespace) -> int:
     )
     settings.check()
     if options.new_vocabulary is not None:
-        print(f"learning a tokenizer of {options.new_vocabulary:,} tokens", flush=True)
+        print(f"training a tokenizer with {options.new_vocabulary:,} tokens", flush=True)
         tokens = train_tokenizer(
             open_storage(options.source), settings.form, options.new_vocabulary, Path(options.tokenizer), progress=sys.stderr.isatty()
         )
         if tokens < options.new_vocabulary:
-            print(f"the text has no more than {tokens:,} tokens to learn", flush=True)
+            print(f"the text yields only {tokens:,} tokens", flush=True)
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.percentage:.0f}%  {task.fields[note]}"), TimeRemainingColumn())
     began = time.monotonic()
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:

@@ -1,6 +1,6 @@
 """Train a model from a recipe.
 
-The run's files are runs/NAME/{config.yaml, journal.sqlite, metrics.jsonl, checkpoints/, logs/, report.html, model/}.
+The run writes runs/NAME/{config.yaml, journal.sqlite, metrics.jsonl, checkpoints/, logs/, report.html, model/}.
 Any key of the recipe can be set on the command line: --section.key=value.
 
 examples:
@@ -8,8 +8,8 @@ examples:
   tandem train recipes/sort.yaml --run.seed=1 --run.name=second
   tandem train recipes/sort.yaml --rollout.sleep_mode=terminate
   tandem train recipes/sort.yaml --dry-run        check the recipe and print the memory plan
-  tandem train recipes/pretrain.yaml --parallel.data=2 --parallel.zero=1      two processes, the optimizer's state cut between them
-  tandem train recipes/sort.yaml --inline         one process, for a debugger
+  tandem train recipes/pretrain.yaml --parallel.data=2 --parallel.zero=1      two processes with the optimizer's state sharded
+  tandem train recipes/sort.yaml --inline         in one process, for a debugger
 """
 
 import argparse
@@ -20,8 +20,8 @@ from tandem.runtime.process.faults import FaultPlan
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file; see recipes/")
-    parser.add_argument("--inline", action="store_true", help="both sidecars in this process, for a debugger")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan and exit")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 

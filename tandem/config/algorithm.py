@@ -14,7 +14,7 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
-    """GRPO and its relatives."""
+    """The policy-gradient algorithm and its options."""
 
     name: AlgorithmName = "grpo"
     """The algorithm, by its advantage estimator. `grpo`: (reward - group mean) / (group std + `advantage_epsilon`) (DeepSeekMath, 2024).

@@ -14,7 +14,7 @@ from tandem.config.load import refused_keys
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 
-MARKER = "# Every key of every section"
+MARKER = "# All keys"
 ABOUT = "Generated from the classes in `tandem/config`; `CONTRIBUTING.md` says how."
 
 
@@ -39,11 +39,11 @@ def document(text: str) -> str:
     blocks = [
         ABOUT,
         "# Reinforcement learning",
-        _refusals("Not read by reinforcement learning, and refused", Recipe),
+        _refusals("Keys that reinforcement learning does not use and refuses", Recipe),
         *(block for section in rollouts for block in _section(section)),
         "# Pretraining and supervised fine-tuning",
-        f"The sections {same} are as above.",
-        _refusals("Not read by pretraining and fine-tuning, and refused", PretrainRecipe),
+        f"The sections {same} are described above.",
+        _refusals("Keys that pretraining and fine-tuning do not use and refuse", PretrainRecipe),
         *(block for section in data if section.kind not in shared for block in _section(section)),
     ]
     return guide + marker + "\n" + "\n\n".join(block for block in blocks if block) + "\n"
@@ -83,7 +83,7 @@ def _section(section: Section) -> Iterator[str]:
             meaning = descriptions[field.name].replace("|", "\\|")
             rows.append(f"| `{field.name}` | {_default(field)} | {meaning} |")
     yield "\n".join(rows)
-    yield _refused_list("Refused here", section.refused)
+    yield _refused_list("Keys that this section refuses", section.refused)
 
 
 def _refusals(what: str, recipe: type) -> str:

@@ -76,7 +76,7 @@ class ModelConfig:
     """A local Hugging Face folder, or the shape of a small model that the run creates. Exactly one of `path` and `create`."""
 
     path: str | None = None
-    """A local Hugging Face folder: Llama, Qwen2 or Qwen3, weights in safetensors, the tokenizer as `tokenizer.json`."""
+    """A local Hugging Face folder of a family in `tandem.model.families`, with weights in safetensors and the tokenizer as `tokenizer.json`."""
     create: NewModelConfig | None = None
     """The model to create; a section of its own, below."""
     max_length: int = 0

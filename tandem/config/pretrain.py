@@ -99,7 +99,7 @@ class PretrainRecipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
-        "machine.call_deadline_s": "ranks call each other by collectives, whose deadline is parallel.collective_timeout_s",
+        "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
         "trainer.sleep_offload": "there is no rollout to make room for",
     }
 

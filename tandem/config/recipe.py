@@ -1,4 +1,4 @@
-"""A recipe: every section of a run in one frozen value, and the combinations that cannot work."""
+"""The recipe of a run of reinforcement learning, with the checks across its sections, and the loader of recipes of any job."""
 
 import typing
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What ``tandem train`` is told. A room receives its own section and no other."""
+    """The recipe of ``tandem train`` for reinforcement learning. Each package receives its own section only."""
 
     model: ModelConfig
     task: TaskConfig
@@ -43,7 +43,7 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self) -> None:
-        """Refuse combinations of sections that cannot work; each section has refused its own mistakes already."""
+        """Raises ``UserError`` for invalid combinations of sections; each section has checked its own values."""
         create = self.model.create
         longest = self.model.max_length or (create.max_position_embeddings if create else 0)
         if longest and self.rollout.max_tokens >= longest:
@@ -62,14 +62,14 @@ class Recipe:
                 "algorithm.tis_cap (2.0 is usual) or turn them off"
             )
         if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout":
-            # At another temperature the rollout reports pi_old by what it drew from, which a filter has renormalised.
+            # At another temperature the rollout reports pi_old in its sampling distribution, which a filter has renormalised.
             raise UserError(
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
-                "min_p: the rollout knows the filtered distribution only, which is not pi_old; set algorithm.old_logprobs to recompute"
+                "min_p: the rollout reports the filtered distribution, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
         self._check_engine(longest)
         if create and self.sft is None:
-            raise UserError("a model made from the recipe knows nothing yet; add a section 'sft' (an empty one takes the defaults)")
+            raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         if self.machine.attention != "auto":
             raise UserError(f"'machine.attention' is '{self.machine.attention}', which needs a GPU; a pod computes on the CPU: set it to auto")
         if self.machine.device == "cuda":
@@ -81,12 +81,12 @@ class Recipe:
 
     @property
     def rollout_precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """What the engine multiplies in: the trainer's 16 bits, with its arithmetic, unless another option makes it differ anyway."""
+        """The precision of the engine's products: the trainer's, unless another option makes the engine's log-probabilities differ anyway."""
         precision = self.trainer.precision
         return "fp32" if precision == "fp8" or self.rollout.differs_from_trainer() else precision
 
     def _check_engine(self, max_model_len: int) -> None:
-        """``max_model_len``: the context in tokens, 0 where only the model's folder says it."""
+        """Checks the options of the engine. ``max_model_len``: the context in tokens, 0 if only the model's folder defines it."""
         different = self.rollout.differs_from_trainer()
         if not different and self.trainer.precision != self.rollout_precision:
             different = f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in {self.rollout_precision}"
@@ -94,12 +94,12 @@ class Recipe:
         if different and not is_corrected:
             raise UserError(
                 f"{different}, so samples come from another distribution than the trainer's; set algorithm.tis_cap (2.0 is usual) and "
-                "algorithm.old_logprobs to recompute, or take the option out"
+                "algorithm.old_logprobs to recompute, or remove the option"
             )
         if self.algorithm.group_size > self.rollout.engine.max_num_seqs:
             raise UserError(
                 f"'algorithm.group_size' is {self.algorithm.group_size}, more than rollout.engine.max_num_seqs "
-                f"({self.rollout.engine.max_num_seqs}); a group runs at once"
+                f"({self.rollout.engine.max_num_seqs}); a group is sampled at once"
             )
         if max_model_len:
             self.rollout.engine.check_length(max_model_len)
@@ -113,12 +113,12 @@ AnyRecipe = Recipe | PretrainRecipe
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """The recipe in the file ``path`` with ``--key.sub=value`` overrides: ``algorithm.name`` says of which kind. Raises
+    """Returns the recipe in the file ``path`` with ``--key.sub=value`` overrides. ``algorithm.name`` selects its class. Raises
     ``UserError``."""
     data = apply_overrides(read_yaml(path), overrides)
     algorithm = data.get("algorithm")
     name = algorithm.get("name", IN_A_POD[0]) if isinstance(algorithm, Mapping) else IN_A_POD[0]
     if name not in (*IN_A_POD, *ON_DATA):
-        # Its sections would be read as those of another kind of recipe.
+        # Its sections would be checked against the wrong class.
         raise UserError(f"'algorithm.name' is {name!r}; it must be one of {', '.join((*IN_A_POD, *ON_DATA))}")
     return build(PretrainRecipe, data) if name in ON_DATA else build(Recipe, data)

@@ -48,15 +48,13 @@ class TrainerConfig:
     """What the backward pass recomputes instead of storing: `none`, cheap operations (`selective`: norms, rotary embedding, gate), or whole
     layers (`full`). The bits of gradients do not change."""
     router_balance_loss: float = 0.0
-    """The coefficient of the load-balancing loss of a mixture of experts. 0: none."""
+    """Coefficient of the load-balancing loss of a mixture of experts. 0: off."""
     router_bias_rate: float = 0.0
-    """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001). 0: no bias; a Hugging Face folder cannot store
-    it."""
+    """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001), which a Hugging Face folder cannot store. 0: off."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of weights, gradients and moments; `float32` in a pod."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Precision of linear layers: `fp32`, `bf16`, `fp16` with dynamic loss scaling, or `fp8`; weights, moments and their gradients stay in
-    fp32."""
+    """Precision of linear layers: `fp32`, `bf16`, `fp16` with dynamic loss scaling, or `fp8`; weights, moments and gradients stay in fp32."""
     loss_scale: float = 65536.0
     """With `fp16`: the initial loss scale, a power of two."""
     loss_scale_growth_steps: int = 2000

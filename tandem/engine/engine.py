@@ -93,12 +93,12 @@ class Engine:
             request_id, prompt_token_ids, params, prompt=prompt, key=key, first_index=first_index, priority=priority, cache_salt=cache_salt,
             adapter=lora_request.lora_name if lora_request is not None else "", num_draft_tokens=num_draft_tokens,
         )
-        if request_id in self._outputs.answers:
+        if request_id in self._outputs.request_states:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
         if lora_request is not None and not self._adapters.is_current(lora_request):
             self.add_lora(lora_request)
         sequences = self._inputs.start(request)
-        self._outputs.expect(request, sequences)
+        self._outputs.add_request(request, sequences)
         self._scheduler.add_group(sequences, is_scored=params.prompt_logprobs is not None)
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -109,25 +109,25 @@ class Engine:
         """Aborts a request. Its output, with the tokens so far, is returned by the next step. Returns False if there is no such unfinished
         request."""
         self._core.synchronize()
-        answer = self._outputs.answers.get(request_id)
-        if answer is not None:
-            self._core.abort(answer)
-        return answer is not None
+        state = self._outputs.request_states.get(request_id)
+        if state is not None:
+            self._core.abort(state)
+        return state is not None
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` still has something to compute or to return."""
-        return bool(self._outputs.answers) or self.has_outputs
+        return bool(self._outputs.request_states) or self.has_outputs
 
     @property
     def request_ids(self) -> list[str]:
         """Ids of the unfinished requests."""
-        return list(self._outputs.answers)
+        return list(self._outputs.request_states)
 
     @property
     def has_outputs(self) -> bool:
         """Whether ``take_outputs`` has something to return."""
-        return self._outputs.has_news
+        return self._outputs.has_outputs
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -140,11 +140,11 @@ class Engine:
             raise RunError("the engine is asleep; wake it up before its next step")
         if self._scheduler.pause in (None, PauseMode.WAIT):
             self._core.step()
-        return self._outputs.take()
+        return self._outputs.take_outputs()
 
     def take_outputs(self) -> list[RequestOutput]:
         """Returns outputs that need no computation: those of aborted requests."""
-        return self._outputs.take()
+        return self._outputs.take_outputs()
 
     # -- weights and adapters ------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Engine:
         return self._adapters.digests()
 
     def _adapters_in_use(self) -> set[str]:
-        return {answer.request.adapter for answer in self._outputs.answers.values()} - {""}
+        return {state.request.adapter for state in self._outputs.request_states.values()} - {""}
 
     # -- pauses and the cache ------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Engine:
 
     def counts(self) -> dict[State, int]:
         """Returns the number of sequences in each state; ``completed`` counts all since the start."""
-        return counts_of(self._scheduler, self._outputs.open_sequences())
+        return counts_of(self._scheduler, self._outputs.unfinished_sequences())
 
     def transitions(self) -> dict[Transition, int]:
         """Returns how often each transition was made."""
@@ -290,11 +290,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns the current statistics."""
-        open_sequences, requests = self._outputs.open_sequences(), len(self._outputs.answers)
-        return engine_stats(self._scheduler, len(open_sequences), requests, self._core.num_tokens, self._logger.speculation)
+        unfinished_sequences, requests = self._outputs.unfinished_sequences(), len(self._outputs.request_states)
+        return engine_stats(self._scheduler, len(unfinished_sequences), requests, self._core.num_tokens, self._logger.speculation)
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless blocks, rows, tables, swap space and states are consistent."""
         self._core.check_integrity()
-        scheduled, unfinished = sequences_of(self._scheduler), self._outputs.open_sequences()
+        scheduled, unfinished = sequences_of(self._scheduler), self._outputs.unfinished_sequences()
         assert len(scheduled) == len(set(scheduled)) and set(scheduled) == set(unfinished), "a sequence is lost or scheduled twice"

@@ -1,6 +1,6 @@
-"""``report.html`` of a run: one file that opens without a network and says what happened.
+"""Writes ``report.html`` of a run: one file that needs no network.
 
-Read from the run's own files alone (``metrics.jsonl`` and the journal), so that it can be made again at any time.
+It is built from the run's files alone (``metrics.jsonl``, the journal and traces), so that it can be written again at any time.
 """
 
 import html
@@ -14,7 +14,6 @@ import plotly.graph_objects as graph
 from plotly.offline import get_plotlyjs
 
 from tandem.config.parallel import ScheduleName
-from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.report.timeline import timeline_section
 from tandem.runtime.records.journal import Journal
@@ -36,8 +35,8 @@ pre { padding: .7rem 1rem; overflow-x: auto } .good { color: #116329 } .bad { co
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Everything the page shows. ``examples``: before and after, each a list of {prompt, completion, correct}. ``traces``: what every
-    rank did in the traced steps; ``order``: the pipeline's schedule."""
+    """The content of the page. ``examples_before`` and ``examples_after``: lists of {prompt, completion, correct}. ``traces``: the spans of all
+    ranks by traced step; ``order``: the pipeline's schedule."""
 
     name: str
     rows: Sequence[Row]
@@ -62,7 +61,7 @@ def report_run(directory: Path) -> Path:
 
 
 def read_facts(directory: Path) -> RunFacts:
-    """What the run's own files say."""
+    """Returns the content of the page from the files of the run in ``directory``."""
     with Journal(directory / "journal.sqlite", read_only=True) as journal:
         evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
         events = [{"kind": event.kind, "detail": event.detail} for event in journal.events()]
@@ -80,13 +79,8 @@ def read_facts(directory: Path) -> RunFacts:
         commands=commands,
         headline=_headline(evaluations),
         traces=traces,
-        order=_schedule_of(directory) if traces else "1f1b",
+        order=load_config(directory / "config.yaml").parallel.schedule if traces else "1f1b",
     )
-
-
-def _schedule_of(directory: Path) -> ScheduleName:
-    recipe = load_config(directory / "config.yaml")
-    return recipe.parallel.schedule if isinstance(recipe, PretrainRecipe) else "1f1b"
 
 
 def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -106,7 +100,7 @@ def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_report(facts: RunFacts, path: Path) -> None:
-    """Write the page to ``path`` by way of a temporary file, so that a reader never sees half of it."""
+    """Writes the page to ``path`` through a temporary file, so that a reader never sees an incomplete page."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(page(facts), encoding="utf-8")
     temporary.replace(path)
@@ -118,10 +112,10 @@ def page(facts: RunFacts) -> str:
     sections = [
         f"<h1>{html.escape(facts.name)}</h1><p>{html.escape(facts.headline)}</p>",
         curve,
-        "<h2>Where a step's seconds go</h2>" + _time_plot(facts.rows) + _time_table(facts.rows),
+        "<h2>Time of each phase</h2>" + _time_plot(facts.rows) + _time_table(facts.rows),
         timeline_section(facts.traces, facts.order, _figure),
         "<h2>Memory of each phase</h2>" + _memory_table(facts),
-        "" if is_pretraining else "<h2>Rollout and trainer agree</h2>" + _agreement(facts.rows),
+        "" if is_pretraining else "<h2>Agreement of rollout and trainer</h2>" + _agreement(facts.rows),
         "" if is_pretraining else "<h2>Completions before and after</h2>" + _examples(facts),
         "<h2>Recoveries and faults</h2>" + _events(facts.events),
         "<h2>Try the model</h2><pre>" + html.escape("\n".join(facts.commands)) + "</pre>",
@@ -169,7 +163,7 @@ def _loss_curve(facts: RunFacts) -> str:
     if held_out:
         x, y = zip(*held_out, strict=True)
         traces.append(graph.Scatter(x=x, y=y, name="held out", mode="lines+markers", line={"color": "#0b5ed7"}))
-    return _figure(traces, xaxis_title="optimizer step", yaxis_title="nats a token", legend={"orientation": "h", "y": 1.12})
+    return _figure(traces, xaxis_title="optimizer step", yaxis_title="nats per token", legend={"orientation": "h", "y": 1.12})
 
 
 def _timings(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -191,7 +185,7 @@ def _time_table(rows: Sequence[Row]) -> str:
         ordered = sorted(values)
         cells = (sum(values), ordered[len(ordered) // 2], ordered[-1])
         body.append(f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td class='number'>{v:.3f}</td>" for v in cells) + "</tr>")
-    return f"<table><tr><th>phase</th><th>total s</th><th>median s</th><th>most s</th></tr>{''.join(body)}</table>"
+    return f"<table><tr><th>phase</th><th>total s</th><th>median s</th><th>max s</th></tr>{''.join(body)}</table>"
 
 
 def _memory_table(facts: RunFacts) -> str:
@@ -208,7 +202,7 @@ def _memory_table(facts: RunFacts) -> str:
         cells = "".join(f"<td class='number'>{_mebibytes(v)}</td>" for v in (predicted, peak))
         body.append(f"<tr><td>{html.escape(phase)}</td>{cells}<td class='number'>{ratio}</td></tr>")
     return (
-        "<table><tr><th>phase</th><th>predicted MiB</th><th>measured MiB (most)</th><th>measured / predicted</th></tr>"
+        "<table><tr><th>phase</th><th>predicted MiB</th><th>measured MiB (max)</th><th>measured / predicted</th></tr>"
         f"{''.join(body)}</table>"
     )
 
@@ -237,7 +231,7 @@ def _examples(facts: RunFacts) -> str:
         cells = "".join(_completion(example) for example in (before, later))
         body.append(f"<tr><td><code>{html.escape(before['prompt'])}</code></td>{cells}</tr>")
     if not body:
-        return "<p class='quiet'>None were kept.</p>"
+        return "<p class='quiet'>No completions were saved.</p>"
     return f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{''.join(body)}</table>"
 
 
@@ -250,7 +244,7 @@ def _completion(example: Mapping[str, Any] | None) -> str:
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
     if not events:
-        return "<p>None: nothing died and no reward function failed.</p>"
+        return "<p>None.</p>"
     body = "".join(
         f"<tr><td>{html.escape(str(e['kind']))}</td><td><code>{html.escape(json.dumps(e['detail'], default=str))}</code></td></tr>"
         for e in events

@@ -1,4 +1,4 @@
-"""The traced steps of a run as pictures: a row a rank, a bar for everything that it did, and the bubble measured beside the predicted one."""
+"""Draws the traced steps of a run: one row per rank, one bar per span, and the measured pipeline bubble beside the predicted one."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +30,9 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Shares of the ranks' time without a forward or backward, in one pipeline. ``measured``; ``published``: the closed form, for
-    stages of equal cost; ``simulated``: the schedule with each stage's measured mean seconds, on ranks with a core each and
-    transfers that take no time."""
+    """Shares of the ranks' time without a forward or backward pass, in one pipeline: ``measured``; ``published``, the closed form for
+    stages of equal cost; ``simulated``, the schedule with each stage's measured mean seconds, if every rank has a core and
+    transfers take no time."""
 
     shape: PipelineShape
     measured: float
@@ -65,7 +65,7 @@ def _operation(span: Span) -> Operation:
 
 
 def timeline_section(traces: Mapping[int, Sequence[Span]], order: ScheduleName, figure: Callable[..., str]) -> str:
-    """The traced steps as HTML, '' where there are none. ``figure``: plotly traces and a layout to HTML."""
+    """Returns the traced steps as HTML, empty without one. ``figure``: converts plotly traces and a layout to HTML."""
     return "".join(_step(step, spans, order, figure) for step, spans in sorted(traces.items()))
 
 
@@ -74,11 +74,11 @@ def _step(step: int, spans: Sequence[Span], order: ScheduleName, figure: Callabl
     if idle is not None:
         shape = idle.shape
         said = (
-            f"<p>Bubble of {shape.ranks} ranks, {shape.micro_batches} micro-batches and {shape.virtual_stages} stages a rank, {html.escape(order)}: "
-            f"measured {idle.measured:.1%}, predicted {idle.published:.1%} for equal stages and {idle.simulated:.1%} from the stages' "
-            "measured seconds, each rank with a core of its own.</p>"
+            f"<p>Bubble of {shape.ranks} ranks, {shape.micro_batches} micro-batches and {shape.virtual_stages} stages per rank, {html.escape(order)}: "
+            f"measured {idle.measured:.1%}, predicted {idle.published:.1%} for equal stages and {idle.simulated:.1%} from the measured "
+            "time of each stage, if every rank has a core of its own.</p>"
         )
-    # Calls lie around the parts of the step, and collectives inside them.
+    # Calls enclose the parts of the step, and collectives are inside them.
     spans = [span for span in spans if not span.category]
     began = min((span.start_s for span in spans), default=0.0)
     ranks = sorted({span.rank for span in spans})

@@ -111,7 +111,7 @@ def test_a_batch_compares_within_prompts_and_masks_what_has_no_reward():
     config = AlgorithmConfig(group_size=3, name="dr_grpo")
     scores = [score(s, v) for s, v in zip(samples, values, strict=True)]
     batch = make_batch(5, samples, list(reversed(scores)), config, max_tokens=32)
-    # Group a: rewards 1 and 0 count, mean 1/2. Group b: one reward is left, which compares with nothing.
+    # Group a: rewards 1 and 0 count, mean 1/2. Group b has one reward left, which cannot be compared.
     assert [s.loss_mask for s in batch.sequences] == [
         (0, 0, 0, 1, 1), (0,) * 5, (0, 0, 0, 1, 1), (0,) * 5, (0,) * 5, (0,) * 5,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sections of trainer, algorithm and warm-up refuse what cannot train, on one line that names the key."""
+"""The sections trainer, algorithm and sft refuse invalid values in one line that names the key."""
 
 import pytest
 

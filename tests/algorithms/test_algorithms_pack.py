@@ -1,4 +1,4 @@
-"""Best-Fit packing: what a packing must be, on lengths drawn at random and on cases worked by hand."""
+"""Best-Fit packing: its invariants on random lengths, and cases worked by hand."""
 
 import random
 
@@ -49,7 +49,7 @@ def test_sequences_are_spread_over_ranks_so_that_none_has_many_more_tokens(seed,
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
     assert all(list(share) == sorted(share) for share in shares)
     loads = [sum(lengths[i] for i in share) for share in shares]
-    # The last sequence that the fullest rank took went to the emptiest: they differ by one sequence at most, and it was a short one.
+    # The last sequence of the fullest rank went to the emptiest one: they differ by one sequence at most, and it was a short one.
     assert max(loads) - min(loads) <= max(lengths)
     assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * max(max(lengths), sum(lengths) / ranks) + 1
 

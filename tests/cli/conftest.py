@@ -1,4 +1,4 @@
-"""Small models for the command line's tests."""
+"""Small models and runs for the tests of the command line."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """The command inside this process: as the real one, and faster."""
+    """Runs the command in this process, which is faster than starting one."""
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str | Path) -> Done:
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe in order, whose runs go to a folder of the test's own."""
+    """A valid recipe whose runs are in a folder of the test."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"model:\n  create: {{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, intermediate_size: 32}}\n"
@@ -68,7 +68,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of one step that has ended, and what it printed."""
+    """A finished run of one step, and its output."""
     runs = tmp_path_factory.mktemp("finished")
     given = ("recipes/sort.yaml", "--inline", f"--run.directory={runs}", "--run.name=mine")
     done = real("train", *given, *TINY_MODEL, *TINY_WARM_UP, *TINY_RUN)

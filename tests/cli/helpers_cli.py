@@ -1,4 +1,4 @@
-"""The command, in a process of its own or in this one, and what a refusal looks like."""
+"""Runs the command in a process of its own, and checks its refusals."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ COMMAND = Path(sys.executable).with_name("tandem")
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """The exit status and the output of a command."""
 
     code: int
     out: str
     err: str
 
     def refusal(self, code: int = 2) -> str:
-        """The one line of a command that was refused, without its beginning."""
+        """Returns the error line of a refused command without its prefix. It must be the only line on standard error."""
         assert self.code == code, (self.code, self.out, self.err)
         lines = self.err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("tandem: "), self.err
@@ -29,7 +29,7 @@ class Done:
 
 
 def real(*arguments: str | Path, cwd: Path = ROOT, stdin: str = "", before: Callable[[], None] | None = None, limit_s: float = 300) -> Done:
-    """The installed command, as a user runs it."""
+    """Runs the installed command."""
     done = subprocess.run(
         [str(COMMAND), *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=limit_s, preexec_fn=before,
         input=stdin, env={**os.environ, "COLUMNS": "100"},

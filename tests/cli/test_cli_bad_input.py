@@ -1,4 +1,4 @@
-"""Everything that a user may get wrong: one line that says so, before any work, with nothing overwritten."""
+"""Invalid input of every kind: one line, before any work, with nothing overwritten."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ NO_MODEL = "--sft=null", "--model.create=null"
 
 
 def untouched(recipe: Path) -> bool:
-    """Whether the recipe's run directory was never made."""
+    """Returns whether the recipe's run directory was never created."""
     return not (recipe.parent / "runs").exists()
 
 
@@ -61,7 +61,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--rollout.top_p=0.9", "tis_cap"),
         ("--rollout.engine.quantization=int8", "old_logprobs to recompute"),
         ("--rollout.engine.quantization=int3", "must be one of"),
-        ("--rollout.engine.max_num_seqs=1", "a group runs at once"),
+        ("--rollout.engine.max_num_seqs=1", "a group is sampled at once"),
         ("--sft=null", "add a section 'sft'"),
         ("--model.path=x", "both are given"),
         ("--model.create=null", "neither is given"),
@@ -268,4 +268,4 @@ def test_the_real_command_refuses_as_the_function_does(recipe) -> None:
 
 
 def test_no_prompt_at_all_is_refused(model) -> None:
-    assert "standard input held no prompt" in real("generate", model, stdin="\n\n").refusal()
+    assert "standard input contains no prompt" in real("generate", model, stdin="\n\n").refusal()

@@ -133,7 +133,7 @@ def test_report_writes_the_page_again_from_the_runs_files(command, finished_run)
 
 
 def lasting(directory: Path) -> list[dict]:
-    """The rows of a run without what the clock and the machine say."""
+    """Returns the rows of a run without the keys that depend on time and machine."""
     passing = ("timing_s/", "perf/", "memory/")
     return [{k: v for k, v in row.items() if not k.startswith(passing)} for row in read_rows(directory / "metrics.jsonl")]
 

@@ -1,4 +1,4 @@
-"""What a run shows: plain lines in a log, a panel in a terminal."""
+"""The display of a run: plain lines in a log, a panel in a terminal."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from tandem.runtime.callback import Callback
 
 
 def tell(callback: Callback) -> None:
-    """A short run, as its callback hears of it."""
+    """Makes the callbacks of a short run."""
     callback.started("runs/größe [red]", 10, 0.9)
     callback.phase("sft", 0)
     callback.progress("sft", 3, 7, "loss 1.234")
@@ -69,7 +69,7 @@ def test_in_a_terminal_a_run_draws_the_panel(recipe: Path) -> None:
         while True:
             try:
                 part = os.read(ours, 65536)
-            except OSError:  # the terminal's other side is closed
+            except OSError:  # The other side of the terminal is closed.
                 break
             if not part:
                 break

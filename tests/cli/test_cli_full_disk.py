@@ -1,4 +1,4 @@
-"""A disk that is full, before a run and in the middle of one; two runs in one directory."""
+"""A full disk before and during a run, and two runs in one directory."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""``tandem generate``: prompts from files, answers to files, and everything that can be said about a completion."""
+"""``tandem generate``: prompts from files, completions to files, and all output formats."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_a_model_in_object_storage_gives_the_same_completions(command, model, tm
         (("--prompts", "nowhere.txt"), "'nowhere.txt' does not exist"),
         (("--prompts", "bad.jsonl"), "bad.jsonl:2: a line is an object with one of prompt"),
         (("--prompts", "torn.jsonl"), "torn.jsonl:1: not valid JSON"),
-        (("--prompts", "empty.txt"), "held no prompt"),
+        (("--prompts", "empty.txt"), "contains no prompt"),
         (("--prompts", "empty.txt", "--prompt", "x"), "exclude each other"),
         (("--prompt", "1", "--system", "x"), "--system needs --chat"),
         (("--prompt", "1", "--json-schema", "nowhere.json"), "'nowhere.json' does not exist"),
@@ -125,7 +125,7 @@ def test_a_terminal_sees_the_download_and_the_completions_as_bars_and_the_answer
     while True:
         try:
             part = os.read(master, 4096)
-        except OSError:  # what a terminal says whose other side is closed
+        except OSError:  # A closed pipe.
             break
         if not part:
             break

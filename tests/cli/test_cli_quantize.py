@@ -1,4 +1,4 @@
-"""``tandem quantize``: every method, its table, what it refuses, and a run that is killed and started again."""
+"""``tandem quantize``: every method, its table, its refusals, and a killed command that is repeated."""
 
 import json
 import signal

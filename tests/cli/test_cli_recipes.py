@@ -1,4 +1,4 @@
-"""The recipes that stand in the repository run, each with a tiny model and for a step or two."""
+"""The recipes of the repository run, each with a tiny model and for a step or two."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def test_every_recipe_is_in_order(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def their_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder that transformers wrote: Llama, with a byte-level BPE tokenizer trained on the questions."""
+    """A Hugging Face folder written by transformers: Llama, with a byte-level BPE tokenizer trained on the questions."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -131,7 +131,7 @@ def test_the_examples_questions_are_the_first_92_elements_each_once() -> None:
 
 
 def commands_of(recipe: str) -> list[list[str]]:
-    """The commands in the head of a recipe, in words without ``tandem``."""
+    """Returns the commands in the header of a recipe, each as words without ``tandem``."""
     head = (ROOT / "recipes" / recipe).read_text(encoding="utf-8").split("\n\n")[0]
     text = re.sub(r"\\\n# +", "", head)
     return [shlex.split(line.removeprefix("#   tandem")) for line in text.splitlines() if line.startswith("#   tandem ")]

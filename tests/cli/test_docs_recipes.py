@@ -1,4 +1,4 @@
-"""docs/recipes.md has the tables that the configuration classes say, and the commands of the documents work."""
+"""``docs/recipes.md`` has the tables of the configuration classes, and the commands of the documents are valid."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ PRETRAINING = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8")
 
 
 def rows(text: str, section: str) -> dict[str, str]:
-    """Key and default of each row of the table below the headline of ``section``."""
+    """Returns key and default of each row of the table below the heading of ``section``."""
     _, _, after = text.partition(f"# `{section}`\n")
     table = after.split("\n#")[0].splitlines()
     cells = [line.split("|")[1:3] for line in table if line.startswith("| `")]

@@ -1,4 +1,4 @@
-"""What ``import tandem`` offers."""
+"""The names that ``import tandem`` exports."""
 
 import re
 import subprocess

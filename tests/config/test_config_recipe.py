@@ -1,4 +1,4 @@
-"""Combinations of a recipe's sections that would train on something else than they say."""
+"""Combinations of a recipe's sections that are refused because training would contradict them."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The order of examples: each whole and once an epoch, a function of (seed, index)."""
+"""The order of examples: each whole and once per epoch, a function of (seed, index)."""
 
 from collections import Counter
 from pathlib import Path

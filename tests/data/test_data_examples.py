@@ -1,4 +1,4 @@
-"""Examples become tokens and which of them are learned, as transformers says, whatever the number of workers."""
+"""Examples become tokens and loss masks as in transformers, for any number of workers."""
 
 import json
 import os
@@ -38,7 +38,7 @@ QUESTIONS = ["数 is what?", "naïve café", "2 + 2 =", "Tell me\nmore <b> & 'so
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    """One to three questions with their answers, some behind a system message."""
+    """One to three questions with their answers, some after a system message."""
     found = [{"role": "system", "content": "Be kind."}] if number % 3 == 0 else []
     for turn in range(1 + number % 3):
         asked = QUESTIONS[(number + turn) % len(QUESTIONS)]
@@ -157,7 +157,7 @@ def test_template_without_marks_learns_what_rendering_with_each_turn_adds(plain:
     line = tokenizer.encode("\n")[0]
     for row, (ids, learned) in zip(CHATS, found, strict=True):
         expected_ids, expected = chat_of_transformers(marked, row["messages"])
-        # What the template writes behind a turn belongs to it: here the line break.
+        # What the template adds after a turn belongs to the turn: here the line break.
         after = [i for i, token in enumerate(ids) if i and token == line and expected[i - 1] and not expected[i]]
         assert ids == expected_ids and [1 if i in after else value for i, value in enumerate(expected)] == learned
         assert len(after) == sum(message["role"] == "assistant" for message in row["messages"])
@@ -260,7 +260,7 @@ BROKEN: list[tuple[Any, str]] = [
 
 @pytest.fixture(scope="module")
 def refused(marked: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], str]:
-    """What ends the work where a line holds this."""
+    """The error for a line with this content."""
 
     def said(row: Any) -> str:
         folder = tmp_path_factory.mktemp("broken")

@@ -16,7 +16,7 @@ from tandem.types import RunError, UserError
 
 
 def make_dataset(folder: Path, lengths: list[list[int]], dtype: str = "uint16") -> tuple[TokenizedDataset, list[list[list[int]]]]:
-    """Shards with documents of the given lengths and random tokens; also the tokens."""
+    """Writes shards with documents of the given lengths and random tokens; also returns the tokens."""
     random, shards, texts = Random(5), [], []
     for number, shard_lengths in enumerate(lengths):
         writer = ShardWriter(folder, f"shard-{number:06d}", dtype)

@@ -1,4 +1,4 @@
-"""Distributed tokenizing: the shards are a function of the source, the tokenizer and the settings, whatever dies meanwhile."""
+"""Distributed tokenizing: the shards are a function of the source, the tokenizer and the settings, even if processes die."""
 
 import contextlib
 import gzip
@@ -31,7 +31,7 @@ TEXTS = [f"document {i}: " + "naïve 数 café \u2028 line\n" * (i % 7) + "x" * 
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE trained here, with an end-of-sequence token."""
+    """Trains a byte-level BPE with an end-of-sequence token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +45,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The texts as JSON lines, compressed JSON lines and whole files, in folders."""
+    """Writes the texts as JSON lines, compressed JSON lines and whole files, in folders."""
     folder = tmp_path / "source"
     (folder / "deep" / "er").mkdir(parents=True)
     lines = [json.dumps({"text": text, "id": i}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(TEXTS)]
@@ -173,7 +173,7 @@ def test_shard_cut_anywhere_is_one_broken_document_after_those_before_the_cut(su
     whole = path.read_bytes() if suffix == ".tar" else gzip.compress(path.read_bytes())
     path.unlink()
     storage, form = open_storage(str(tmp_path)), DocumentFormat(skip_broken=True)
-    # At every block of the tar: in contents, in headers, at the ends of members, and where only the end-of-archive marker is missing.
+    # At every block of the tar: in contents, in headers, at the ends of members, and before the end-of-archive marker.
     end = 6 * (512 + 1024) if suffix == ".tar" else len(whole) - 1
     for cut in {*range(1, end + 1, 97), *range(512, end + 1, 512), end}:
         (tmp_path / f"cut{suffix}").write_bytes(whole[:cut])
@@ -290,7 +290,7 @@ def test_command_in_a_terminal_shows_a_bar_with_the_rate(source: Path, tokenizer
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal whose other side has gone ends
+    with contextlib.suppress(OSError):  # The signal of a terminal that was closed.
         while data := os.read(ours, 1 << 16):
             shown += data
     os.close(ours)

@@ -1,4 +1,4 @@
-"""Tiny random models, in folders as Hugging Face writes them."""
+"""Tiny random models in Hugging Face folders."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def shapes_of(architecture: str) -> ModelShapes:
 
 
 def random_decoder(architecture: str, seed: int) -> Decoder:
-    """Weights ten times the usual size: distributions with a shape, in which a wrong token shows."""
+    """Returns a model with large random weights, whose peaked distributions make a wrong token visible."""
     decoder = Decoder(shapes_of(architecture), select("reference"))
     initialise(decoder, seed)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``make_folder(architecture, seed)``: the folder of a random model, the same for the same arguments."""
+    """``make_folder(architecture, seed)`` returns the folder of a random model, created once for the same arguments."""
     made: dict[tuple[str, int], Path] = {}
     tokenizer = tmp_path_factory.mktemp("tokenizer")
     make_character_tokenizer(CHARACTERS, tokenizer)
@@ -70,8 +70,8 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture
 def make_llm(make_folder: Callable[..., Path]) -> Callable[..., LLM]:
-    """``make_llm(architecture, seed, **engine settings)``. The model of a ``speculative_config`` may be named by its seed; batches of any size
-    guess. A token's keys and values take 512 bytes in fp32, so a ``swap_space`` of 2**-12 GiB holds 512 tokens."""
+    """``make_llm(architecture, seed, **engine settings)`` returns an engine. The draft model of a ``speculative_config`` may be given by its seed;
+    batches of any size speculate. The keys and values of a token take 512 bytes in fp32, so a ``swap_space`` of 2**-12 GiB holds 512 tokens."""
 
     def make(architecture: str = "qwen3", weights: int = 0, **settings: Any) -> LLM:
         settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **settings}
@@ -87,7 +87,7 @@ def make_llm(make_folder: Callable[..., Path]) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[..., LLM]]:
-    """``ranks(folder, **engine settings)``: an engine of two tensor-parallel ranks, the same for the same arguments."""
+    """``ranks(folder, **engine settings)`` returns an engine of two tensor-parallel ranks, started once for the same arguments."""
     made: dict[str, LLM] = {}
 
     def make(folder: Path, **settings: Any) -> LLM:

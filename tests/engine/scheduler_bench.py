@@ -1,4 +1,4 @@
-"""A scheduler and what an engine does around it, without a model."""
+"""A scheduler with the parts of an engine around it, without a model."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tandem.engine.core.scheduler_output import SchedulerOutput
 
 
 class SchedulerBench:
-    """A scheduler of ``config``, ``kv_cache`` and preemption ``policy``; every decoding row draws token 7 in every step."""
+    """A scheduler with ``config``, ``kv_cache`` and preemption ``policy``. Every decoding row draws token 7 in every step."""
 
     def __init__(self, config: Any, kv_cache: Any, *policy: Any) -> None:
         self.scheduler = Scheduler(config, kv_cache, self.read_back, *policy)

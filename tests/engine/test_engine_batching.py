@@ -1,4 +1,4 @@
-"""The kinds of batching and of KV cache: who may join, what is reserved, and what the figures say of it."""
+"""The kinds of batching and of KV cache: which sequences may join, what is reserved, and the reported statistics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ class Bench:
 
 
 def prefills(bench: Bench, steps: int) -> list[list[str]]:
-    """The requests whose prefill stands in each of the next steps."""
+    """Returns the requests with a prefill in each of the next steps."""
     return [[chunk.request_id for chunk in bench.step().prefills] for _ in range(steps)]
 
 
@@ -125,7 +125,7 @@ def test_what_lies_behind_a_window_is_given_back_once_and_stays_findable() -> No
 
 
 def run(make_llm: Callable[..., LLM], **settings: Any) -> LLM:
-    """Two sequences of 16 + 33 and 32 + 17 tokens: one computes 48 tokens, the other too, and 16 more steps go by."""
+    """Two sequences of 16 + 33 and 32 + 17 tokens: both compute 48 tokens, and 16 more steps follow."""
     llm = make_llm(max_num_batched_tokens=128, enable_prefix_caching=False, **settings)
     params = [SamplingParams(max_tokens=new, ignore_eos=True) for new in (33, 17)]
     llm.generate([{"prompt_token_ids": [5] * 16}, {"prompt_token_ids": [6] * 32}], params)
@@ -136,7 +136,7 @@ def test_figures_count_what_was_computed_drawn_and_padded(make_llm: Callable[...
     figures = run(make_llm).engine.cumulative_stats()
     assert (figures.steps, figures.computed_tokens, figures.drawn_tokens, figures.padding_tokens) == (33, 96, 50, 0)
     assert len(figures.first_token_s) == 2 and 0 < max(figures.first_token_s) <= figures.busy_s
-    # The short prompt is padded by 16; from step 18 on the row of the other one is computed in vain.
+    # The short prompt is padded by 16; from step 18 on the row of the other one is wasted.
     static = run(make_llm, batching="static").engine.cumulative_stats()
     assert (static.steps, static.computed_tokens, static.padding_tokens) == (33, 96, 16 + 16)
     assert static.padding == pytest.approx(32 / 128)

@@ -1,4 +1,4 @@
-"""Blocks, tables and the prefix cache: no block is lost, shared by mistake, or found under the wrong key."""
+"""Blocks, block tables and the prefix cache: no block is lost, shared by mistake, or found under a wrong key."""
 
 import random
 
@@ -105,14 +105,14 @@ def prefill_of(tokens: list[int], arrival: int = 0) -> Prefill:
 
 
 def computed(kv_cache: KVCacheManager, length: int) -> list[int]:
-    """The blocks that are found for a prompt of ``length`` tokens, given back at once."""
+    """Returns the cached blocks of a prompt of ``length`` tokens, and frees them."""
     blocks = kv_cache.get_computed_blocks(prefill_of(list(range(length))))
     kv_cache.free(blocks)
     return blocks
 
 
 def with_prompt(kv_cache: KVCacheManager, length: int, num_computed: int) -> list[int]:
-    """Blocks of a prompt of which the first ``num_computed`` tokens are computed."""
+    """Allocates the blocks of a prompt whose first ``num_computed`` tokens are computed."""
     prefill = prefill_of(list(range(length)))
     assert kv_cache.get_computed_blocks(prefill) == [] and kv_cache.allocate_prompt(prefill, [])
     kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, num_computed)

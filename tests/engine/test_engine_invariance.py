@@ -1,4 +1,4 @@
-"""The same tokens and the same bits of every log-probability, whatever the engine does around a request."""
+"""Every token and every bit of a log-probability is independent of what the engine does besides the request."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +56,7 @@ def known() -> dict[str, list[list[CompletionOutput]]]:
 def expected(
     make_llm: Callable[..., LLM], kernels: str, known: dict[str, list[list[CompletionOutput]]]
 ) -> list[list[CompletionOutput]]:
-    """What an engine of its own draws with every setting at its default, by kernels."""
+    """The completions of a separate engine with default settings, for each set of kernels."""
     if kernels not in known:
         known[kernels] = generate(make_llm(kernels=kernels))
     return known[kernels]
@@ -141,7 +141,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
 
 
 def check_combination(make_llm: Callable[..., LLM], make_folder: Callable[..., Path], kernels: str, **settings: Any) -> None:
-    """Cold, warm, and after a weight update that comes while requests run, in one engine."""
+    """Cold, warm, and after a weight update during running requests, in one engine."""
     llm = make_llm(kernels=kernels, **settings)
     expected = generate(make_llm(kernels=kernels))
     assert generate(llm) == expected
@@ -244,7 +244,7 @@ def test_without_a_seed_a_second_call_draws_anew_and_a_second_engine_the_same(ma
 def test_wrong_content_in_a_cached_block_is_seen(
     make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]]
 ) -> None:
-    """The comparison of a warm cache with a cold one has teeth: blocks that hold something else make it fail."""
+    """The comparison of warm and cold cache can fail: blocks with other content make it fail."""
     llm = make_llm()
     generate(llm)
     for layer in llm.engine._runner.caches:

@@ -1,4 +1,4 @@
-"""``LLM`` as vLLM's users know it: chat, the tokenizer, closing, and a model in object storage."""
+"""``LLM`` with vLLM's interface: chat, the tokenizer, closing, and a model in object storage."""
 
 import gc
 import shutil
@@ -101,6 +101,6 @@ def test_an_llm_of_engine_args_is_that_of_the_same_keywords(make_folder: Callabl
     options: dict[str, Any] = {"max_num_seqs": 3, "batching": "dynamic", "kv_cache_tokens": 512, "swap_space": 2**-12, "enable_lora": True, "max_loras": 2}
     with LLM(make_folder(), **options) as one, LLM.from_engine_args(EngineArgs(model=str(make_folder()), **options)) as other:
         assert one.engine.settings == other.engine.settings
-        # 2 layers x 2 (key, value) x 2 heads x 16 components x 4 bytes: 512 bytes a token, 8 KiB a block of 16 tokens.
+        # 2 layers x 2 (key, value) x 2 heads x 16 components x 4 bytes: 512 bytes per token, 8 KiB per block of 16 tokens.
         assert one.engine.settings.swap_blocks == 2**18 // 2**13 and one.engine.settings.num_blocks == 512 // 16
         assert one.engine.settings.admission == "dynamic" and one.engine.settings.max_loras == 2

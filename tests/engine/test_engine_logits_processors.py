@@ -1,4 +1,4 @@
-"""What is done to logits, beside transformers' processors and formulas written down token by token."""
+"""Changes to logits against transformers' processors and formulas applied token by token."""
 
 import math
 import random
@@ -20,7 +20,7 @@ PROMPT = "sort 4 1 9 2"
 
 
 def by_hand(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    """One row, one token after the other, in float64 (OpenAI's formula for the two penalties of what was drawn)."""
+    """Processes one row token by token in float64 (OpenAI's formula for the two penalties of generated tokens)."""
     row = [float(value) for value in logits]
     for token, bias in (params.logit_bias or {}).items():
         row[token] += bias
@@ -118,7 +118,7 @@ def test_only_allowed_tokens_are_drawn_and_a_ban_never_leaves_nothing(make_llm: 
     llm = make_llm()
     (answer,) = llm.generate(PROMPT, SamplingParams(n=4, seed=1, max_tokens=30, allowed_token_ids=[7, 5, 9], temperature=3.0))
     assert {token for c in answer.outputs for token in c.token_ids} == {5, 7, 9}
-    # min_tokens and bad words against the only token there is: it is drawn.
+    # min_tokens and bad words would ban the only token: it is drawn.
     (ended,) = llm.generate(PROMPT, SamplingParams(max_tokens=8, min_tokens=4, allowed_token_ids=[EOS]))[0].outputs
     assert (ended.token_ids, ended.finish_reason) == ([EOS], "stop")
     (same,) = llm.generate(PROMPT, SamplingParams(max_tokens=3, bad_words=["c"], allowed_token_ids=[5]))[0].outputs

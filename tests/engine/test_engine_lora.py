@@ -1,4 +1,4 @@
-"""Adapters per request: each does what merged weights do, alone or among others, and never meets another's blocks."""
+"""Adapters per request: each gives the results of merged weights, alone or in a batch, and never uses blocks of another."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def make_adapter(folder: Path, seed: int, rank: int = 3) -> LoRARequest:
 
 
 def merged(base: Path, adapter: LoRARequest, to: Path) -> LLM:
-    """An engine of the base model's weights with the adapter's changes added to them."""
+    """Returns an engine with the base model's weights and the merged adapter."""
     return LLM(write_merged(base, Path(adapter.lora_path), to), max_num_seqs=16, max_num_batched_tokens=64)
 
 

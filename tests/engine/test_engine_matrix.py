@@ -1,5 +1,6 @@
-"""The matrix: {cold, warm} x {chunk sizes} x {a whole batch, alone} x {room, swap, recompute} x {guesses or none} x {after an update} x
-{fp32, int8, AWQ, quantised keys and values} x {one rank, two}: the same tokens, and the same bits of every log-probability."""
+"""The same tokens, and the same bits of every log-probability, over all combinations of {cold, warm} x {chunk sizes} x {a batch, alone} x
+{room, swap, recompute} x {with and without speculation} x {after an update} x {fp32, int8, AWQ, quantized keys and values} x {one rank,
+two}."""
 
 import contextlib
 from collections.abc import Callable
@@ -37,7 +38,7 @@ Completions = list[list[CompletionOutput]]
 
 @pytest.fixture(scope="module")
 def folders(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model, the same in AWQ, the draft and the new weights."""
+    """The model, the same in AWQ, the draft model and the new weights."""
     plain, awq = make_folder("qwen3", 0), tmp_path_factory.mktemp("matrix") / "awq"
     tokens = list(torch.randint(0, 40, (4, 64), generator=torch.Generator().manual_seed(0)))
     quantize_folder(plain, awq, QuantizeOptions("awq", group_size=32), select("reference"), tokens, lambda *at: None)
@@ -58,7 +59,7 @@ def generate(llm: LLM, keys: list[int] = KEYS) -> Completions:
 
 
 def before_and_after_an_update(llm: LLM, folders: dict[str, Path]) -> tuple[Completions, Completions]:
-    """What ``llm`` draws: cold, warm and alone alike, and after an update that comes while requests run."""
+    """Returns the completions of ``llm``, equal cold, warm and alone, and after an update during running requests."""
     cold = generate(llm)
     assert generate(llm) == cold, "warm"
     assert [generate(llm, [key])[0] for key in KEYS] == cold, "alone"

@@ -1,4 +1,4 @@
-"""Steps that are launched ahead, and steps that are replayed from graphs: the same tokens and bits as one step after the other."""
+"""Asynchronous scheduling and graphs: the same tokens and bits as synchronous steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,12 +44,12 @@ def expected(make_llm: Callable[..., LLM], known: dict[str, Any]) -> list[list[C
 
 
 def captured(step: Replay) -> Replay:
-    """What a CUDA graph is to its caller: the same work again on the same tensors."""
+    """The behaviour of a CUDA graph: the same work again on the same tensors."""
     return step
 
 
 def with_graphs(llm: LLM) -> DecodeGraphs:
-    """Give ``llm`` graphs, whose replay on a CPU is the step itself over the graph's tensors."""
+    """Gives ``llm`` graphs whose replay on a CPU is the step itself over the graph's tensors."""
     return llm.engine._runner.make_graphs(captured)
 
 
@@ -78,7 +78,7 @@ def test_steps_launched_ahead_change_no_bit(
 
 
 class Ahead:
-    """Counts the steps of an engine that were launched before the one before was synchronized."""
+    """Counts the steps of an engine that were launched before the previous one was synchronized."""
 
     def __init__(self, llm: LLM) -> None:
         self.launched_ahead = self._under_way = 0
@@ -104,7 +104,7 @@ def test_replayed_steps_change_no_bit_and_batches_are_filled_up(make_llm: Callab
     assert generate(llm) == expected
     rows = llm.engine._runner.batch.on_device
     assert int(rows.length[rows.padding]) == 1
-    # Five rows and three are no bucket: both were filled up.
+    # Five rows and three are no bucket sizes, so both were padded.
     assert {bucket.rows for bucket in graphs._graphs} <= {1, 2, 4, 6}
     assert graphs._graphs
 
@@ -161,7 +161,7 @@ def test_requests_whose_tokens_the_host_must_see_stand_among_others(make_llm: Ca
     llm = make_llm(async_scheduling=True)
     ahead = Ahead(llm)
     assert generate(llm, mixed) == generate(make_llm(async_scheduling=False), mixed)
-    # Once they are answered the others go ahead.
+    # When these are finished, the others are launched ahead.
     assert ahead.launched_ahead > 0
 
 

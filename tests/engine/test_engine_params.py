@@ -1,4 +1,4 @@
-"""Sampling parameters: vLLM's defaults, and one clear line for every value that cannot be."""
+"""Sampling parameters: vLLM's defaults, and one clear line for every invalid value."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Pauses: every request gets its answer, in each mode what that mode promises, and weights never change within a completion's token."""
+"""Pauses: every request is completed as its mode promises, and weights never change within a completion's token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ OLD, NEW = WeightVersion(0, 0), WeightVersion(0, 1)
 
 
 def begin(llm: LLM, steps: int, count: int = 3) -> None:
-    """``count`` requests, of which an engine with four rows begins two."""
+    """Adds ``count`` requests, of which an engine with four rows starts two."""
     for key in range(count):
         llm.engine.add_request(str(key), [5 + key] * (20 + 3 * key), PARAMS, key=key)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Who gives way, how, and what that costs: decisions as plain values, and storms."""
+"""Preemption: which sequences are preempted, how, and at what cost; decisions as plain values, and memory pressure."""
 
 import random
 import time
@@ -85,7 +85,7 @@ def test_nobody_gives_way_where_that_would_not_make_room() -> None:
     bench.step()
     bench.add("urgent", 90, priority=-1)
     first = bench.step()
-    # Both are less urgent and together hold enough.
+    # Both have a lower priority and together hold enough blocks.
     assert {name for name, _ in first.preempted} == {"mine", "other"}
     bench = Bench(blocks=8, seqs=4, budget=128)
     bench.add("mine", 64, priority=-1)
@@ -161,7 +161,7 @@ def test_costs_are_those_that_were_measured() -> None:
     # A step of 1,000 tokens takes a second; a block is copied in a millisecond each way.
     assert costs.token_s == pytest.approx(1e-3, rel=0.02)
     assert costs.swap_s(16 * 5) == pytest.approx(2 * (3e-4 + 5e-3))
-    # Two passes of 10 tokens cost what one of 20 does.
+    # Two passes of 10 tokens cost as much as one of 20.
     assert costs.recompute_s(20, 20) == pytest.approx(costs.recompute_s(10, 10) + costs.recompute_s(10, 20))
     # One product of q and k and one of weights and v: two operations for each of 4 x 8 components in two layers.
     parameters = 100 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32) + 32
@@ -203,8 +203,8 @@ def test_an_engine_swaps_where_computing_is_slow_on_its_machine_and_bits_stay(
 @pytest.mark.parametrize("host", [0, 24])
 @pytest.mark.parametrize("watermark", [0, 2])
 def test_a_storm_preempts_each_sequence_a_few_times_and_everybody_ends(host: int, watermark: int) -> None:
-    """200 sequences that grow from 4 tokens to 200 over blocks for three of them: admitting all that fit at first would preempt
-    one at nearly every block."""
+    """200 sequences that grow from 4 to 200 tokens over blocks for three of them: admitting all that fit at first would cause a preemption
+    at nearly every block."""
     rng = random.Random(0)
     bench = Bench(blocks=40, host=host, seqs=32, budget=64, watermark=watermark)
     left = {bench.add(str(i), 4, priority=rng.randrange(2), longest=220): rng.randrange(150, 210) for i in range(200)}
@@ -221,7 +221,7 @@ def test_a_storm_preempts_each_sequence_a_few_times_and_everybody_ends(host: int
             del left[sequence]
     preempted = bench.scheduler.counts[Transition.RECOMPUTE] + bench.scheduler.counts[Transition.SWAP_OUT]
     assert 0 < preempted <= 2 * 200
-    # 40 blocks hold three whole sequences; more than two of them ran at a time.
+    # 40 blocks hold three whole sequences; more than two ran at a time.
     assert steps < total / 2
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the trainer's bits, whatever was cached, chunked or preempted."""
+"""Log-probabilities of prompts have the trainer's bits, whatever was cached, chunked or preempted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def scores(answer: RequestOutput) -> list[float]:
 
 
 def trainers(folder: Path, kernels: str, tokens: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
-    """The log-probabilities of all tokens but the first by the trainer's own forward pass."""
+    """Returns the log-probabilities of all tokens except the first, by the trainer's forward pass."""
     sequences = []
     for i, ids in enumerate(tokens):
         zeros = (0.0,) * len(ids)
@@ -104,7 +104,7 @@ def test_a_score_is_the_logprob_that_the_sampler_reported(make_llm: Callable[...
 def test_a_rollout_knows_the_policy_only_at_temperature_1_or_with_nothing_filtered(
     make_folder: Callable[..., Path], make_llm: Callable[..., LLM]
 ) -> None:
-    """Why a recipe with a filter and another temperature must recompute pi_old: what was drawn from is not the policy."""
+    """Why a recipe with a filter and another temperature must recompute pi_old: the sampling distribution is not the policy."""
     llm = make_llm()
     for temperature, top_p in ((1.0, 0.8), (0.7, 1.0), (0.7, 0.8)):
         drawn = llm.generate(PROMPTS, SamplingParams(seed=5, max_tokens=40, temperature=temperature, top_p=top_p))

@@ -1,4 +1,4 @@
-"""The gate of exactness with quantised weights, and updates that are rounded as they arrive."""
+"""Batch invariance with quantized weights, and updates that are quantized as they arrive."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,7 +25,8 @@ Make = Callable[..., LLM]
 
 @pytest.fixture(scope="module")
 def make_quantised(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """``make_quantised(kind, **engine settings)``: a plain folder rounded on arrival, or one that was quantised."""
+    """``make_quantised(kind, **engine settings)`` returns an engine with a float folder quantized as it is loaded, or a quantized
+    folder."""
     folders: dict[str, Path] = {}
 
     def make(kind: str, **settings: Any) -> LLM:

@@ -1,4 +1,4 @@
-"""Random loads: arrivals, aborts, preemption and failures mixed; every request draws what it draws alone."""
+"""Random loads with arrivals, aborts, preemption and failures: every request draws the tokens that it draws alone."""
 
 import random
 from collections.abc import Callable

@@ -1,8 +1,6 @@
-"""A random walk through everything that scheduler and allocator can be asked, over a cache whose content is checked.
-
-No model runs. A slot of the simulated cache holds a digest of weights, adapter, salt and all tokens up to its own; before a token
-is drawn every position that it looks at must hold the right one, and what is drawn must not depend on anything else.
-"""
+"""A random walk through all operations of scheduler and allocator, over a cache whose content is checked. No model runs. A slot of the
+simulated cache holds a digest of weights, adapter, salt and all tokens up to its own. Before a token is drawn, every position that it
+attends to must have the right digest, and the token must not depend on anything else."""
 
 import hashlib
 import random
@@ -28,13 +26,13 @@ Slots = dict[int, list[int]]
 
 
 def token_at(sequence: Sequence, position: int) -> int:
-    """What ``sequence`` draws at ``position``: nearly always one of two tokens, so that sequences often agree for a while."""
+    """Returns the token of ``sequence`` at ``position``: nearly always one of two, so that sequences often share a prefix."""
     text = f"{sequence.random_key}/{position}".encode()
     return int(hashlib.blake2b(text, digest_size=1).digest()[0] > 200)
 
 
 class Watched(Sequence):
-    """A sequence that keeps every change of its state."""
+    """A sequence that records every change of its state."""
 
     changes: ClassVar[set[tuple[State, State]]] = set()
 
@@ -45,7 +43,7 @@ class Watched(Sequence):
 
 
 class Walk:
-    """An engine without a model, of random settings."""
+    """An engine without a model, with random settings."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -135,7 +133,7 @@ class Walk:
         return output
 
     def compute(self, output: SchedulerOutput) -> None:
-        """All writes, then all reads, then the draws."""
+        """Performs all writes, then all reads, then draws."""
         scheduler, fed, read = self.scheduler, {}, []
         for row, most in zip(output.decode_rows, output.num_draft_tokens or (0,) * len(output.decode_rows), strict=True):
             sequence = scheduler.running.by_row[row]
@@ -245,20 +243,20 @@ def walk(seed: int, operations: int) -> None:
             if not sequences_of(bench.scheduler):
                 break
             bench.step()
-        assert not sequences_of(bench.scheduler), "somebody never comes to an end"
+        assert not sequences_of(bench.scheduler), "a sequence never finishes"
         check_scheduler(bench.scheduler)
         assert bench.kv_cache.num_free_blocks == bench.kv_cache.block_pool.num_blocks
         assert bench.kv_cache.host_pool.num_free_blocks == bench.kv_cache.host_pool.num_blocks
         completed += bench.completed
         for transition, count in bench.scheduler.counts.items():
             transitions[transition] += count
-    # Budget stops are the engine's name for an end; everything else must have happened.
+    # The walk makes no budget stops, which are the engine's; every other transition must have occurred.
     assert all(count for transition, count in transitions.items() if transition is not Transition.BUDGET_STOP), transitions
     assert completed > operations / 100
 
 
 def drawn_edges() -> set[tuple[str, State, State]]:
-    """The life cycle as ``docs/inference.md`` has it: (transition, from, to)."""
+    """Returns the life cycle in ``docs/inference.md`` as (transition, from, to)."""
     text = (Path(__file__).resolve().parents[2] / "docs/inference.md").read_text()
     lines = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \| (\w+) \|$", text, re.MULTILINE)
     return {(name, State(source.strip()), State(target)) for name, sources, target in lines for source in sources.split(",")}

@@ -1,4 +1,4 @@
-"""Tensor parallelism: two ranks compute what one does, bit for bit, and a rank that dies or hangs ends the engine by name."""
+"""Tensor parallelism: two ranks have the bits of one process, and a rank that dies or hangs ends the engine with an error that names it."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def generate(llm: LLM) -> list[Any]:
 
 
 def distance(ours: list[Any], theirs: list[Any]) -> float:
-    """The largest between log-probabilities of the same tokens."""
+    """Returns the largest difference between log-probabilities of the same tokens."""
     pairs = [pair for mine, other in zip(ours, theirs, strict=True) for pair in zip(mine, other, strict=True)]
     assert all(mine.token_ids == other.token_ids for mine, other in pairs)
     return max(
@@ -135,7 +135,7 @@ def test_random_weights_are_those_of_one_rank(make_folder, make_llm, ranks) -> N
 
 
 def pids_of(llm) -> list[int]:
-    """The processes of all ranks but the first."""
+    """Returns the processes of all ranks except the first."""
     return [worker.pid for worker in llm.engine._ranks._workers]
 
 
@@ -171,7 +171,7 @@ def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
 def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
     llm = start(make_folder(), rank_timeout_s=20.0)
     ranks = llm.engine._ranks
-    # The ranks have met under the longer deadline; from here on one second is enough.
+    # The ranks have joined under the longer deadline; from now on one second is enough.
     object.__setattr__(ranks._settings, "deadline_s", 1.0)
     os.kill(pids_of(llm)[0], signal.SIGSTOP)
     with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed") as raised:

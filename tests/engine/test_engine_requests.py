@@ -1,4 +1,4 @@
-"""What ends a completion, what an abort leaves behind, and what is refused before any work."""
+"""The end of a completion, the state after an abort, and requests that are refused."""
 
 import random
 from collections.abc import Callable

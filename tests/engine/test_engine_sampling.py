@@ -1,4 +1,4 @@
-"""Random numbers against plain integers, and drawn tokens against the closed form of their distribution."""
+"""Random numbers against plain integers, and sampled tokens against the closed form of their distribution."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WORD = (1 << 64) - 1
 
 
 def splitmix64(seed: int, count: int) -> list[int]:
-    """Vigna's reference implementation, word for word."""
+    """Vigna's reference implementation, transcribed."""
     state, out = seed & WORD, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & WORD
@@ -55,8 +55,8 @@ def test_near_keys_and_positions_draw_independent_numbers() -> None:
 
 
 def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The distribution of one row, written down directly in float64: temperature, min-p, top-k, top-p, each on what the one
-    before has left."""
+    """Returns the sampling distribution of one row in float64: temperature, min-p, top-k, top-p, each applied to the result of the previous
+    one."""
     p = torch.softmax(logits.double() / temperature, 0)
     p = torch.where(p >= min_p * p.max(), p, 0.0)
     if top_k:

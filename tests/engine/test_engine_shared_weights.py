@@ -1,4 +1,4 @@
-"""Published weights reach an engine of one or of several tensor-parallel ranks, each of which reads its own slices: all ranks or none."""
+"""Published weights reach an engine of one or several tensor-parallel ranks, each of which reads its own slices: all ranks or none."""
 
 import uuid
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ PARAMS = SamplingParams(n=2, max_tokens=20, seed=11, temperature=0.9, ignore_eos
 
 
 class Published:
-    """A pod's shared memory, and the version that it has."""
+    """A pod's shared memory and its published version."""
 
     def __init__(self, folder: Path) -> None:
         self.buffers = WeightBuffers.create("test" + uuid.uuid4().hex[:8], 1 << 20)
@@ -36,7 +36,7 @@ class Published:
         self.writer = WeightWriter(self.buffers, self.store, threads=1)
 
     def publish(self, folder: Path, version: WeightVersion, cut: str = "none") -> None:
-        """The weights of ``folder`` whole, or matrices in two parts: of ``rows`` or of ``columns``."""
+        """Returns the weights of ``folder``, whole or with matrices in two parts of ``rows`` or ``columns``."""
         shards = [shard for name, t in load_file(folder / "model.safetensors").items() for shard in parts(name, t, cut)]
         self.writer.publish(place_shards(alone().world, shards), version)
 
@@ -110,7 +110,7 @@ def test_damage_that_one_rank_alone_sees_changes_no_rank(make_folder, make_llm, 
     llm.update_weights_from(published.source, WeightVersion(2, 0))
     before = tokens(llm)
     published.publish(make_folder("qwen3", 1), WeightVersion(2, 1), "rows")
-    # Rows behind the first third: the second rank needs no others.
+    # Rows after the first third, which are all that the second rank needs.
     published.flip(name, 1)
     with pytest.raises(DamagedWeights, match=f"tensor '{name}' of weights of step 1 .* was read twice"):
         llm.update_weights_from(published.source, WeightVersion(2, 1))

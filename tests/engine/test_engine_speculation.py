@@ -1,4 +1,4 @@
-"""Speculation changes how many steps a completion takes and nothing else."""
+"""Speculation changes the number of steps of a completion and nothing else."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(n=2, max_tokens=50, seed=3, temperature=0.8, ignore_eos=
 
 @pytest.fixture
 def draft() -> Callable[..., dict[str, Any]]:
-    """Settings with a draft model of the given weights; those of the target guess every token right."""
+    """Returns settings with a draft model of the given weights; the target's own weights propose every token correctly."""
     return lambda weights=0, **more: {"method": "draft", "model": weights, **more}
 
 
@@ -38,7 +38,7 @@ def test_a_draft_model_that_is_the_model_guesses_every_token_right(make_llm: Cal
     assert outputs(llm) == outputs(make_llm())
     figures = llm.engine.cumulative_stats()
     assert figures.speculation.accepted == figures.speculation.proposed > 0
-    # 4 sequences of 50 tokens: one with the prefill, then 5 a step and what is left of 49.
+    # 4 sequences of 50 tokens: one token with the prefill, then 5 per step and the rest of 49.
     assert figures.steps == 1 + 10 and figures.drawn_tokens == 200
     assert figures.speculation.proposals == 4 * 10 and figures.speculation.proposed == 4 * (9 * 4 + 3)
 
@@ -193,7 +193,7 @@ def test_the_draft_length_follows_what_comes_true() -> None:
     assert length.next() == 3
     length.learn(3, 0)
     assert length.next() == 1
-    # The share of hits is now 0.8, and falls to 0.8 of itself with each miss: after four it is 0.33.
+    # The acceptance rate is now 0.8, and falls to 0.8 of itself with each rejection: after four it is 0.33.
     for _ in range(3):
         length.learn(1, 0)
         assert length.next() == 1

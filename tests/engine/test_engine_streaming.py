@@ -1,4 +1,4 @@
-"""Streams: what the steps hand out, put together, is the answer of a request that is not streamed, bit for bit."""
+"""Streams: the incremental outputs, concatenated, equal the output of a request that is not streamed, bit for bit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ LISTS = ("token_ids", "raw_logprobs", "sampling_logprobs", "weight_versions")
 
 
 def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[list[RequestOutput]]:
-    """Every output of every prompt, in order."""
+    """Returns all outputs of each prompt, in order."""
     assert llm.engine.tokenizer is not None
     found: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
@@ -40,7 +40,7 @@ def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[list[R
 
 
 def joined(outputs: list[RequestOutput], n: int) -> list[CompletionOutput]:
-    """The completions that a stream of deltas makes up."""
+    """Returns the completions assembled from a stream of deltas."""
     whole = []
     for index in range(n):
         parts = [part for output in outputs for part in output.outputs if part.index == index]
@@ -107,7 +107,7 @@ def test_an_aborted_stream_ends_with_what_was_not_handed_out(make_llm: Callable[
 
 @pytest.fixture(scope="module")
 def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that writes single bytes: most of them belong to characters that never become whole."""
+    """A random model that generates single bytes, most of them parts of characters that are never completed."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

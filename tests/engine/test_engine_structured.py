@@ -1,4 +1,4 @@
-"""Structured output of models with random weights: what is finished always parses, in any batch and after preemption."""
+"""Structured output of models with random weights: finished completions always parse, in any batch and after preemption."""
 
 import json
 import re
@@ -50,7 +50,7 @@ NUMBER: /[1-9][0-9]{0,2}/
 
 @pytest.fixture(scope="module", params=["characters", "byte-level BPE"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model over ASCII, with eight ids more than its tokenizer has."""
+    """A random model over ASCII, with eight more ids than its tokenizer has."""
     tokens = tmp_path_factory.mktemp("ascii")
     make_character_tokenizer("ascii", tokens)
     if request.param != "characters":
@@ -85,7 +85,7 @@ def completions(llm: LLM, wanted: StructuredOutputsParams, **params: Any) -> lis
 
 
 def finished(found: list[CompletionOutput]) -> list[str]:
-    """Texts of those that the end token ended: most, and not all the same."""
+    """Returns the texts that ended with the end token: most of them, and not all equal."""
     texts = [c.text for c in found if c.finish_reason == "stop"]
     assert len(texts) > len(found) // 2 and len(set(texts)) > 1
     return texts
@@ -167,7 +167,7 @@ def test_what_else_ends_a_completion_still_does(folder: Path) -> None:
         assert len(c.token_ids) >= 6 and c.text.isdigit()
     cut = completions(llm, StructuredOutputsParams(regex="[0-9]{9}"), stop="7", temperature=3.0)
     assert all("7" not in c.text for c in cut) and {c.stop_reason for c in cut} == {None, "7"}
-    # A text that is complete before min_tokens ends all the same, and ignore_eos adds nothing to it.
+    # A text that is complete before min_tokens ends nevertheless, and ignore_eos adds nothing to it.
     assert {c.text for c in completions(llm, StructuredOutputsParams(choice=["ok"]), min_tokens=9)} == {"ok"}
     longer = completions(llm, StructuredOutputsParams(choice=["ok"]), ignore_eos=True, max_tokens=9)
     assert {(c.text, len(c.token_ids)) for c in longer} == {("ok", 9)}

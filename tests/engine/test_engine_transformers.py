@@ -1,4 +1,4 @@
-"""The engine beside transformers, with the same weights."""
+"""The engine against transformers with the same weights."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The engine over the Triton kernels, in Triton's interpreter: what it draws and the bits of the trainer's forward."""
+"""The engine over the Triton kernels in Triton's interpreter: its tokens, and the bits of the trainer's forward pass."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def quiet_numpy() -> Iterator[None]:
 
 
 def trainer_logprobs(folder: Path, kernels: Kernels, tokens: list[int], prompt: int) -> list[float]:
-    """Of every token after the prompt, by one packed forward pass."""
+    """Returns the log-probabilities of every token after the prompt, by one packed forward pass."""
     decoder = load_model(folder, kernels)
     count = len(tokens) - 1
     context = PackedContext(torch.tensor([0, count], dtype=torch.int32), count)

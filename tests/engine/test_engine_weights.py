@@ -1,4 +1,4 @@
-"""Weight updates: a version on every token, never two versions in one forward pass, never a stale block."""
+"""Weight updates: every token has a version, a forward pass has one version, and no stale block is used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_stale_block_never_matches_even_where_nothing_is_flushed(
 
 
 def test_a_stale_weight_is_seen(make_folder: Callable[..., Path], make_llm: Callable[..., LLM]) -> None:
-    """The comparison has teeth: one tensor of the old weights makes it fail."""
+    """The comparison can fail: one tensor of the old weights makes it fail."""
     params = SamplingParams(n=2, seed=1, max_tokens=30)
     tensors = dict(read_tensors(make_folder("qwen3", 1)))
     name = "model.layers.1.mlp.up_proj.weight"

@@ -1,4 +1,4 @@
-"""Sliding windows: blocks behind every layer's window are given back, and no bit changes."""
+"""Sliding windows: blocks outside every layer's window are freed, and no bit changes."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def decoder_of(shapes: ModelShapes, kernels: Any = "auto") -> Decoder:
 
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = PARAMS) -> tuple[list[list[CompletionOutput]], int]:
-    """The completions, and the most blocks that were held at once."""
+    """Returns the completions, and the peak number of allocated blocks."""
     for key, prompt in enumerate(prompts):
         engine.add_request(str(key), prompt, params, key=key)
     found, most = {}, 0
@@ -59,7 +59,7 @@ def test_what_is_drawn_over_freed_blocks_has_the_bits_of_the_whole_forward_pass(
     plain = Decoder(shapes, select(kernels))
     load_tensors(plain, to_huggingface(decoder))
     (group,), most = run(Engine(decoder, settings), [prompt], replace(PARAMS, max_tokens=60))
-    # Each holds the window, the block that it begins in and the one that it writes; the prompt of 70 needed 5 for a while.
+    # Each holds the window, the block in which it begins and the one being written; the prompt of 70 needed 5 for a while.
     assert most <= 8
     for completion in group:
         tokens = torch.tensor(prompt + completion.token_ids)
@@ -83,7 +83,7 @@ def test_settings_change_no_bit(settings: dict[str, Any]) -> None:
     prompts = [[3 + (i * k) % 31 for i in range(20 + 30 * k)] for k in range(1, 4)]
     roomy = EngineSettings(256, num_blocks=128, max_num_seqs=6, max_num_batched_tokens=64)
     engine = Engine(decoder_of(SHAPES), roomy)
-    # As if a layer looked at everything: nothing is freed.
+    # As if a layer attended to everything: nothing is freed.
     engine._scheduler.kv_cache.window = 0
     expected, most = run(engine, prompts)
     assert most > 60

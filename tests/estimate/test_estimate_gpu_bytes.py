@@ -1,4 +1,4 @@
-"""Bytes of a GPU against a count by hand."""
+"""The predicted bytes on a GPU against a calculation by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Bytes of a published model's parts, against its model card."""
+"""The predicted bytes of a published model's parts against its model card."""
 
 from tandem.estimate.model_bytes import kv_bytes_per_token, optimizer_bytes, weight_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count

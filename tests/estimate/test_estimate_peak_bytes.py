@@ -1,4 +1,4 @@
-"""The peak of a rank against a count by hand."""
+"""The predicted peak of a rank against a calculation by hand."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig

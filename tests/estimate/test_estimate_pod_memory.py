@@ -1,4 +1,4 @@
-"""The plan of a pod against a count by hand."""
+"""The memory plan of a pod against a calculation by hand."""
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig

@@ -1,4 +1,4 @@
-"""The predicted bytes of optimizer states and checkpoints against what is really held and written."""
+"""The predicted bytes of optimizer states and checkpoints against measured ones."""
 
 from pathlib import Path
 

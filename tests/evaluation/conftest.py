@@ -1,4 +1,4 @@
-"""A small model with random weights, a folder that transformers reads too."""
+"""A small model with random weights, in a folder that transformers can load too."""
 
 from pathlib import Path
 

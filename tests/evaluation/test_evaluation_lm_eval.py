@@ -1,4 +1,4 @@
-"""lm-eval's tasks through the engine against a plain model of the harness over transformers, on tasks with local data."""
+"""Tasks of lm-eval on the engine against a plain model for the harness over transformers, with local data."""
 
 import json
 import os
@@ -27,7 +27,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a task of each kind that the harness has: choices, generation, and the likelihood of whole texts."""
+    """A folder with one task of each kind: multiple choice, generation, and the likelihood of whole texts."""
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
@@ -49,7 +49,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over_transformers(folder: Path) -> Any:
-    """The harness's model, written with transformers alone: one request at a time, no batch, no cache."""
+    """A model for the harness, written with transformers alone: one request at a time, no batch, no cache."""
     from lm_eval.api.model import TemplateLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -76,7 +76,7 @@ def over_transformers(folder: Path) -> Any:
             found = []
             for request in requests:
                 ids, total = [self.prefix_token_id, *self.tok_encode(request.args[0], add_special_tokens=False)], 0.0
-                # 63 tokens at a time, each part behind the token before it; the last has as many before it as fit.
+                # 63 tokens at a time, each part after the token before it; the last part has as much context as fits.
                 for begin in range(1, len(ids), 63):
                     part = ids[begin : begin + 63]
                     before = ids[max(0, begin + len(part) - 64) : begin] if begin > 1 else ids[:1]

@@ -18,8 +18,8 @@ TEXTS = ["the quick brown fox jumps over the lazy dog. " * 4, "a short one.", "x
 
 
 def truth(folder: Path, texts: list[str], context: int, stride: int) -> tuple[float, int]:
-    """(sum of -log p, tokens), as transformers' guide to perplexity computes it: windows of ``context`` tokens, each predicting what the
-    ones before it have not."""
+    """Returns (sum of -log p, tokens) as in transformers' guide to perplexity: windows of ``context`` tokens, each predicting the tokens
+    that the previous ones have not."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total, count = 0.0, 0

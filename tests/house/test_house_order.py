@@ -1,4 +1,4 @@
-"""The order of the house: who may import whom, and what starts without torch."""
+"""The import contract between packages, and what starts without torch."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Runs on data as a user makes them, and what they wrote."""
+"""Runs on data, started by the command, and the rows that they wrote."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from tandem.runtime.records.metrics import VOLATILE
 
 
 def command(*arguments: str, status: int = 0, folder: Path | None = None) -> str:
-    """What ``tandem ARGUMENTS`` in ``folder`` prints; it ends with ``status`` and without a traceback."""
+    """Runs ``tandem ARGUMENTS`` in ``folder`` and returns its output. It must exit with ``status`` and without a traceback."""
     done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -18,6 +18,6 @@ def command(*arguments: str, status: int = 0, folder: Path | None = None) -> str
 
 
 def rows(run: Path, *, every_key: bool = False) -> list[dict[str, Any]]:
-    """``metrics.jsonl``, but for ``every_key`` without what a clock or a memory meter wrote."""
+    """Returns the rows of ``metrics.jsonl``; without ``every_key``, only keys that do not depend on time or memory."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if every_key or not key.startswith(VOLATILE)} for row in found]

@@ -1,4 +1,4 @@
-"""Datasets of one package of the standard library, with a tokenizer learned from it."""
+"""Datasets of one package of the standard library, with a tokenizer trained on it."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from tandem.storage.files import open_storage
 
 
 def make_datasets(folder: Path, *names: str, vocabulary: int = 300) -> Path:
-    """``folder`` with the dataset ``names``, all of the same text, beside ``text`` and ``tokenizer``."""
+    """Writes the datasets ``names``, all of the same text, to ``folder``, beside ``text`` and ``tokenizer``; returns ``folder``."""
     (folder / "text").mkdir()
     for path in sorted(Path(json.__file__).parent.glob("*.py")):
         shutil.copyfile(path, folder / "text" / path.name)

@@ -1,4 +1,4 @@
-"""A sharded checkpoint put together from the names in its safetensors files, without the code that reads it."""
+"""Assembles a sharded checkpoint from the names in its safetensors files, without Tandem's reader."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every whole tensor of ``folder`` as ``STATE/NAME``. Each number stands in one file."""
+    """Returns every whole tensor of ``folder`` as ``STATE/NAME``. Each element must be in exactly one file."""
     parts: dict[str, list[tuple[list[tuple[int, int]], torch.Tensor]]] = {}
     for path in sorted(folder.glob("rank-*.safetensors")):
         for label, tensor in load_file(path).items():
@@ -25,6 +25,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """Whether two checkpoints hold the same bits, however they are cut."""
+    """Returns whether two checkpoints have the same bits, however they are sharded."""
     ours, theirs = tensors_of(a), tensors_of(b)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,4 +1,4 @@
-"""What a run on data says of its device before it begins, and what its rows say of its speed."""
+"""What a run on data reports about its device before it begins and about its speed in its rows."""
 
 import shutil
 from pathlib import Path

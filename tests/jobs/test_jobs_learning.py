@@ -1,4 +1,4 @@
-"""The main job and the second recipe do what they say, on the recipes that the README names."""
+"""The recipes of the README reach the accuracies that it claims."""
 
 from pathlib import Path
 
@@ -64,6 +64,6 @@ def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_tra
     assert before(result) <= 0.55
     assert result.reached
     rows = read_rows(result.directory / "metrics.jsonl")
-    # Truly another policy, and a near one: at most a thousandth of a nat a token.
+    # The policies differ, but by at most a thousandth of a nat per token.
     assert all(0 < row["mismatch_kl"] < 1e-3 for row in rows if "mismatch_kl" in row)
     assert any(row["actor/importance_weight"] != 1 for row in rows if "actor/importance_weight" in row)

@@ -1,4 +1,4 @@
-"""What ranks take of a machine's memory: predicted, measured by the kernel, and looked at before a run."""
+"""The resident memory of ranks: predicted, measured by the kernel, and checked before a run."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measured(folder: Path, *arguments: str) -> dict[int, tuple[float, list[float]]]:
-    """(predicted, peaks of the ranks) in MiB by ZeRO stage, as ``benchmarks/zero_memory.py`` measures them."""
+    """Returns (predicted, peaks of the ranks) in MiB by ZeRO stage, as measured by ``benchmarks/zero_memory.py``."""
     command = [sys.executable, str(ROOT / "benchmarks" / "zero_memory.py"), "--out", str(folder), *arguments]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=580)
     (report,) = folder.glob("zero-memory-*.md")
@@ -48,7 +48,7 @@ def checked(folder: Path, data: Path, *overrides: str) -> list[str]:  # noqa: F8
 
 def test_every_rank_that_starts_on_this_machine_is_counted_whatever_ranks_per_node_says(data: Path, tmp_path: Path) -> None:  # noqa: F811
     four = ("parallel.data=4", "parallel.ranks_per_node=1")
-    # One rank takes some 0.4 GiB, the process itself.
+    # One rank needs about 0.4 GiB for the process itself.
     checked(tmp_path, data, "machine.memory_gib=1.0")
     with pytest.raises(RunError, match=r"for the 4 ranks that start on this machine and 1\.00 GiB are available") as caught:
         checked(tmp_path, data, *four, "machine.memory_gib=1.0")

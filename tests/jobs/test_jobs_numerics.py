@@ -1,5 +1,5 @@
-"""Every optimizer, precision and offload from a recipe: it learns, a run cut short goes on to the same bits, and a step that is not
-finite is left out and counted."""
+"""Every optimizer, precision and offload from a recipe: it learns, an interrupted run continues with the same bits, and a non-finite step
+is skipped and counted."""
 
 import itertools
 import math
@@ -22,12 +22,12 @@ from tandem.types import RunError, UserError
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of one package of the standard library, with a tokenizer learned from it."""
+    """A dataset of one package of the standard library, with a tokenizer trained on it."""
     return make_datasets(tmp_path_factory.mktemp("numerics"), "train")
 
 
 class Heard(Callback):
-    """What a run says."""
+    """Collects the messages of a run."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -88,7 +88,7 @@ def test_fp16_backs_off_where_the_scale_overflows_and_grows_again(data: Path, tm
 
 @pytest.mark.full
 def test_fp16_on_two_ranks_goes_on_in_one_process(data: Path, tmp_path: Path) -> None:
-    """The first gradients overflow, so the scale and the count of good steps of the checkpoint are not those that a run begins with."""
+    """The first gradients overflow, so the checkpoint's loss scale and count of good steps differ from the initial ones."""
     run = begin(data, tmp_path, *CHOICES["fp16"], "parallel.data=2")
     whole = rows(run)
     assert whole[0]["train/backed_off_steps"] == 1 and whole[5]["train/loss_scale"] != 2**24
@@ -102,7 +102,7 @@ def test_fp16_on_two_ranks_goes_on_in_one_process(data: Path, tmp_path: Path) ->
     for now, before in zip(found[3:], whole[3:], strict=True):
         assert all(now[name] == before[name] for name in ("train/loss_scale", "train/backed_off_steps", "actor/lr"))
         for name in ("train/loss", "actor/grad_norm"):
-            # Sums in another order, and what fp16 makes of weights that differ in their last bits.
+            # Sums in another order, and the effect of fp16 on weights that differ in their last bits.
             assert math.isclose(now[name], before[name], rel_tol=2.0**-11) or not (math.isfinite(now[name]) or math.isfinite(before[name]))
 
 
@@ -116,7 +116,7 @@ def test_run_that_diverges_skips_counts_keeps_the_batches_and_stops_in_one_line(
     kept = sorted((tmp_path / "run" / "skipped").iterdir())
     assert [path.name for path in kept] == ["step-1.json", "step-2.json"] and str(kept[1]) in said
     batch = read_batch(kept[0])
-    # One row of loss mask a token, none for the first of a piece; the tokens are those of the step.
+    # One row of loss mask per token, none for the first token of a piece; the tokens are those of the step.
     assert sum(len(s.token_ids) for s in batch) <= 4 * 48 and all(s.loss_mask[0] == 0 and all(s.loss_mask[1:]) for s in batch)
 
 
@@ -137,7 +137,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(data: Path, tmp_path
         assert not (tmp_path / "run").exists() and len(str(caught.value).splitlines()) == 1
         return str(caught.value)
 
-    # fp32 weights, gradients and two moments of 0.1M numbers, activations beside them: some megabytes.
+    # fp32 weights, gradients and two moments of 0.1M elements, plus activations: a few megabytes.
     assert "trainer.optimizer to adamw8bit or trainer.offload to nvme" in refused("machine.memory_gib=0.0015")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**23 if Path(folder) == tmp_path else 2**10))

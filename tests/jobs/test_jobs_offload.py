@@ -1,5 +1,5 @@
-"""Weights, gradients and activations in files, from a recipe: the bits of a run in memory, in its rows, its checkpoints and its model, and
-after a resume; and what is refused."""
+"""Weights, gradients and activations in files, from a recipe: the rows, checkpoints and model have the bits of a run in memory, also after
+a resume; and refusals."""
 
 import shutil
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Offload together with a mesh, by the real command: the bits of the same ranks in memory though one of them is killed, nothing left in the
-folder, checkpoints that any other mesh goes on from; what is predicted, and what is refused."""
+"""Offload on a mesh with the real command: the bits of the same ranks in memory even if one is killed, nothing left in the folder,
+checkpoints that any other mesh continues from, predictions, and refusals."""
 
 import json
 import shutil
@@ -88,11 +88,11 @@ WIDTHS = {
 def resident(
     folder: Path, data: Path, start: Path, mesh: list[str], names: tuple[str, ...] = (), memory_gib: float = 0  # noqa: F811
 ) -> tuple[int, int]:
-    """(bytes that the first rank has after two steps, those that are predicted besides the process itself)."""
+    """Returns (resident bytes of the first rank after two steps, predicted bytes without the process itself)."""
     folder.mkdir()
     write_ranks_recipe(folder, data)
     content = yaml.safe_load((folder / "recipe.yaml").read_text())
-    # Made by nobody here: what is freed is kept.
+    # With no supervisor to limit it, freed memory is kept.
     recipe = content | {"model": {"path": str(start)}, "data": content["data"] | {"held_out": ""}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     size = ["--machine.threads=1", f"--machine.memory_gib={memory_gib}", "--run.max_steps=2", "--checkpoint.every_steps=100"]
@@ -117,7 +117,7 @@ def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp
             paged, of_paged = resident(tmp_path / f"{len(names)}-{zero}", data, tmp_path / "start", mesh, names)
             assert of_plain - of_paged > 100 << 20 and plain - paged > 0.9 * (of_plain - of_paged), (zero, names, plain, paged)
             assert paged < TRAINING_PROCESS_BYTES + of_paged, (zero, names, paged, of_paged)
-    # Where there is room for what is needed and not for what is freed meanwhile, that goes back.
+    # With room for what is needed but not for freed memory, freed memory is returned.
     recipe = load_config(tmp_path / "recipe.yaml", mesh)
     assert isinstance(recipe, PretrainRecipe)
     predicted = peak_bytes(read_shapes(tmp_path / "start"), recipe.trainer, recipe.most_tokens, recipe.parallel)
@@ -147,11 +147,11 @@ def test_folder_is_to_hold_what_all_ranks_of_the_machine_put_there(data: Path, t
 
     moments, two = ("trainer.offload=nvme",), "parallel.data=2"
     alone = offloaded(*moments)
-    # Of 5 times the weights: 2 are moments, 3 the staged copy of a checkpoint. Each of two ranks has all moments, unless they are cut.
+    # Of 5 times the weights, 2 are moments and 3 the staged copy of a checkpoint. Each of two ranks has all moments unless they are sharded.
     assert abs(offloaded(*moments, two) - 7 / 5 * alone) < 3
     assert all(abs(offloaded(*moments, two, f"parallel.zero={zero}") - alone) < 3 for zero in (1, 2, 3))
     assert abs(offloaded(*moments, two, "parallel.ranks_per_node=1") - 7 / 10 * alone) < 3
-    # Weights and gradients of the layers are cut too; the model is exported from a copy.
+    # Weights and gradients of the layers are sharded too; the model is exported from a copy.
     weights = offloaded(*moments, two, "parallel.zero=3", "trainer.offload_parameters=nvme") - alone
     assert 2.8 / 5 * alone < weights < 3 / 5 * alone
     # The first of two stages has half the layers of two passes, the second of one.

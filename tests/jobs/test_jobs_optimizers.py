@@ -1,4 +1,5 @@
-"""``tandem train`` with Muon and 8-bit AdamW on ranks: the run of one process, the same bits after a death, and on with other ranks."""
+"""``tandem train`` with Muon and 8-bit AdamW on several ranks: the results of one process, the same bits after a death, and resumes on
+other ranks."""
 
 import math
 from pathlib import Path
@@ -33,7 +34,7 @@ def write_optimizer_recipe(folder: Path, data: Path, optimizer: str, **create: A
 
 
 def alone(folder: Path, data: Path, optimizer: str, **create: Any) -> Path:
-    """The run in one process, this one."""
+    """Runs it in this process."""
     before = torch.get_num_threads()
     train(load_config(write_optimizer_recipe(folder, data, optimizer, **create)))
     torch.set_num_threads(before)
@@ -72,7 +73,7 @@ def test_muon_on_tensor_ranks_has_the_curve_of_one_process(data: Path, tmp_path:
 def test_every_mesh_has_the_curve_of_one_process(optimizer: str, mesh: tuple[str, ...], create: Any, data: Path, tmp_path: Path) -> None:
     one = alone(tmp_path / "one", data, optimizer, **create)
     command("train", str(write_optimizer_recipe(tmp_path / "ranks", data, optimizer, **create)), *mesh)
-    # A code is another where the last bit of a moment is.
+    # A code differs if the last bit of its moment does.
     check_curve(tmp_path / "ranks", one, 2e-5 if optimizer == "muon" else 1e-4)
 
 
@@ -87,5 +88,5 @@ def test_killed_rank_leaves_the_same_bits_and_one_process_goes_on_from_four(opti
     is_coded = any("_codes/" in name and "@tensor-1-of-2" in name for name in tensors_of(whole / "run/checkpoints/step-6"))
     assert is_coded == (optimizer == "adamw8bit")
     command("resume", str(cut / "run"), "--parallel.data=1", "--parallel.tensor=1", "--parallel.zero=0")
-    # Under another cut, moments in 8 bits are coded again.
+    # 8-bit moments of differently sharded matrices are encoded again.
     check_curve(cut, whole, 2e-5 if optimizer == "muon" else 2e-3)

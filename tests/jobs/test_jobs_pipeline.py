@@ -1,4 +1,4 @@
-"""``tandem train`` on the stages of a pipeline: the run of one process, a traced step in the published order, and its picture."""
+"""``tandem train`` on the stages of a pipeline: the results of one process, a traced step in the published order, and its picture."""
 
 import json
 import subprocess
@@ -111,7 +111,7 @@ def test_a_pipeline_goes_on_from_its_checkpoint_with_the_same_numbers(piped: Pat
 
 
 def names_of(spans: list[Span], rank: int) -> list[str]:
-    """What a rank did, runs of the same as one; transfers and the waits for collectives left out."""
+    """Returns the operations of a rank without transfers and waits for collectives; consecutive equal ones count once."""
     found = [span.name for span in spans if span.rank == rank and not span.category and not span.name.startswith(("send", "receive"))]
     return [name for name, _ in groupby(found)]
 
@@ -121,7 +121,7 @@ def test_a_traced_step_shows_the_published_sequence(piped: Path) -> None:
     count = 1 + max(span.arguments["micro_batch"] for span in spans if span.name == "forward")
     assert count == 4
     pair = ["forward", "backward"]
-    # 1F1B of two ranks: the first one runs a forward ahead.
+    # 1F1B on two ranks: the first one is one forward pass ahead.
     for rank, turns in ((0, count - 1), (1, count)):
         assert names_of(spans, rank) == ["shard the batch", *pair * turns, "reduce", "clip", "optimizer", "checkpoint write"]
     passes = [[(s.name[0], s.arguments["micro_batch"]) for s in spans if s.rank == rank and s.name in pair] for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""Pretraining: the curve is that of a plain loop over transformers' model, and a run that died goes on to the same bits."""
+"""Pretraining: the curve is that of a plain loop over transformers' model, and a run that died continues with the same bits."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.sa
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two datasets and held-out data, made of standard library sources, with a tokenizer learned from them."""
+    """Two datasets and held-out data from sources of the standard library, with a tokenizer trained on them."""
     folder = tmp_path_factory.mktemp("data")
     library = Path(json.__file__).parent.parent
     (folder / "text").mkdir()
@@ -99,7 +99,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sequences_of(data: Path, count: int, seed: int) -> list[list[list[int]]]:
-    """The pieces of the first ``count`` sequences, from the datasets and the mixture alone."""
+    """Returns the pieces of the first ``count`` sequences, from the datasets and the mixture alone."""
     streams = []
     for name in ("json", "email"):
         files = ShardFiles(open_storage(str(data / name)))
@@ -110,7 +110,7 @@ def sequences_of(data: Path, count: int, seed: int) -> list[list[list[int]]]:
 
 
 def plain_losses(folder: Path, data: Path, steps: int) -> list[float]:
-    """A plain loop: transformers' model, torch's AdamW, each document on its own, the mean over the step's predictions."""
+    """A plain loop: transformers' model, torch's AdamW, each document separately, the mean over the step's predictions."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder / "run" / "models" / "initial", dtype=torch.float32, attn_implementation="eager")
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -171,7 +171,7 @@ def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data:
 
 
 def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the_same_bits(data: Path, tmp_path: Path) -> None:
-    # Enough steps that both signals arrive before the last one on a busy machine too.
+    # Enough steps for both signals to arrive before the last one on a busy machine.
     steps, target, whole = 40, tmp_path / "uploads", tmp_path / "undisturbed"
     whole.mkdir()
     assert finish(begin(whole, recipe(data, checkpoint={"every_steps": 100}, run={"max_steps": steps})))[0] == 0

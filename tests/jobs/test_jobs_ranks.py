@@ -1,5 +1,5 @@
-"""Pretraining on several ranks with the real command: the curve of one process, exact resumes on other numbers of ranks, and ranks that
-die or hang."""
+"""Pretraining on several ranks with the real command: the curve of one process, exact resumes on other numbers of ranks, dead and hung
+ranks."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def write_ranks_recipe(folder: Path, data: Path) -> None:
 
 
 def run(folder: Path, data: Path, *arguments: str, status: int = 0) -> str:
-    """Train in ``folder``/run; what the command printed."""
+    """Trains in ``folder``/run; returns the output."""
     write_ranks_recipe(folder, data)
     return command("train", "recipe.yaml", "--machine.threads=1", *arguments, status=status, folder=folder)
 
@@ -76,7 +76,7 @@ def two(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_heads(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, and a model that two tensor-parallel ranks can share."""
+    """A run of one process, with a model that two tensor-parallel ranks can shard."""
     folder = tmp_path_factory.mktemp("two_heads")
     run(folder, data, TWO_HEADS)
     return folder
@@ -94,7 +94,7 @@ def test_two_ranks_have_the_curve_of_one_process_and_count_what_they_send(two: P
     assert is_curve_of(two, one)
     sent = [json.loads(line) for line in (two / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     numbers = sum(math.prod(shape) for shape in shapes_in(two / "run" / "model" / "model.safetensors"))
-    # A reduce-scatter and an all-gather of every gradient send half of it each; the rest is padding, counts, the loss and the norm.
+    # A reduce-scatter and an all-gather of every gradient each send half of it; the rest is padding, counts, the loss and the norm.
     assert 4 * numbers < sent["comm/sent_bytes"] < 1.1 * 4 * numbers
     assert sent["comm/wait_s"] > 0 and sent["comm/collectives"] >= 8
 
@@ -165,7 +165,7 @@ def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int,
     (tmp_path / "killed").mkdir()
     mesh = ("--parallel.data=2", f"--parallel.zero={zero}", *(() if kind == "step" else ("--checkpoint.every_steps=1", SYNCHRONOUS)))
     run(tmp_path / "undisturbed", data, *mesh)
-    # No two in one step: a rank that is lost twice in a step is given up.
+    # Not two in one step: a rank that is lost twice in a step is removed.
     if kind == "step":
         phases = ("load:0", "checkpoint:5", "train:6", "forward:7", "backward:8", "reduce:9", "optimizer:11", f"{'export' if zero else 'evaluate'}:{STEPS}")
         places = [*(f"before:{phase}" for phase in phases), "after:train:4", "after:checkpoint:10"]

@@ -1,5 +1,5 @@
-"""``tandem replay`` of pretraining: a recorded step has its bits again on the mesh that it was taken on, and a step that was left out says where it
-stops being finite."""
+"""``tandem replay`` of pretraining: a recorded step is reproduced bit for bit on its mesh, and the replay of a skipped step locates the
+first non-finite value."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def begin(data: Path, directory: Path, *overrides: str) -> Path:
 
 
 def replay(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> tuple[int, str]:
-    """The exit status and everything that was printed."""
+    """Returns the exit status and the output."""
     capsys.readouterr()
     status = main(["replay", str(run), *arguments])
     said = capsys.readouterr()
@@ -49,7 +49,7 @@ def files_of(run: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps of which the checkpoints of steps 4 and 6 are left."""
+    """A run of 6 steps with the checkpoints of steps 4 and 6."""
     torch.set_num_threads(1)
     return begin(data, tmp_path_factory.mktemp("finished"))
 
@@ -65,7 +65,7 @@ def test_recorded_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(finished
 
 
 def changed(finished: Path, folder: Path, step: int, name: str, change: Any) -> Path:
-    """A copy of the run whose row of ``step`` says something else."""
+    """Copies the run and changes its row of ``step``."""
     run = folder / "run"
     shutil.copytree(finished, run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -109,7 +109,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(finished: Path, tmp_path
 
 @pytest.fixture(scope="module")
 def diverged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that ended after two steps that were left out: 1, which has a row, and 2, which has none."""
+    """A run that ended after two skipped steps: 1, which has a row, and 2, which has none."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("diverged")
     with pytest.raises(RunError):

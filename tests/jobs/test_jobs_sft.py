@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: the curve is that of a plain loop over transformers' model with labels of -100 on what is asked, the model
-answers what it was taught, and a run that died or is divided between ranks has the same numbers."""
+"""Supervised fine-tuning: the curve is that of a plain loop over transformers' model with labels of -100 on prompts, the model learns the
+answers, and a run that died or is divided between ranks has the same results."""
 
 import json
 import math
@@ -51,7 +51,7 @@ HELD_OUT = [{"prompt": "9+9=", "completion": "18"}, {"prompt": "7+1=", "completi
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with a chat template, two datasets of examples and a held-out one, and one of plain text."""
+    """A Hugging Face folder with a chat template, two datasets of examples, a held-out one, and one of plain text."""
     folder = tmp_path_factory.mktemp("data")
     special = ["<eos>", "<u>", "<a>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
@@ -120,7 +120,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def labelled(data: Path, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of an example and its labels, by transformers alone."""
+    """Returns the tokens of an example and its labels, by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
     if "messages" in row:
         found = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
@@ -132,7 +132,7 @@ def labelled(data: Path, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def batches(data: Path, steps: int) -> list[list[dict[str, Any]]]:
-    """The examples of each step as their lines say, in the order that datasets and mixture give."""
+    """Returns the examples of each step, read from their lines, in the order of datasets and mixture."""
     streams = []
     for name in ("pairs", "chats"):
         dataset = read_dataset(open_storage(str(data / name)))
@@ -146,7 +146,7 @@ def batches(data: Path, steps: int) -> list[list[dict[str, Any]]]:
 
 
 def summed(model: Any, data: Path, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """The cross entropy of an example's learned tokens, and their number."""
+    """Returns the cross entropy of an example's learned tokens, and their number."""
     tokens, labels = labelled(data, row)
     loss = torch.nn.functional.cross_entropy(model(tokens).logits[0, :-1], labels[1:], ignore_index=IGNORED, reduction="sum")
     return loss, int((labels[1:] != IGNORED).sum())

@@ -1,4 +1,4 @@
-"""``tandem train`` on ranks that share the matrices, the tokens or the experts of a model: the run of one process."""
+"""``tandem train`` on ranks that divide the matrices, the tokens or the experts of a model: the results of one process."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: Any) -> str:
-    """Train in ``folder``/run; what the command printed."""
+    """Trains in ``folder``/run; returns the output."""
     recipe = write_recipe(
         folder, data, create={"num_attention_heads": 4, "num_key_value_heads": 2, **create},
         data={"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "global_batch_size": 6},
@@ -66,7 +66,7 @@ def test_residual_stream_is_divided_where_the_recipe_says_so_with_the_same_curve
         run(tmp_path / value, data, "--parallel.tensor=2", f"--parallel.sequence_parallel={value}")
         check_same_run(tmp_path / value, one)
         collectives.append(rows(tmp_path / value / "run", every_key=True)[1]["comm/collectives"])
-    # A sum of this size is one exchange where all ranks need all of it, and a reduce-scatter and an all-gather where they share its rows.
+    # A sum of this size is one exchange if all ranks need the result, and a reduce-scatter and an all-gather if they divide its rows.
     assert collectives[0] > collectives[1]
 
 

@@ -1,7 +1,7 @@
-"""Compile every Triton program, as the launches ask for it, to the machine code of a GPU that is not there: ``python compile_for_gpu.py``.
+"""Compiles every Triton program, with the arguments of its launch, to the machine code of a Hopper GPU: ``python compile_for_gpu.py``.
 
-Needs no device and launches nothing. Prints a JSON line for each compiled program: its name, bytes of shared memory, and the matrix
-instructions in its PTX."""
+It needs no device and launches nothing. Prints a JSON line for each compiled program: its name, bytes of shared memory, and the number of
+matrix instructions in its PTX."""
 
 import json
 import re
@@ -24,7 +24,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Absent:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compilation uses."""
 
     def get_current_target(self) -> GPUTarget:
         return HOPPER
@@ -36,11 +36,11 @@ class Absent:
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"compiling asked for the driver's {name}")
+        raise RuntimeError(f"compilation used the driver's {name}")
 
 
 class Always:
-    """A choice of one tile."""
+    """A tile chooser that always returns one tile."""
 
     def __init__(self, tile: LinearTile) -> None:
         self.tile = tile
@@ -53,12 +53,12 @@ class Always:
 
 
 CURRENT = [""]
-"""The dtype that is compiled for."""
+"""The name of the dtype that is being compiled."""
 
 
 def main() -> None:
     triton.runtime.driver.set_active(Absent())
-    # The launches take tensors of a device, whose addresses only matter by their alignment.
+    # Launches expect tensors on a device, of which compilation only uses the alignment of the address.
     launch.IS_INTERPRETED = False
     launch.check = lambda name, x, *shape: None  # type: ignore[assignment]
     for module in (m for name, m in sys.modules.items() if name.startswith("tandem.kernels.triton.") and "programs" not in name):

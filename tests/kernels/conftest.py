@@ -1,4 +1,4 @@
-"""Both sets of kernels, one thread."""
+"""Both sets of CPU kernels, on one thread."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What computes an LM head by chunks, by name, for tests and for the processes that they measure."""
+"""The chunked implementations of the LM head by name, for tests and for the processes that they measure."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ class OneRank:
 
 
 class VocabularyRanks:
-    """``vocabulary_logprobs`` where one rank holds all ids, as ``Kernels.token_logprobs``."""
+    """``Kernels.token_logprobs`` by ``vocabulary_logprobs``, with all token ids on one rank."""
 
     def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Any:
         parallel: Any = SimpleNamespace(tensor=OneRank(), shard_spec=SimpleNamespace(deterministic=False))

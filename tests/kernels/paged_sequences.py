@@ -1,4 +1,4 @@
-"""Sequences as an engine feeds them, and attention by its definition."""
+"""Sequences fed in chunks over a paged cache, as by an engine, and attention by its definition."""
 
 import math
 
@@ -15,7 +15,7 @@ def bounds_of(lengths: list[int]) -> Tensor:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention by its definition in float64."""
+    """Returns causal attention by its definition, in float64."""
     parts = []
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         group = q.shape[1] // k.shape[1]
@@ -33,7 +33,7 @@ def make(lengths: list[int], size: int, heads: int, kv_heads: int) -> tuple[Tens
 
 
 class Paged:
-    """Sequences in a cache of shuffled blocks whose unused slots are NaN, fed in chunks."""
+    """Feeds sequences in chunks to a cache with shuffled blocks. Unused slots are NaN."""
 
     def __init__(self, kernels: Kernels, lengths: list[int], size: int, kv_heads: int) -> None:
         self.kernels, self.lengths, self.bounds = kernels, lengths, bounds_of(lengths).tolist()

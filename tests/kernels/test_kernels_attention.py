@@ -1,4 +1,4 @@
-"""Attention: right against float64, and the same bits packed and paged, in any chunks, blocks and company."""
+"""Attention: correct against float64, with the same bits packed and paged, in any chunks, blocks and batch."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_paged_attention_has_the_bits_of_packed_in_any_chunks_and_batch(
     paged, out = Paged(kernels, LENGTHS, size, kv_heads), torch.full_like(qkv[0], math.nan)
     step = 0
     while any(paged.left(s) for s in range(len(LENGTHS))):
-        # Sequences come and go, so that every step has another mix.
+        # Sequences join and leave, so that every step has another batch.
         chosen = [s for s in range(len(LENGTHS)) if paged.left(s) and (s + step) % 3 != 0]
         chunks = {s: min(sizes[(s + step) % len(sizes)], paged.left(s)) for s in chosen}
         if chunks:

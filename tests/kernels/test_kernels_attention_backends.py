@@ -1,4 +1,4 @@
-"""Attention of other packages: used where asked for, refused where it would change bits."""
+"""Attention of other packages: used if selected, refused if it changes bits."""
 
 import sys
 import types
@@ -25,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, window_size: tuple[int, int], softmax_scale: float, **_: Any) -> Tensor:
-    """torch's own, sequence by sequence: right, and with bits that depend on the length."""
+    """torch's attention, sequence by sequence: correct, but its bits depend on the length."""
     parts = []
     for start, end in zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False):
         distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)

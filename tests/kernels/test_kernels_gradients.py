@@ -1,4 +1,4 @@
-"""Values and gradients of every kernel against its definition in float64, written with torch's own operations."""
+"""Values and gradients of every kernel against its definition in float64, written with torch operations."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def distance(ours: Tensor, exact: Tensor) -> float:
 
 
 def check(ours: Callable[..., Outputs], exact: Callable[..., Outputs], *inputs: Tensor) -> None:
-    """Both forward values and the gradients of a random weighting of them agree to 1e-5, norm-relative."""
+    """Asserts that forward values, and the gradients of a random weighting of them, agree within 1e-5 of their norm."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     wide = [x.double().requires_grad_() for x in inputs]
     outputs, truths = ours(*leaves), exact(*wide)
@@ -65,7 +65,7 @@ def test_route(kernels: Kernels, experts: int, each: int, normalised: bool) -> N
 
     logits = torch.randn(40, experts)
     if each == 1 and normalised:
-        # Its only gate is 1, whatever the logits are.
+        # Its only gate is 1 for any logits.
         gates = kernels.route(logits.requires_grad_(), each, True).gates
         assert torch.equal(gates, torch.ones_like(gates))
         assert torch.autograd.grad(gates.sum(), logits)[0].abs().max() < 1e-6

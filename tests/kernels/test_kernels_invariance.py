@@ -1,4 +1,4 @@
-"""The law of the room: the bits of a row do not depend on the rows beside it, on chunks or on threads."""
+"""The invariance law of ``kernels.api``: the bits of a row do not depend on other rows, on chunks or on threads."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SHAPES = [(512, 128), (99, 128), (320, 513), (33, 30), (1, 64), (80, 1100)]
 
 
 def counts_that_differ(op: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
-    """The numbers of rows at which ``op`` gives a row other bits than in the whole of ``x``."""
+    """Returns the numbers of rows with which ``op`` gives a row other bits than with all of ``x``."""
     whole = op(x)
     wrong = []
     for count in COUNTS:
@@ -154,7 +154,7 @@ def test_scaled_logprobs_are_those_of_unfiltered_sampling(cpu_kernels: Kernels) 
 
 
 def everything(kernels: Kernels, x: Tensor) -> list[Tensor]:
-    """Values and gradients of one pass through every differentiable kernel, large enough to wake a second thread."""
+    """Returns values and gradients of a pass through every differentiable kernel, large enough for a second thread."""
     generator = torch.Generator().manual_seed(1)
     width, size = x.shape[1], 32
 

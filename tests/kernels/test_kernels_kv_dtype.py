@@ -1,4 +1,4 @@
-"""A cache of 8 or 16 bits: what it gives back, and the same bits from both sets of kernels, packed and paged."""
+"""A cache of 8 or 16 bits: the values it returns, and the same bits from both sets of kernels, packed and paged."""
 
 import math
 
@@ -15,7 +15,7 @@ SCALED: list[KVCacheDtype] = ["int8", "fp8_e4m3"]
 
 
 def heads_of_all_sizes(size: int) -> Tensor:
-    """[T, 2, D] with magnitudes from subnormal to nearly the largest fp32, zeros among them."""
+    """Returns [T, 2, D] with magnitudes from subnormal to nearly the largest fp32, including zeros."""
     powers = torch.arange(-149, 128).repeat_interleave(4)
     x = torch.randn(len(powers), 2, size) * torch.exp2(powers.clamp(max=120).double()).float().view(-1, 1, 1)
     x[::7, 0, ::3] = 0.0
@@ -63,7 +63,7 @@ def test_the_gradient_of_rounding_goes_straight_through(kernels: Kernels, name: 
 
 
 def cache_of(paged: Paged, name: KVCacheDtype, size: int, kv_heads: int) -> KVLayer:
-    """A cache of the same blocks whose unused slots hold NaN, or codes under NaN scales."""
+    """Returns a cache of the same blocks whose unused slots hold NaN, or codes with NaN scales."""
     blocks = len(paged.cache.keys)
     layer = empty_cache((blocks, kv_heads, size), 1, stored_dtype(name, torch.float32), torch.device("cpu"))[0]
     for tensor in layer.tensors():

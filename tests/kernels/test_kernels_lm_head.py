@@ -1,4 +1,4 @@
-"""The LM head by chunks: the bits of all logits at once, whatever the chunks are, and the memory of a chunk."""
+"""The chunked LM head: the bits of the unchunked computation for any chunks, and the memory of a chunk."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def outputs_and_gradients(
 
 @pytest.fixture(autouse=True)
 def quiet_numpy() -> Iterator[None]:
-    # In the interpreter rows beyond the last one are computed from nothing and never stored.
+    # In the interpreter rows beyond the last one are computed from undefined values and never stored.
     with np.errstate(all="ignore"):
         yield
 
@@ -182,10 +182,10 @@ print(json.dumps(found))
 
 
 def peak_bytes(*cases: tuple[str, str, int, int, int]) -> list[int]:
-    """The resident peaks of (kernels, wanted, rows, vocabulary, hidden) in a fresh process, above what it held before: those of the head's
-    passes, with the gradients that they return."""
+    """Returns the peak resident memory of (kernels, wanted, rows, vocabulary, hidden) in a new process, above its initial memory: that of
+    the head's passes with the gradients that they return."""
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{textwrap.dedent(MEASURE)}"
-    # So that freed memory goes back at once.
+    # So that freed memory is returned immediately.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(cases)], capture_output=True, text=True, timeout=300, check=False, env=environment

@@ -1,4 +1,4 @@
-"""A kernel that finds no memory raises, and the process goes on."""
+"""A kernel that cannot allocate memory raises, and the process continues."""
 
 import os
 import subprocess
@@ -70,7 +70,7 @@ PROGRAM = """
 def test_a_kernel_without_memory_raises_and_leaves_a_working_process(what: str, headroom_mib: int, threads: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(threads), what, str(headroom_mib)], capture_output=True, text=True,
-        # So that freed memory goes back at once, every large block is asked of the system, and all threads share one heap.
+        # Every large block is allocated from the system and all threads share one heap, so that freed memory is returned immediately.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

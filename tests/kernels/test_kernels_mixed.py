@@ -27,7 +27,7 @@ def test_linear_is_the_product_of_rounded_operands_rounded_and_so_are_its_gradie
     a, b, g = (t.detach().to(dtype).double() for t in (x, weight, grad))
     ulp = torch.finfo(dtype).eps
     for found, wanted, is_rounded in ((out, a @ b.T, True), (x.grad, g @ b, True), (weight.grad, g.T @ a, False)):
-        # Half a unit of the 16-bit format, and what an fp32 sum of 300 products may lose.
+        # Half a unit of the 16-bit format, and the error of an fp32 sum of 300 products.
         magnitude = wanted.abs() * (ulp / 2 if is_rounded else 0) + 1e-5 * wanted.abs().max()
         assert bool(((found.double() - wanted).abs() <= magnitude).all())
         assert torch.equal(found, found.to(dtype).float()) == is_rounded
@@ -57,7 +57,7 @@ def test_fp8_linear_has_e4m3_operands_and_an_e5m2_gradient():
     assert (out.double() - a @ b.T).norm() < 2**-8 * out.norm()
     assert (weight.grad.double() - g.T @ a).norm() < 1e-6 * weight.grad.norm()
     assert (x.grad.double() - g @ b).norm() < 1e-6 * x.grad.norm()
-    # Against whole operands: the relative error of a product of two numbers with 3 bits.
+    # Against unrounded operands: the relative error of a product of two numbers with 3 bits.
     exact = x.detach().double() @ weight.detach().double().T
     assert 0.01 < (out.double() - exact).norm() / exact.norm() < 0.05
 

@@ -1,4 +1,4 @@
-"""Quantised products: exact in integers, those of the decoded weight otherwise, and under the law of the room."""
+"""Quantized products: exact in integers, otherwise those of the decoded weight, and batch-invariant."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def test_an_fp8_product_is_that_of_the_rounded_numbers(kernels: Kernels, kind: s
 
 
 def test_the_cpu_kernels_round_to_fp8_as_torch_does(cpu_kernels: Kernels) -> None:
-    """Every e4m3 value, every midpoint between two and its neighbours, under an identity weight."""
+    """Every e4m3 value, every midpoint between two values, and its neighbours, with an identity weight."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:127]
     middles = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, middles, middles.nextafter(torch.tensor(1e9)), middles.nextafter(torch.tensor(0.0))])

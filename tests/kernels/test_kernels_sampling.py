@@ -22,7 +22,7 @@ def draw(
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The log-probabilities of one row [V] in float64, one rule after the other."""
+    """Returns the log-probabilities of one row [V] in float64, applying one rule after the other."""
     scaled = logits.double() / temperature
     scaled[scaled.softmax(0) < min_p * scaled.softmax(0).max()] = -math.inf
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i].item(), i))

@@ -1,4 +1,4 @@
-"""The Triton kernels in the interpreter: right against float64, and the same bits for a row whatever stands beside it."""
+"""The Triton kernels in the interpreter: correct against float64, with the same bits for a row in any batch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ KERNELS = interpreted()
 
 @pytest.fixture(autouse=True)
 def quiet_numpy() -> Iterator[None]:
-    # Rows beyond the last one are computed from nothing and never stored.
+    # Rows beyond the last one are computed from undefined values and never stored.
     with np.errstate(all="ignore"):
         yield
 
@@ -33,7 +33,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def rows_that_differ(op: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...] = (1, 7, 33)) -> list[int]:
-    """The numbers of rows at which ``op`` gives a row other bits than in the whole of ``x``."""
+    """Returns the numbers of rows with which ``op`` gives a row other bits than with all of ``x``."""
     whole = op(x)
     starts = {count: count * 5 % (len(x) - count + 1) for count in counts}
     return [count for count, at in starts.items() if not torch.equal(op(x[at : at + count].clone()), whole[at : at + count])]
@@ -142,7 +142,7 @@ def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a
     shares = [torch.randn(shape) for shape in ((rows, width), (rows, width), (rows, width // 2), (rows, 3, 16), (rows, 1, 16), (rows, 1, 16))]
     found = []
     for kernels, dtypes in ((KERNELS, (narrow, torch.float32)), (TRUTH, (torch.float64, torch.float64))):
-        # In 16 bits truth begins from the same rounded numbers.
+        # In 16 bits the reference starts from the same rounded numbers.
         a, b, c, d = (
             value.to(narrow if kind == 0 else torch.float32).to(dtypes[kind], copy=True).requires_grad_()
             for value, kind in ((x, 0), (residual, 1), (weight, 1), (qkv, 0))
@@ -195,7 +195,7 @@ def test_attention_is_attention_and_decoding_chunks_and_whole_prompts_have_the_s
     assert error(whole, expected) < 1e-6
     for splits in (True, False):
         paged, out = Paged(interpreted(splits), LENGTHS, size, kv_heads), torch.full_like(qkv[0], math.nan)
-        # 64 is where the second split begins. The last steps are of one token for each sequence.
+        # The second split begins at 64. The last steps have one token per sequence.
         for chunks in ({1: 9, 2: 63}, {0: 1, 2: 1, 1: 1}, {1: 1, 2: 34}, {1: 1, 2: 1}, {2: 1}):
             paged.step(chunks, qkv, size**-0.5, window, out)
         assert torch.equal(out, whole), splits
@@ -296,7 +296,7 @@ def test_sampling_draws_what_the_reference_draws_in_float64() -> None:
     rows = len(SETTINGS)
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*SETTINGS.values(), strict=True))
     logits, uniform = torch.randn(rows, 300) * 2, torch.rand(rows, dtype=torch.float64)
-    # Equals at every border, and tokens that a rule has banned.
+    # Ties at every boundary, and banned tokens.
     logits = (logits * 2).round() / 2
     logits[:, 11] = -math.inf
     found = KERNELS.sample_rows(logits, temperature, top_k, top_p, min_p, uniform)

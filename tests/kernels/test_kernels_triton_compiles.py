@@ -1,4 +1,4 @@
-"""Every Triton program becomes machine code of a Hopper GPU, without one."""
+"""Every Triton program compiles to machine code of a Hopper GPU, on a machine without one."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_every_program_compiles_for_hopper_and_all_tiles_of_16_bits_use_one_kind
              "attention_queries", "attention_keys", "rms_norm_backward", "silu_mul_backward", "rope_backward"}  # fmt: skip
     assert {program["program"] for program in found} == names
     assert all(program["cubin"] > 0 for program in found)
-    # What one multiprocessor has.
+    # The shared memory of one multiprocessor.
     assert all(program["shared"] <= 227 * 1024 for program in found)
     products = [p for p in found if p["dtype"] == "bfloat16" and p["program"] in ("linear", "grouped_linear", "attention")]
     assert len(products) == 12

@@ -1,4 +1,4 @@
-"""Tandem's Triton kernels in Triton's interpreter, which numpy computes on the CPU."""
+"""Tandem's Triton kernels in Triton's interpreter, which computes with numpy on the CPU."""
 
 import os
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 
 def interpreted(splits: bool | None = None, deterministic: bool = True) -> "TritonKernels":
-    """A set of kernels of its own."""
+    """Returns a new set of kernels."""
     from tandem.kernels.triton.kernels import TritonKernels
 
     return TritonKernels(deterministic=deterministic, splits=splits)

@@ -1,4 +1,4 @@
-"""Boxes: parts of tensors against torch's own indexing."""
+"""Shard offsets: parts of tensors against torch's indexing."""
 
 import random
 

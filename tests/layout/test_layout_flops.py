@@ -1,4 +1,4 @@
-"""Model FLOPs against a count by hand and against torch's own counter over transformers' model."""
+"""Model FLOPs against a calculation by hand and against torch's counter over transformers' model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How the logits are cut, against brute force, and the bytes of that, worked by hand."""
+"""The chunks of logits against brute force, and their bytes against a calculation by hand."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_chunks_are_whole_tiles_of_rows(rows: int, vocabulary: int, logits: int)
 
 
 def test_bytes_of_logits_worked_by_hand() -> None:
-    # Few are kept, beside a gradient of 2048 x 2048; many are there 128 rows at a time, and a head of up to 64 MiB is packed beside them.
+    # Small logits are kept, beside a gradient of 2048 x 2048; large ones exist 128 rows at a time, beside a packed head of up to 64 MiB.
     assert lm_head.logits_bytes(4096, 4096, 64) == 4 * 4096 * 4096 + 16 * MIB
     assert lm_head.logits_bytes(100, 50, 8) == 2 * 4 * 100 * 50
     assert lm_head.logits_bytes(32_768, 151_936, 1024) == 4 * 128 * 151_936

@@ -1,4 +1,5 @@
-"""Pipeline schedules: the published orders, no deadlock, the published stash and bubble; and splits of layers by cost."""
+"""Pipeline schedules: the published orders, no deadlock, the published number of micro-batches in flight and bubble; splits of layers by
+cost."""
 
 import itertools
 from collections import Counter
@@ -74,14 +75,14 @@ def test_every_operation_stands_once_on_its_rank_and_behind_what_it_needs(name: 
             if kind.startswith("send"):
                 made = "forward" if kind == "send_activation" else "backward"
                 assert at[made, stage, m] < at[kind, stage, m]
-        # Gradients are then summed in the order of the micro-batches.
+        # Gradients are therefore summed in the order of the micro-batches.
         for stage in {o.stage for o in operations}:
             assert [o.micro_batch for o in operations if o.kind == "backward" and o.stage == stage] == list(range(shape.micro_batches))
 
 
 @pytest.mark.parametrize(("name", "shape"), EVERY)
 def test_sends_that_wait_for_their_receive_do_not_deadlock(name: str, shape: PipelineShape) -> None:
-    """A transfer happens when both ranks have come to it, and to nothing behind it before."""
+    """Simulates ranks in which a transfer happens when both ranks have reached it, and nothing after it happens before."""
     lists = [list(operations) for operations in schedule(name, shape)]  # type: ignore[arg-type]
     tags = {(shape.tag(o), o.kind) for operations in lists for o in operations if o.peer >= 0}
     assert len(tags) == sum(o.peer >= 0 for operations in lists for o in operations)

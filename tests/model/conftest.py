@@ -1,4 +1,4 @@
-"""Random models of transformers, and an engine's flat batches over a cache with shuffled blocks."""
+"""Random transformers models, and the forward passes of trainer and engine, the latter over a cache with shuffled blocks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,8 +32,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.fixture(scope="session")
 def peer_model() -> Callable[..., Any]:
-    """``peer_model(model_type, seed=0, **config)``: a transformers model in which no parameter is at a special
-    value."""
+    """``peer_model(model_type, seed=0, **config)`` returns a transformers model in which no parameter has a special value."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -58,7 +57,7 @@ def peer_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def packed_logits() -> Callable[..., list[Tensor]]:
-    """The trainer's path: all sequences in one packed forward, as one [L, V] a sequence."""
+    """Runs all sequences in one packed forward pass, as the trainer does; returns logits [L, V] for each sequence."""
 
     def run(decoder: Decoder, sequences: Sequence[Tensor]) -> list[Tensor]:
         lengths = [len(s) for s in sequences]
@@ -72,8 +71,8 @@ def packed_logits() -> Callable[..., list[Tensor]]:
 
 @pytest.fixture(scope="session")
 def paged_logits() -> Callable[..., list[Tensor]]:
-    """The engine's path: each step takes ``(sequence, how many of its next tokens)``; blocks are dealt at random.
-    ``wanted``: of every step only a random part of the rows, sometimes none, is asked for; the others are NaN."""
+    """Runs sequences over a paged cache, as the engine does: a step is a list of ``(sequence, number of its next tokens)``; blocks are assigned at
+    random. ``wanted``: each step computes the logits of a random subset of the rows, possibly empty; the others are NaN."""
 
     def run(
         decoder: Decoder, sequences: Sequence[Tensor], steps: Sequence[Step], seed: int = 0, wanted: bool = False
@@ -86,7 +85,7 @@ def paged_logits() -> Callable[..., list[Tensor]]:
         stored = stored_dtype(decoder.kv_cache_dtype, dtype)
         caches = empty_cache((count, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, stored, device)
         for cache in caches:
-            # What stands in a block before it is written must not matter.
+            # The content of a block before it is written must not matter.
             for tensor in cache.tensors():
                 tensor.fill_(7.0)
         done, parts = [0] * len(sequences), [[] for _ in sequences]

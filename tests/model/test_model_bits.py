@@ -1,7 +1,5 @@
-"""The gate: decode == chunked prefill == full prefill == the trainer's forward under grad, bit for bit, in any mix.
-
-The same check must fail for a sum in another order and for a stale weight: a check that cannot fail proves nothing.
-"""
+"""Decoding, chunked prefill, full prefill and the trainer's forward pass under grad have the same bits, in any batch. The check must fail
+for a sum in another order and for a stale weight, which shows that it can fail."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -45,7 +43,7 @@ def sequences_for(shapes: ModelShapes) -> list[Tensor]:
 
 
 def schedules() -> dict[str, Steps]:
-    """How an engine may come to the same tokens, as ``(sequence, tokens)`` a step."""
+    """Yields the ways in which an engine may compute the same tokens, as ``(sequence, tokens)`` for each step."""
     everyone = range(len(LENGTHS))
     draw = random.Random(3)
     mixed: Steps = []
@@ -65,7 +63,7 @@ def schedules() -> dict[str, Steps]:
 
 
 def decoder_for(shapes: ModelShapes, kernels: Kernels) -> Decoder:
-    """Random weights with no parameter at a special value; matrices large enough for distinct logits."""
+    """Random weights without special values; matrices large enough for distinct logits."""
     decoder = Decoder(shapes, kernels)
     initialise(decoder, 1)
     generator = torch.Generator().manual_seed(2)
@@ -86,7 +84,7 @@ Run = Callable[..., list[Tensor]]
 
 
 def disagreements(trained: Sequence[Tensor], runs: dict[str, Sequence[Tensor]]) -> list[str]:
-    """The runs in which some sequence's logits [L, V] are not the trainer's, bit for bit."""
+    """Returns the runs in which the logits [L, V] of a sequence differ from the trainer's in any bit."""
     return [
         name
         for name, logits in runs.items()
@@ -144,7 +142,7 @@ def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
     if kv_cache_dtype == "auto":
         assert distance < 2e-5
     else:
-        # The truth keeps its keys and values whole. Half a step of the format, relative to a head's largest number, is 2^-9, 2^-8
+        # The reference keeps keys and values unrounded. Half a step of the format, relative to a head's largest element, is 2^-9, 2^-8
         # and 2^-5; a few layers of such errors stay within a few times that.
         relative = ((torch.cat(trained).double() - truth).norm() / truth.norm()).item()
         print(f"{kv_cache_dtype}: {relative:.1e} of the logits' norm")
@@ -165,7 +163,7 @@ def test_a_row_has_its_bits_whichever_other_rows_are_wanted(architecture: str, k
 
 
 class ReorderedSum:
-    """The same kernels, but a lone row's products are summed from the last to the first."""
+    """The same kernels, except that the products of a single row are summed from last to first."""
 
     def __init__(self, inner: Kernels, reverse: bool) -> None:
         self.inner = inner
@@ -213,7 +211,7 @@ def test_the_check_sees_a_sum_in_another_order(
 def test_the_check_sees_a_stale_packed_weight(
     architecture: str, kernels: Kernels, packed_logits: Run, paged_logits: Run
 ) -> None:
-    """The head is tied to the embedding in one model; in both, only the packed copy of the head is old."""
+    """The head is tied to the embedding in one of two models; in both, only the packed copy of the head is stale."""
     shapes = SHAPES[architecture]
     sequences = sequences_for(shapes)
     trainer = decoder_for(shapes, kernels)

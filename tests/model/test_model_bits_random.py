@@ -1,4 +1,4 @@
-"""The gate of ``test_model_bits`` over shapes, lengths and schedules drawn at random."""
+"""The check of ``test_model_bits`` over random shapes, lengths and schedules."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""config.json: what is read, with which defaults, and what is refused in one line."""
+"""``config.json``: supported values, defaults, and one-line refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A family is one declaration: nothing else names it, and a new one is one module."""
+"""A family is one declaration: no other code names it, and a new family is one module."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ from tandem.types import UserError
 
 ROOT = Path(tandem.__file__).parent
 
-# Seed-OSS (ByteDance, 2025): biases of queries, keys and values without one of the output, each a key of its own.
+# Seed-OSS (ByteDance, 2025): biases of queries, keys and values but not of the output, each with its own key.
 SEED_OSS = """
 from tandem.model.family import ConfigFlag, Family
 
@@ -40,7 +40,7 @@ FAMILY = Family(
 
 @pytest.fixture
 def seed_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library with one module more in ``tandem.model.families``."""
+    """The library with an additional module in ``tandem.model.families``."""
     folder = tmp_path / "families"
     folder.mkdir()
     (folder / "seed_oss.py").write_text(SEED_OSS)
@@ -113,7 +113,7 @@ def test_a_model_that_no_family_has_is_refused_by_name(config: NewModelConfig, m
 
 
 def test_no_module_but_a_family_s_own_compares_with_its_name() -> None:
-    """Every comparison and membership test in ``tandem`` is searched for the name of a family."""
+    """Searches every comparison and membership test in ``tandem`` for the name of a family."""
     branches = []
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

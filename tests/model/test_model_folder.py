@@ -1,4 +1,4 @@
-"""Weights of a folder: strict, atomic, and every fault named."""
+"""Weights of a folder: strict and atomic, with every error reported."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_fused_rows_are_q_k_v_and_gate_up() -> None:
 
 
 def changed(tensors: dict, **changes) -> list:
-    """The items of ``tensors`` with some replaced (``None``: left out)."""
+    """Returns the items of ``tensors`` with some replaced (``None``: removed)."""
     names = {key: key.replace("__", ".") for key in changes}
     merged = {**tensors, **{names[key]: value for key, value in changes.items()}}
     return [(name, tensor) for name, tensor in merged.items() if tensor is not None]

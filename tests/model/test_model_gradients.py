@@ -18,12 +18,12 @@ CASES = {
 
 
 def exact_norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """The norm without the rounding to fp32 that transformers writes into it."""
+    """The norm without the rounding to fp32 in transformers."""
     return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
 
 
 def exact_router(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The router without the rounding to fp32 that transformers writes into it."""
+    """The router without the rounding to fp32 in transformers."""
     logits = torch.nn.functional.linear(hidden, module.weight)
     gates, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
     if getattr(module, "norm_topk_prob", True):
@@ -43,7 +43,7 @@ def test_gradients_in_float64_are_those_of_transformers(case, peer_model, tmp_pa
     peer.set_experts_implementation("eager")
     peer.save_pretrained(tmp_path / "weights")
     decoder = load_model(tmp_path / "weights", ReferenceKernels(), dtype=torch.float64)
-    # The peer gives its padding token, 0, no gradient.
+    # transformers gives the padding token, 0, no gradient.
     sequences = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
     theirs = sum(-peer(s.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, s[1:, None]).sum() for s in sequences)
@@ -60,7 +60,7 @@ def test_gradients_in_float64_are_those_of_transformers(case, peer_model, tmp_pa
         for parameter in [*decoder.parameters(), *peer.parameters()]:
             parameter.copy_(parameter.grad)
     gradients = dict(to_huggingface(decoder))
-    # As a folder, because the peer holds an expert's matrices under other names than it writes.
+    # Saved as a folder, because transformers names experts' matrices differently in memory.
     peer.save_pretrained(tmp_path / "gradients")
     found = dict(read_tensors(tmp_path / "gradients"))
     assert found.keys() == gradients.keys()

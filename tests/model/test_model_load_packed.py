@@ -1,4 +1,4 @@
-"""Weights that go straight to the packed layout, a layer at a time."""
+"""Weights that are loaded directly into the packed layout, one layer at a time."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def model(shapes: ModelShapes, seed: int = 0) -> Decoder:
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
-    """Of 20 tokens in one prefill over a cache."""
+    """Returns the logits of 20 tokens in one prefill over a cache."""
     shapes, tokens = decoder.shapes, torch.arange(20)
     caches = empty_cache((2, shapes.num_key_value_heads, shapes.head_dim), shapes.num_hidden_layers, torch.float32, torch.device("cpu"))
     starts, blocks = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)

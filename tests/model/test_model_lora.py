@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format against merged weights in transformers, and row by row against themselves alone."""
+"""Adapters in PEFT's format against merged weights in transformers, and a batch against single rows."""
 
 import json
 import math
@@ -29,7 +29,7 @@ ALL = tuple(SIZES)
 def write_adapter(
     folder: Path, modules: tuple[str, ...] = ALL, rank: int = 4, alpha: float = 8, seed: int = 0, layers: int = 2, **config: Any
 ) -> dict[str, torch.Tensor]:
-    """A folder as PEFT saves it, and what it adds to each matrix of the base model, in float64."""
+    """Writes an adapter in PEFT's format; returns its folder, and the change of each matrix of the base model in float64."""
     generator = torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,4 +1,4 @@
-"""Megatron-Core's layout against a reader of its own, written here from the published one, and round trips bit for bit."""
+"""Megatron-Core's layout against a reader written here from the published layout, and round trips bit for bit."""
 
 import json
 import shutil
@@ -48,12 +48,12 @@ def model(folder: Path, shapes: ModelShapes, dtype: torch.dtype = torch.float32)
 
 
 def files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every rank's file by its folder's name. The checkpoint is ours, so unpickling all of it harms nobody."""
+    """Returns every rank's file by the name of its folder. The checkpoint was written by Tandem, so unpickling is safe."""
     return {path.parent.name: torch.load(path, weights_only=False) for path in folder.glob("*/mp_rank_*/model_optim_rng.pt")}
 
 
 def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> dict[str, torch.Tensor]:
-    """The whole model out of a Megatron checkpoint of Transformer Engine's names, by the rules of NVIDIA's converters in plain steps."""
+    """Assembles the whole model from a Megatron checkpoint with Transformer Engine's names, by the rules of NVIDIA's converters."""
     found = {}
     groups, per_group, head = shapes.num_key_value_heads, shapes.num_attention_heads // shapes.num_key_value_heads, shapes.head_dim
     held = files(folder)
@@ -170,7 +170,7 @@ def test_local_spelling_and_args_alone_are_enough_and_any_cut_becomes_any_other(
     ],
 )  # fmt: skip
 def test_sliding_windows_of_megatron_count_the_tokens_before(given: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    """``TransformerConfig.window_size`` is (tokens to the left, tokens to the right) and leaves out the token itself."""
+    """``TransformerConfig.window_size`` is (tokens to the left, tokens to the right), without the token itself."""
     arguments = arguments_of(NORMED, MegatronMesh(), torch.float32, 0)
     assert shapes_of(Namespace(**{**vars(arguments), **given})).layer_windows == windows
 
@@ -194,7 +194,7 @@ def test_padding_of_the_vocabulary_and_a_tied_head_stand_where_megatron_wants_th
 
 
 def test_file_with_grouped_experts_extra_states_and_objects_of_megatron_is_read_and_nothing_of_it_is_run(tmp_path: Path) -> None:
-    """As Transformer Engine's grouped layers and Megatron's own args write it."""
+    """In the layout of Transformer Engine's grouped layers and Megatron's args."""
     import sys
     import types
 

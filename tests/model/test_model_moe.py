@@ -1,4 +1,4 @@
-"""The router and what is sent where: ties, order, balance, and folders that are no mixture."""
+"""Routing: ties, order, balance, and models that are not mixtures of experts."""
 
 import json
 import random
@@ -162,7 +162,7 @@ def test_random_mixtures_have_the_logits_of_transformers(seed: int, peer_model, 
             "decoder_sparse_step": draw.randint(1, 2), "mlp_only_layers": [i for i in range(layers) if draw.random() < 0.2],
         }  # fmt: skip
     peer = peer_model(model_type, seed, **config)
-    # Its grouped product asks for rows of whole 16 bytes.
+    # The grouped product requires rows of a multiple of 16 bytes.
     peer.set_experts_implementation("eager")
     peer.save_pretrained(tmp_path)
     decoder = load_model(tmp_path, select("auto"))

@@ -1,4 +1,4 @@
-"""A quantised folder's weights have digests too: they name what the engine holds, and change with it."""
+"""Digests of the weights of a quantized folder: they identify the engine's weights and change with them."""
 
 from pathlib import Path
 

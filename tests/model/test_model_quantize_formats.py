@@ -1,5 +1,5 @@
-"""Quantised checkpoints of other tools: packed here by the published formulas in plain loops, read by us, and compared with
-transformers on the weights that they stand for."""
+"""Quantized checkpoints of other tools, packed here with plain loops by the published formulas, loaded by Tandem and compared with
+transformers on the dequantized weights."""
 
 import json
 import math
@@ -24,7 +24,7 @@ Packed = tuple[dict[str, Tensor], Tensor]
 
 
 def words_of(codes: list[int], places: tuple[int, ...] = tuple(range(8))) -> list[int]:
-    """Eight codes a word; the code of column ``places[i]`` stands at bit 4 i."""
+    """Packs eight codes per word; the code of column ``places[i]`` is at bit 4 i."""
     words = []
     for start in range(0, len(codes), 8):
         word = 0
@@ -154,7 +154,7 @@ def rounding_hook(kind: str) -> Callable[[Any, tuple[Tensor]], tuple[Tensor]]:
 
 
 def write_folder(peer: Any, folder: Path, name: str) -> Path:
-    """The peer as a folder in the format ``name``; the peer's own weights become what the codes stand for."""
+    """Writes the transformers model in the format ``name``, and sets its own weights to the dequantized ones."""
     config, make, rounds = FORMATS[name]
     tensors = {key: value.detach().clone() for key, value in peer.state_dict().items()}
     with torch.no_grad():
@@ -165,7 +165,7 @@ def write_folder(peer: Any, folder: Path, name: str) -> Path:
                     continue
                 rows, columns = linear.weight.shape
                 at = f"model.layers.{index}.{module}"
-                # q, k and v share their inputs, and so the order of importance; gate's here differs from up's.
+                # q, k and v share their inputs, and so their order of importance; here gate's differs from up's.
                 shuffle = shuffles.setdefault(columns if "self_attn" in module else id(linear), torch.randperm(columns))
                 packed, dequantised = make(rows, columns, shuffle)
                 del tensors[f"{at}.weight"]
@@ -197,7 +197,7 @@ def test_logits_are_those_of_transformers_on_the_dequantised_weights(
     for own, ours in zip(tokens, packed_logits(decoder, tokens), strict=True):
         with torch.no_grad():
             theirs = peer(own.unsqueeze(0)).logits[0]
-        # A rounding of inputs may fall to the other side of a half where sums differ in the last bit.
+        # An input may round to the other side of a half if sums differ in the last bit.
         tolerance = 0.02 if FORMATS[name][2] else 2e-5
         assert (ours - theirs).norm() / theirs.norm() < tolerance
 

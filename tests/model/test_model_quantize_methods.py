@@ -1,4 +1,4 @@
-"""GPTQ beside its own equations in float64, both calibrated methods beside rounding to nearest, and folders that go round."""
+"""GPTQ against its equations in float64, GPTQ and AWQ against rounding to nearest, and round trips of folders."""
 
 import json
 from collections.abc import Callable
@@ -29,14 +29,14 @@ FOUR = Scheme("int4", 32)
 
 
 def correlated_inputs(tokens: int, columns: int) -> Tensor:
-    """Inputs as a trained network has them: correlated, and some channels far larger than the others."""
+    """Returns inputs like those of a trained network: correlated, with outlier channels."""
     x = torch.randn(tokens, columns // 4) @ torch.randn(columns // 4, columns) + 0.3 * torch.randn(tokens, columns)
     x[:, ::17] *= 12
     return x
 
 
 def direct_gptq(weight: Tensor, hessian: Tensor, group: int, order: Tensor) -> Tensor:
-    """Equations 2 and 3 of Frantar et al. as they stand: the whole inverse, with a column taken out after each step."""
+    """Equations 2 and 3 of Frantar et al.: the whole inverse, with a column removed after each step."""
     w, inverse = weight.double()[:, order].clone(), hessian.double()[order][:, order]
     inverse = torch.linalg.inv(inverse + 0.01 * inverse.diagonal().mean() * torch.eye(len(inverse)))
     for i in range(w.shape[1]):
@@ -62,7 +62,7 @@ def test_gptq_is_its_equations_in_float64(act_order: bool, group: int) -> None:
     found = gptq(weight, hessian.mean(), Scheme("int4", group), act_order=act_order)
     order = hessian.mean().diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(160)
     truth = direct_gptq(weight, hessian.mean(), group or 160, order)
-    # One column that falls to the other side of a half changes those after it, so nearly all must agree and the error must.
+    # A column that rounds to the other side of a half changes those after it, so nearly all columns and the error must agree.
     same = ((plain_weight(found).double() - truth).abs() < 1e-3).float().mean()
     assert same > 0.97
     direct = ((weight.double() - truth) @ hessian.mean().double() * (weight.double() - truth)).sum()
@@ -128,7 +128,7 @@ def test_rounding_to_nearest_stays_within_half_a_step(kind: str, steps: float | 
     error = (plain_weight(round_to_nearest(weight, scheme)) - weight).abs()
     for run, part in zip(weight.split(scheme.group_size or 100, 1), error.split(scheme.group_size or 100, 1), strict=True):
         largest = run.abs().amax(1, keepdim=True)
-        # The largest positive number of a symmetric int4 stands at 7.5 steps, half a step above the highest code.
+        # The largest positive element of a symmetric int4 is at 7.5 steps, half a step above the highest code.
         bound = largest / steps * 0.501 if steps else (run.abs() / 16).maximum(largest / 448 / 1024) * 1.001
         assert (part <= bound + 1e-30).all()
     assert error[7].max() == 0
@@ -207,7 +207,7 @@ def test_transformers_loads_a_quantised_folder(tmp_path: Path, packed_logits: Ca
     tokens = tokens_of(1)
     ours = packed_logits(load_quantized(target, stored, select("reference")), tokens)[0]
     theirs = peer(tokens[0].unsqueeze(0)).logits[0]
-    # compressed-tensors divides int8 inputs by max / 127.5 and we by max / 127, so their roundings differ.
+    # compressed-tensors divides int8 inputs by max / 127.5 and Tandem by max / 127, so their roundings differ.
     assert (ours - theirs).norm() / theirs.norm() < {"rtn": 2e-5, "fp8": 0.02, "int8": 0.05}[method]
 
 

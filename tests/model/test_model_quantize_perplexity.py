@@ -1,4 +1,4 @@
-"""On a small model that really learnt a text, GPTQ costs less perplexity than rounding to nearest, and AWQ keeps near it."""
+"""On a small model trained on a text, GPTQ costs less perplexity than rounding to nearest, and AWQ is close to it."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ STEPS, ROWS, LENGTH = 250, 12, 96
 
 
 def standard_library_text() -> str:
-    """The docstrings of some modules, in small letters."""
+    """Returns the docstrings of some modules in lower case."""
     import argparse
     import collections
     import decimal
@@ -72,7 +72,7 @@ def test_calibration_pays_on_held_out_text(tmp_path: Path) -> None:
     learnt = torch.tensor(tokenizer.encode(text))[: -LENGTH * (len(held_out) + 1)]
     save_model(trained(learnt, tokenizer.vocab_size, kernels), tmp_path / "model", tmp_path)
     plain = perplexity(load_model(tmp_path / "model", kernels), held_out)
-    assert plain < 10, "it has learnt something"
+    assert plain < 10, "the model has learned"
 
     def lost(method: Any, **options: Any) -> float:
         target = tmp_path / f"{method}{len(options)}"

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the gradients have the same bits, and less is kept for them."""
+"""Recomputation: the gradients have the same bits, and fewer activations are stored."""
 
 import ctypes
 import gc
@@ -45,7 +45,7 @@ def test_recomputed_gradients_have_the_same_bits(kernels, shapes, recompute) -> 
 
 
 def allocated() -> int:
-    """Bytes that the C library's allocator has handed out to this process."""
+    """Returns the bytes that the C library has allocated for this process."""
     names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     info = type("Mallinfo2", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
     call = ctypes.CDLL(None).mallinfo2
@@ -56,7 +56,7 @@ def allocated() -> int:
 
 
 def kept_bytes(model, recompute, tokens) -> int:
-    """What a forward pass leaves allocated for its backward pass."""
+    """Returns the bytes that a forward pass keeps allocated for its backward pass."""
     model.recompute = recompute
     ids, positions = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
     context = PackedContext(torch.tensor([0, tokens], dtype=torch.int32), tokens)
@@ -69,9 +69,9 @@ def kept_bytes(model, recompute, tokens) -> int:
 
 
 def test_less_is_kept_as_the_shapes_say(kernels) -> None:
-    """Per token and layer, in numbers: full keeps the two inputs of a layer; selective keeps, of the plain layer's sums (2 H), normed
-    inputs (2 H), qkv, rotated q, k and v, the attention's output (which the next product shares), the two outputs of the MLP's
-    products and its gated values, all but the normed inputs, the rotated and the gated values."""
+    """Elements per token and layer: full stores the two inputs of a layer. The plain layer stores sums (2 H), normed inputs (2 H), qkv,
+    rotated q, k and v, the output of attention (shared with the next product), the outputs of the two MLP products and the gated values;
+    selective stores all of these except the normed inputs, the rotated and the gated values."""
     hidden, query, pairs, inner, layers, tokens = 128, 128, 128, 384, 4, 1024
     shapes = ModelShapes("llama", 61, hidden, layers, 4, 2, 32, inner, tokens, False)
     model = Decoder(shapes, kernels)
@@ -104,6 +104,6 @@ def test_the_prediction_of_what_is_kept(recompute) -> None:
     initialise(model, 0, 0.2)
     kept, predicted = kept_bytes(model, recompute, tokens), tokens * activation_bytes_per_token(shapes, recompute)
     if recompute == "full":
-        # The prediction has the layer whose backward runs.
+        # The prediction includes the layer whose backward pass runs.
         predicted -= tokens * (activation_bytes_per_token(shapes) - 4 * 2 * 128) // 6
     assert kept == pytest.approx(predicted, rel=0.15)

@@ -1,4 +1,4 @@
-"""The rotary table has the bits of transformers' own."""
+"""The rotary table has the bits of transformers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Balancing the experts: the loss is the published one, and the bias evens the load without touching the gates."""
+"""Expert balancing: the loss is the published one, and the bias balances the load without changing the gates."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Logits are transformers' within 1e-4 in fp32, whatever the architecture, and folders pass in both directions."""
+"""Logits equal those of transformers within 1e-4 in fp32 for every architecture, and folders can be exchanged in both directions."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_logits_are_those_of_transformers_in_both_directions(case, peer_model, p
 
 
 def test_windows_change_the_logits_that_the_grid_compares(peer_model) -> None:
-    """The grid's lengths reach past the windows: without this the window cases would prove nothing."""
+    """The lengths exceed the windows: otherwise the window cases would test nothing."""
     peer = peer_model("qwen3", head_dim=16, **WINDOW, max_window_layers=0)
     full = peer_model("qwen3", head_dim=16)
     full.load_state_dict(peer.state_dict())

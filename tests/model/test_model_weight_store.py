@@ -1,4 +1,4 @@
-"""Models in object storage on the local disk: right bytes whatever dies, changes, fills up or happens at once."""
+"""The cache of models from object storage: the bytes are right after deaths, changes, full disks and concurrent starts."""
 
 import errno
 import hashlib
@@ -34,7 +34,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Every range that is read from the storage."""
+    """Every range that was read from the storage."""
     seen: list[tuple[str, int, int]] = []
     real = objects.RemoteFolder.read
 
@@ -127,7 +127,7 @@ def test_a_damaged_file_is_seen_and_downloaded_again_alone(tmp_path: Path, reads
     with path.open("r+b") as file:
         file.seek(1000)
         file.write(b"\0\0\0\0")
-    if verify:  # the file system lies about the time
+    if verify:  # The modification time is wrong.
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         with store.hold(url) as held:
             assert path.read_bytes() != content(MIB, 0)
@@ -188,7 +188,7 @@ def test_what_was_used_longest_ago_goes_first_and_what_is_in_use_never(tmp_path:
     for url in urls[:3]:
         with store.hold(url) as held:
             paths.append(held.path)
-    with store.hold(urls[0]):  # the oldest is used again, and still is while the next comes
+    with store.hold(urls[0]):  # The oldest is used again, and is in use while the next one arrives.
         with store.hold(urls[3]) as last:
             assert [path.exists() for path in [*paths, last.path]] == [True, False, True, True]
         with store.hold(urls[2]), store.hold(urls[3]), pytest.raises(UserError, match=r"models in use have .*: raise its size"):
@@ -264,7 +264,7 @@ def test_a_start_that_is_killed_leaves_a_beginning_that_the_next_goes_on_from(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert manifest is not None and not manifest.is_complete
-    # What a crash of the machine may leave after the safe beginning is not believed.
+    # Bytes that a crash of the machine may leave behind the verified prefix are not trusted.
     with (entry / "part").open("ab") as file:
         file.write(b"\0" * 100_000)
     with WeightStore(tmp_path / "cache").hold(url) as held:
@@ -349,7 +349,7 @@ def test_an_address_is_told_from_a_path() -> None:
 
 @pytest.mark.full
 def test_starts_that_are_killed_at_any_moment_come_to_the_right_model_in_the_end(tmp_path: Path) -> None:
-    """Forty starts at random moments, two at a time, all killed but the last: never a wrong byte, and never much again."""
+    """Forty starts at random moments, two at a time, all killed except the last: never a wrong byte, and little is downloaded again."""
     rng = random.Random(0)
     urls = [make_remote(tmp_path / name, size=6 * MIB, seed=i) for i, name in enumerate("ab")]
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The weight store in front of S3, as moto's server speaks it."""
+"""The weight store in front of S3, served by moto."""
 
 import shutil
 import socket

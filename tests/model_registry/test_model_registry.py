@@ -1,4 +1,4 @@
-"""The registry: versions, lineage, stages. Our own, and MLflow's real one where it is installed, behave alike."""
+"""The registry: versions, lineage, stages. Tandem's registry and a real MLflow (if installed) behave alike."""
 
 import json
 import multiprocessing
@@ -155,7 +155,7 @@ def test_commands_list_show_promote_and_compare(tmp_path: Path, capsys: pytest.C
     assert [json.loads(line)["stage"] for line in said("list", "small", "--json").splitlines()] == ["none", "production"]
     shown = json.loads(said("show", "small@production", "--json"))
     assert shown["version"] == 2 and shown["recipe"] == RECIPE and shown["data"] == {"runs/text": "abc"}
-    assert "made from the recipe" in said("show", "small/1")
+    assert "created by the run" in said("show", "small/1")
     assert json.loads(said("diff", "small/1", "small/2", "--json"))["differences"][1] == {"what": "step", "left": 1, "right": 2}
     assert "train/loss" in said("diff", "small/1", "small/2")
     for words, problem in ((["show", "nix"], "has no model 'nix'"), (["promote", "small/1", "live"], "the stage 'live'"), (["list", "nix"], "has no model")):

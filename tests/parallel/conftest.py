@@ -1,4 +1,4 @@
-"""Ranks that all tests of this folder share."""
+"""The ranks that all tests of this folder share."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""One seeded model and batch trained by data-parallel ranks under any stage of ZeRO, through the sums that training takes."""
+"""Trains a seeded model on a seeded batch with data-parallel ranks under any stage of ZeRO, with the gradient reduction of training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from model_ranks import LEARNING_RATE, Case, Trained, build, by_sequence, ranks_of, sequences_of, whole
-from ranks import Here
+from ranks import RankContext
 
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
@@ -18,9 +18,9 @@ from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import train_step
 
 
-def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Trained:
-    """``case`` through ``train_step`` on this rank: its sequences in ``passes`` micro-batches. ``offloaded``: keys of the trainer that are
-    ``nvme``, to ``folder``."""
+def trained(here: RankContext, case: Case, zero: Any, passes: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Trained:
+    """Trains ``case`` with ``train_step`` on this rank, its sequences in ``passes`` micro-batches. ``offloaded``: keys of section ``trainer`` to
+    set to ``nvme``, with files in ``folder``."""
     torch.set_num_threads(1)
     model = build(case, here)
     config = replace(case.trainer, **dict.fromkeys(offloaded, "nvme"))
@@ -39,7 +39,7 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
         seen: dict[str, Any] = {}
         if step == 0:
             assert replica.sums is not None
-            seen = remember(replica.sums)
+            seen = record_gradients(replica.sums)
         found = train_step(model, replica.optimizer, micro_batches, loss, LEARNING_RATE, sums=replica.sums)
         result.losses.append(found.metrics["sft/loss"])
         result.norms.append(found.metrics["actor/grad_norm"])
@@ -51,8 +51,8 @@ def trained(here: Here, case: Case, zero: Any, passes: int = 1, folder: Path | N
     return result
 
 
-def remember(sums: GradientReducer) -> dict[str, torch.Tensor]:
-    """Filled, before the first clipping, with the whole sums of every parameter."""
+def record_gradients(sums: GradientReducer) -> dict[str, torch.Tensor]:
+    """Returns a mapping that is filled with the whole reduced gradients by name before the first clipping."""
     found: dict[str, torch.Tensor] = {}
     norm = sums.norm
 

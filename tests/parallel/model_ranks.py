@@ -1,4 +1,4 @@
-"""One seeded model and batch, trained for some steps by one process or by the ranks of a mesh, and gathered for comparison."""
+"""Trains a seeded model on a seeded batch for some steps, in one process or on the ranks of a mesh, and gathers the results for comparison."""
 
 import math
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from ranks import Here
+from ranks import RankContext
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
@@ -37,8 +37,8 @@ LEARNING_RATE = 1e-2
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how: ``lengths`` of the sequences of the global batch, dealt to the data ranks in turn; the tokens at
-    ``masked`` of every 4 do not count."""
+    """A model and how it is trained. ``lengths``: of the sequences of the global batch, assigned to data-parallel ranks in turn. ``masked``: the
+    index in every 4 tokens of the one that does not count."""
 
     shapes: ModelShapes
     dtype: Literal["float32", "float64"] = "float64"
@@ -62,8 +62,8 @@ class Case:
 
 @dataclass
 class Trained:
-    """Whole tensors by Hugging Face name. ``logits``: of the first step's batch by global sequence; ``losses``, ``norms``: a step
-    each; ``gradients``: of the first step, before clipping."""
+    """The results of training, as whole tensors by Hugging Face name. ``logits``: of the first step's batch by global sequence; ``losses``,
+    ``norms``: one for each step; ``gradients``: of the first step, before clipping."""
 
     logits: dict[int, torch.Tensor]
     logprobs: dict[int, torch.Tensor]
@@ -85,7 +85,7 @@ def sequences_of(case: Case) -> list[TrainSequence]:
 
 
 def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
-    """Random whole weights in which no number is special."""
+    """Returns random whole weights without special values."""
     generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * (0.1 if len(shape) == 1 else 0.25) + name.endswith("norm.weight")
@@ -93,11 +93,11 @@ def weights_of(shapes: ModelShapes) -> dict[str, torch.Tensor]:
     }
 
 
-def ranks_of(here: Here | None, case: Case) -> Ranks:
+def ranks_of(here: RankContext | None, case: Case) -> Ranks:
     return alone() if here is None else Ranks(here.mesh, here.groups, case.deterministic, case.sequence)
 
 
-def build(case: Case, here: Here | None) -> Decoder:
+def build(case: Case, here: RankContext | None) -> Decoder:
     parallel = ranks_of(here, case).model_parallel()
     dtype = getattr(torch, case.dtype)
     model = Decoder(case.shapes, select(case.kernels, dtype), dtype=dtype, parallel=parallel)
@@ -108,8 +108,8 @@ def build(case: Case, here: Here | None) -> Decoder:
     return model
 
 
-def train(here: Here | None, case: Case) -> Trained:
-    """``case`` on this rank, or in one process where there is none."""
+def train(here: RankContext | None, case: Case) -> Trained:
+    """Trains ``case`` on this rank, or in one process if ``here`` is ``None``."""
     groups = None if here is None else here.groups
     model = build(case, here)
     data = (0, 1) if groups is None else (groups["data"].rank, groups["data"].size)
@@ -149,8 +149,7 @@ def by_sequence(model: Decoder, micro_batch: MicroBatch, own: list[int], case: C
 
 
 def sum_partial_gradients(model: Decoder) -> None:
-    """Add up over the tensor-parallel ranks what each has of the gradients of parameters that all of them hold. Once a step, before
-    anything reads a gradient."""
+    """Sums the partial gradients of parameters that all tensor-parallel ranks hold. Called once per step, before a gradient is read."""
     if model.parallel is None or model.parallel.tensor.size == 1:
         return
     for name, parameter in model.named_parameters():
@@ -170,7 +169,7 @@ def reduce(model: Decoder, groups: Mapping[GroupName, Communicator]) -> None:
 def whole(
     model: Decoder, values: Mapping[str, torch.Tensor | None], groups: Mapping[GroupName, Communicator] | None
 ) -> dict[str, torch.Tensor]:
-    """``values`` (one for each parameter) by Hugging Face name, whole where ``groups`` hold parts of them."""
+    """Returns ``values`` (one for each parameter) by Hugging Face name, gathered over ``groups`` if their ranks hold shards."""
     twin = Decoder(model.shapes, model.kernels, dtype=model.embed_tokens.dtype, parallel=model.parallel)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
@@ -197,7 +196,7 @@ def whole(
 
 
 def distance(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tensor]) -> float:
-    """Norm of the difference over the norm, over all tensors together."""
+    """Returns the norm of the difference relative to the norm, over all tensors."""
     assert found.keys() == wanted.keys()
     difference = math.fsum((found[name] - wanted[name]).double().square().sum().item() for name in wanted)
     return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
@@ -206,8 +205,8 @@ def distance(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tenso
 _alone: dict[Case, Trained] = {}
 
 
-def by_one(case: Case) -> Trained:
-    """What one process has for ``case``, once."""
+def by_one_process(case: Case) -> Trained:
+    """Returns the results of one process for ``case``, computed once."""
     plain = replace(case, deterministic=False, sequence=False, zero=0, recompute="none")
     if plain not in _alone:
         _alone[plain] = train(None, plain)
@@ -215,7 +214,7 @@ def by_one(case: Case) -> Trained:
 
 
 def check(found: list[Trained], wanted: Trained) -> None:
-    """Raise ``AssertionError`` where a rank has something else than ``wanted``."""
+    """Raises ``AssertionError`` if a rank's results differ from ``wanted``."""
     is_float32 = next(iter(wanted.parameters.values())).dtype == torch.float32
     close = 1e-6 if is_float32 else 1e-10
     for rank in found:

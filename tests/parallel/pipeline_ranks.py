@@ -1,4 +1,4 @@
-"""One seeded model and batch through a pipeline's ranks, beside any others, and through a plain loop in one process."""
+"""Trains a seeded model on a seeded batch with the ranks of a pipeline, also on larger meshes, and with a plain loop in one process."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from model_ranks import LEARNING_RATE, Case, reduce, sequences_of, weights_of
-from ranks import Here
+from ranks import RankContext
 
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
@@ -30,7 +30,7 @@ from tandem.trainer.step import predict
 
 
 def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Communicator]) -> bool:
-    """Whether this rank counts the gradient of ``name`` in the global norm, so that each number is counted once in the world."""
+    """Returns whether this rank counts the gradient of ``name`` in the global norm, so that each element is counted once over all ranks."""
     if is_tied_copy(model, name):
         return False
     where = placement(model, name)
@@ -38,7 +38,7 @@ def is_counted_here(model: Decoder, name: str, groups: Mapping[GroupName, Commun
 
 
 def micro_batches_of(case: Case, bins: Any, data: tuple[int, int] = (0, 1)) -> list[MicroBatch]:
-    """Every micro-batch, or those of a data rank: each rank must have as many, and has parts of all."""
+    """Returns all micro-batches, or the parts of a data-parallel rank: every rank has the same number, with a part of each."""
     every = sequences_of(case)
     chosen = [[i for place, i in enumerate(one) if place % data[1] == data[0]] for one in bins]
     return [collate([every[i] for i in one], getattr(torch, case.dtype)) for one in chosen if one]
@@ -53,7 +53,7 @@ def norm_of(squares: list[float], limit: float, model: Decoder) -> float:
 
 
 def named(model: Decoder, values: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """``values``, one for each parameter, by Hugging Face name."""
+    """Returns ``values``, one for each parameter, by Hugging Face name."""
     twin = Decoder(model.shapes, model.kernels, dtype=model.dtype, parallel=model.parallel, spans=model.spans)
     with torch.no_grad():
         for parameter, value in zip(twin.parameters(), values, strict=True):
@@ -63,7 +63,7 @@ def named(model: Decoder, values: list[torch.Tensor | None]) -> dict[str, torch.
 
 
 def alone(case: Case, bins: Any) -> dict[str, Any]:
-    """The same in one process, by a loop over the micro-batches."""
+    """Trains ``case`` in one process with a loop over the micro-batches."""
     model = Decoder(case.shapes, select(case.kernels, getattr(torch, case.dtype)), dtype=getattr(torch, case.dtype))
     load_tensors(model, weights_of(case.shapes).items())
     micro_batches, loss_of = micro_batches_of(case, bins), make_cross_entropy_loss(counts_of(sequences_of(case)))
@@ -88,10 +88,10 @@ def alone(case: Case, bins: Any) -> dict[str, Any]:
     return found
 
 
-def piped(
-    here: Here, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = (), folder: Path | None = None
+def train_pipeline(
+    here: RankContext, case: Case, bins: Any, order: ScheduleName = "1f1b", virtual: int = 1, counts: tuple[int, ...] = (), folder: Path | None = None
 ) -> dict[str, Any]:
-    """As one rank. Parameters and gradients are those that this rank holds. ``folder``: where activations are offloaded to."""
+    """Trains ``case`` as one rank. Returns the parameters and gradients that this rank holds. ``folder``: for offloaded activations."""
     groups, ranks = here.groups, here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size * virtual, counts)
     own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
@@ -136,8 +136,8 @@ def piped(
     return found
 
 
-def gathered(found: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
-    """The ranks' tensors together. What two ranks hold they hold alike, bit for bit."""
+def gather_ranks(found: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of all ranks by name. A tensor on several ranks must have the same bits on each."""
     together: dict[str, torch.Tensor] = {}
     for rank in found:
         for key, value in rank[name].items():

@@ -1,4 +1,4 @@
-"""One seeded policy trained by GRPO on the same samples and scores, in one process or as a rank of any mesh."""
+"""Trains a seeded policy with GRPO on the same samples and scores, in one process or as a rank of any mesh."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from data_ranks import remember
+from data_ranks import record_gradients
 from model_ranks import Case, ranks_of, weights_of
 from pipeline_ranks import named
-from ranks import Here
+from ranks import RankContext
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
@@ -37,9 +37,11 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Policy:
-    """``case``: the model and how ranks hold it. ``counts``: samples of each prompt. ``faults``: the samples of each step that have no
-    score, by place. ``schedule`` (name, virtual stages) of a pipeline. ``offloaded``: keys of the trainer that are ``nvme``. ``deviation``:
-    of the weights in matrices at the start."""
+    """A policy and how it is trained.
+
+    ``case``: the model and its sharding. ``counts``: number of samples of each prompt. ``faults``: indices of the samples of each step that have
+    no score. ``schedule``: (name, virtual stages) of a pipeline. ``offloaded``: keys of section ``trainer`` to set to ``nvme``. ``deviation``:
+    standard deviation of the initial matrices."""
 
     case: Case
     algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(kl_coef=0.1, tis_cap=2.0, clip_ratio_high=0.28))
@@ -61,8 +63,8 @@ class Policy:
         )  # fmt: skip
 
 
-def judged_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]]:
-    """Samples of random tokens and lengths, with random records and scores."""
+def scored_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]]:
+    """Returns samples with random tokens and lengths, random recorded log-probabilities and random scores."""
     draw = random.Random(step)
     samples: list[Sample] = []
     for prompt, count in enumerate(policy.counts):
@@ -81,8 +83,8 @@ def judged_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]
     return samples, scores
 
 
-def replica_of(policy: Policy, here: Here | None, folder: Path | None) -> tuple[Replica, FrozenReplica]:
-    """The policy and a frozen reference that began as it did."""
+def replica_of(policy: Policy, here: RankContext | None, folder: Path | None) -> tuple[Replica, FrozenReplica]:
+    """Returns the policy and a frozen reference with the same initial weights."""
     case, ranks = policy.case, ranks_of(here, policy.case)
     stages, (order, virtual) = ranks.groups["pipeline"], policy.schedule
     spans = stage_spans(case.shapes, stages.size * virtual) if stages.size > 1 else None
@@ -110,9 +112,9 @@ def replica_of(policy: Policy, here: Here | None, folder: Path | None) -> tuple[
     return replica, FrozenReplica(ranks, reference, stages_of_reference, shards)
 
 
-def reinforced(here: Here | None, policy: Policy, folder: Path | None = None) -> dict[str, Any]:
-    """``policy`` trained for its steps on this rank, or in one process. ``gradients`` are those of the first update before clipping;
-    they and ``parameters`` are this rank's parts, by Hugging Face name, cut by ``cut``."""
+def train_policy(here: RankContext | None, policy: Policy, folder: Path | None = None) -> dict[str, Any]:
+    """Trains ``policy`` for its steps on this rank, or in one process. Returns ``gradients`` of the first update before clipping and
+    ``parameters``, both this rank's shards by Hugging Face name, with their shard spec ``cut``."""
     torch.set_num_threads(1)
     (replica, reference), algorithm = replica_of(policy, here, folder), policy.algorithm
     model, ranks, guard = replica.model, replica.ranks, GradScaler(policy.trainer)
@@ -120,7 +122,7 @@ def reinforced(here: Here | None, policy: Policy, folder: Path | None = None) ->
     found: dict[str, Any] = {"metrics": [], "tokens": [], "cut": ShardSpec(tensor.rank, tensor.size, policy.case.deterministic, expert.rank, expert.size)}
     gradients = {} if policy.offloaded else _gradients_before_clipping(replica)
     for step in range(policy.case.steps):
-        samples, scores = judged_samples(policy, step)
+        samples, scores = scored_samples(policy, step)
         sequences = [train_sequence(sample) for sample in samples]
         if step == 0:
             found["logprobs"] = infer_sequences(replica, sequences, policy.micro_batch_tokens, TEMPERATURE)
@@ -139,9 +141,9 @@ def reinforced(here: Here | None, policy: Policy, folder: Path | None = None) ->
 
 
 def _gradients_before_clipping(replica: Replica) -> dict[str, torch.Tensor]:
-    """Filled before the first clipping."""
+    """Returns a mapping that is filled with the gradients by name before the first clipping."""
     if replica.sums is not None:
-        return remember(replica.sums)
+        return record_gradients(replica.sums)
     found: dict[str, torch.Tensor] = {}
     clip = replica.optimizer.clip
 
@@ -157,16 +159,16 @@ def _gradients_before_clipping(replica: Replica) -> dict[str, torch.Tensor]:
 _alone: dict[Policy, dict[str, Any]] = {}
 
 
-def by_one(policy: Policy) -> dict[str, Any]:
-    """What one process has for ``policy`` with everything in memory, once."""
+def by_one_process(policy: Policy) -> dict[str, Any]:
+    """Returns the results of one process for ``policy`` with everything in memory, computed once."""
     plain = replace(policy, case=replace(policy.case, deterministic=False, sequence=False, zero=0, recompute="none"), schedule=("1f1b", 1), offloaded=())
     if plain not in _alone:
-        _alone[plain] = reinforced(None, plain)
+        _alone[plain] = train_policy(None, plain)
     return _alone[plain]
 
 
-def together(found: list[dict[str, Any]], kind: str, policy: Policy) -> dict[str, torch.Tensor]:
-    """Every whole tensor from the parts that ranks hold. Raises ``AssertionError`` where two ranks hold other numbers of the same part."""
+def gather_shards(found: list[dict[str, Any]], kind: str, policy: Policy) -> dict[str, torch.Tensor]:
+    """Returns the whole tensors from the shards of all ranks. Raises ``AssertionError`` if two ranks differ in the same shard."""
     shapes = dict(parameters(policy.case.shapes))
     whole: dict[str, torch.Tensor] = {}
     held: dict[tuple[Any, ...], torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Processes that stay for the whole session and run functions as the ranks of a mesh: starting one costs seconds."""
+"""Processes that run functions as the ranks of a mesh. They live for the whole session, because starting one takes seconds."""
 
 import os
 import pickle
@@ -20,21 +20,22 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 
 
-class Here(NamedTuple):
-    """What a function that runs as a rank is given."""
+class RankContext(NamedTuple):
+    """The mesh of a function that runs as a rank, and the process groups of the rank."""
 
     mesh: Mesh
     groups: dict[GroupName, Communicator]
 
 
 class Ranks:
-    """Up to as many processes as were ever asked for. ``run`` sends ``function`` by name: it must stand at the top of a test module."""
+    """The processes, started on demand. ``run`` sends ``function`` by name, so it must be defined at the top level of a test module."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, shape: MeshShape, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """``function(here, *arguments)`` on every rank of ``shape``; what each returned, by rank. What a rank raised is raised."""
+        """Calls ``function(here, *arguments)`` on every rank of ``shape`` and returns the results by rank. Raises ``AssertionError`` with the traceback of
+        each rank that failed."""
         while len(self._processes) < shape.world:
             command = [sys.executable, str(Path(__file__)), str(Path(sys.modules[function.__module__].__file__ or "").parent)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -82,7 +83,7 @@ def _serve() -> None:
             mesh = Mesh(shape, rank)
             store = dist.FileStore(f"{folder}/store", shape.world)
             groups = join(mesh, store, torch.device("cpu"), DEADLINE_S)
-            answer = (True, getattr(modules[module], function)(Here(mesh, dict(groups)), *arguments))
+            answer = (True, getattr(modules[module], function)(RankContext(mesh, dict(groups)), *arguments))
             groups["world"].barrier("the end of a test's function")
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: what one mesh writes any other reads, bit for bit, and no more of it than it needs."""
+"""Sharded checkpoints: a checkpoint of one mesh is read bit for bit on any other, which reads only what it needs."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 from safetensors.torch import load_file
 
 from tandem.layout.mesh import MeshShape
@@ -28,7 +28,7 @@ MIXTURE = ModelShapes("mixtral", 61, 32, 2, 4, 2, 8, 48, 64, True, experts=Exper
 
 
 def whole(shapes: ModelShapes, state: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The whole state, the same wherever it is drawn."""
+    """Returns the whole state, the same on every rank."""
     dtype = torch.bfloat16 if state == "weights" else torch.float32
     found = {}
     for number, (name, shape) in enumerate(parameters(shapes)):
@@ -42,9 +42,9 @@ def part(shapes: ModelShapes, name: str, size: tuple[int, ...], cut: ShardSpec) 
     return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
 
 
-def shards(here: Here, shapes: ModelShapes, deterministic: bool, seed: int = 0, empty: bool = False) -> list[Shard]:
-    """Weights cut by tensor-parallel rank and the same on every data-parallel rank; moments besides cut flat over the data-parallel
-    ranks, as ZeRO does."""
+def shards(here: RankContext, shapes: ModelShapes, deterministic: bool, seed: int = 0, empty: bool = False) -> list[Shard]:
+    """Weights sharded by tensor-parallel rank and equal on all data-parallel ranks; moments also sharded flat over the data-parallel ranks,
+    as by ZeRO."""
     cut = ShardSpec(here.mesh.coordinate("tensor"), here.mesh.shape.tensor, deterministic)
     found = []
     for name, tensor in whole(shapes, "weights", seed).items():
@@ -61,7 +61,7 @@ def shards(here: Here, shapes: ModelShapes, deterministic: bool, seed: int = 0, 
     return found
 
 
-def save(here: Here, folder: Path, shapes: ModelShapes, deterministic: bool, steps: list[int]) -> float:
+def save(here: RankContext, folder: Path, shapes: ModelShapes, deterministic: bool, steps: list[int]) -> float:
     checkpointer = Checkpointer(folder, 2, here.groups["world"], {"data": here.mesh.shape.data, "tensor": here.mesh.shape.tensor})
     held = shards(here, shapes, deterministic)
     checkpointer.prepare(held)
@@ -74,7 +74,7 @@ def save(here: Here, folder: Path, shapes: ModelShapes, deterministic: bool, ste
     return stall
 
 
-def load(here: Here, folder: Path, shapes: ModelShapes, deterministic: bool) -> dict[str, Any]:
+def load(here: RankContext, folder: Path, shapes: ModelShapes, deterministic: bool) -> dict[str, Any]:
     found = newest_whole(folder, here.groups["world"])
     assert found is not None
     target = shards(here, shapes, deterministic, empty=True)
@@ -122,7 +122,7 @@ def test_files_hold_every_number_once_and_are_safetensors_that_others_read(ranks
     assert max(sizes) - min(sizes) < 0.1 * max(sizes), "the ranks share the work"
 
 
-def small_chunks(here: Here, bytes_: int) -> None:
+def small_chunks(here: RankContext, bytes_: int) -> None:
     write.CHUNK_BYTES = bytes_
 
 
@@ -141,8 +141,8 @@ def test_rank_reads_only_the_chunks_that_cover_its_own_part(ranks: Ranks, tmp_pa
         assert answer["read"] < 0.6 * total
 
 
-def save_while_training(here: Here, folder: Path) -> dict[str, Any]:
-    """The weights change while the thread is held up; a second save waits for the first."""
+def save_while_training(here: RankContext, folder: Path) -> dict[str, Any]:
+    """The weights change while the thread is blocked; a second save waits for the first."""
     import threading
 
     going_on, reached = threading.Event(), threading.Event()
@@ -180,7 +180,7 @@ def test_training_goes_on_after_the_copy_and_what_is_written_is_the_state_of_the
             assert torch.equal(contents.tensor(Key("weights", name)), tensor if seed else torch.zeros_like(tensor))
 
 
-def save_with_a_full_disk_on_rank_1(here: Here, folder: Path) -> str:
+def save_with_a_full_disk_on_rank_1(here: RankContext, folder: Path) -> str:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

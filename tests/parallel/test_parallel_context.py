@@ -1,11 +1,11 @@
-"""Context parallelism: ranks that divide the tokens of a batch train what one process trains."""
+"""Context parallelism: ranks that divide the tokens of a batch train like one process."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import QWEN3, WINDOWED, Case, Trained, by_one, check, train
-from ranks import Here, Ranks
+from model_ranks import QWEN3, WINDOWED, Case, Trained, by_one_process, check, train
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 
@@ -15,7 +15,7 @@ SIX_HEADS = replace(QWEN3, num_attention_heads=6, num_key_value_heads=2)
 LONG, SHORT, MIXED = (97,), (3, 2, 5, 2, 4, 3, 6, 2, 3, 5, 2), (9, 2, 17, 5, 30, 3, 8)
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
@@ -36,28 +36,28 @@ def trained(here: Here, case: Case) -> Trained:
     ],
 )  # fmt: skip
 def test_two_context_ranks_train_what_one_process_trains(ranks: Ranks, shapes, lengths) -> None:
-    """Three heads do not divide: keys and values are gathered."""
+    """Three heads cannot be divided: keys and values are gathered."""
     case = Case(shapes, lengths=lengths)
-    check(ranks.run(MeshShape(context=2), trained, case), by_one(case))
+    check(ranks.run(MeshShape(context=2), trained, case), by_one_process(case))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("shapes", "count"), [(QWEN3, 4), (SIX_HEADS, 3)], ids=["shared heads", "heads of two groups"])
 def test_more_context_ranks_than_key_value_heads(ranks: Ranks, shapes, count) -> None:
     case = Case(shapes)
-    check(ranks.run(MeshShape(context=count), trained, case), by_one(case))
+    check(ranks.run(MeshShape(context=count), trained, case), by_one_process(case))
 
 
 @pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS], ids=["heads", "keys"])
 def test_a_context_rank_without_a_token_takes_part(ranks: Ranks, shapes) -> None:
     case = Case(shapes, lengths=(2,), masked=3)
-    check(ranks.run(MeshShape(context=2), trained, case), by_one(case))
+    check(ranks.run(MeshShape(context=2), trained, case), by_one_process(case))
 
 
 @pytest.mark.parametrize("shapes", [QWEN3, THREE_HEADS], ids=["heads", "keys"])
 def test_context_ranks_have_the_bits_of_one_process(ranks: Ranks, shapes) -> None:
     case = Case(shapes, "float32", "cpu", lengths=LONG, steps=1)
-    found, wanted = ranks.run(MeshShape(context=2), trained, case), by_one(case)
+    found, wanted = ranks.run(MeshShape(context=2), trained, case), by_one_process(case)
     check(found, wanted)
     assert all(torch.equal(rank.logits[0], wanted.logits[0]) and torch.equal(rank.logprobs[0], wanted.logprobs[0]) for rank in found)
 
@@ -65,10 +65,10 @@ def test_context_ranks_have_the_bits_of_one_process(ranks: Ranks, shapes) -> Non
 @pytest.mark.full
 def test_context_ranks_times_tensor_ranks(ranks: Ranks) -> None:
     case = Case(QWEN3, sequence=True)
-    check(ranks.run(MeshShape(context=2, tensor=2), trained, case), by_one(case))
+    check(ranks.run(MeshShape(context=2, tensor=2), trained, case), by_one_process(case))
 
 
 @pytest.mark.full
 def test_data_times_context_times_tensor(ranks: Ranks) -> None:
     case = Case(QWEN3, sequence=True)
-    check(ranks.run(MeshShape(data=2, context=2, tensor=2), trained, case), by_one(case))
+    check(ranks.run(MeshShape(data=2, context=2, tensor=2), trained, case), by_one_process(case))

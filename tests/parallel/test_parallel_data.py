@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from data_ranks import trained
-from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one, check, ranks_of, sequences_of
-from ranks import Here, Ranks
+from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
+from ranks import RankContext, Ranks
 
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
 from tandem.layout.mesh import MeshShape
@@ -31,37 +31,37 @@ LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_hidden_layer
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_equal_one_process_with_uneven_tokens(zero: int, data: int, ranks: Ranks) -> None:
     case = Case(QWEN3)
-    check(ranks.run(MeshShape(data=data), trained, case, zero), by_one(case))
+    check(ranks.run(MeshShape(data=data), trained, case, zero), by_one_process(case))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_equal_one_process_in_fp32_and_with_untied_weights(zero: int, ranks: Ranks) -> None:
     case = Case(LLAMA, "float32", "cpu")
-    check(ranks.run(MeshShape(data=2), trained, case, zero), by_one(case))
+    check(ranks.run(MeshShape(data=2), trained, case, zero), by_one_process(case))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_several_backward_passes_of_which_some_ranks_have_fewer(zero: int, ranks: Ranks) -> None:
     case = Case(QWEN3, lengths=(9, 2, 17))
-    check(ranks.run(MeshShape(data=2), trained, case, zero, 2), by_one(case))
+    check(ranks.run(MeshShape(data=2), trained, case, zero, 2), by_one_process(case))
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_weights_gathered_for_a_layer_are_there_again_when_it_is_recomputed(recompute: Any, ranks: Ranks) -> None:
     case = Case(QWEN3, recompute=recompute)
-    check(ranks.run(MeshShape(data=2), trained, case, 3), by_one(case))
+    check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
 def test_experts_are_replicas_too(ranks: Ranks) -> None:
     case = Case(QWEN3_MOE)
-    check(ranks.run(MeshShape(data=2), trained, case, 3), by_one(case))
+    check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
 def test_zero_stands_beside_tensor_and_expert_parallelism(ranks: Ranks) -> None:
     case = Case(QWEN3, sequence=True)
-    check(ranks.run(MeshShape(data=2, tensor=2), trained, case, 2), by_one(case))
+    check(ranks.run(MeshShape(data=2, tensor=2), trained, case, 2), by_one_process(case))
     case = Case(QWEN3_MOE)
-    check(ranks.run(MeshShape(data=2, expert=2), trained, case, 1), by_one(case))
+    check(ranks.run(MeshShape(data=2, expert=2), trained, case, 1), by_one_process(case))
 
 
 def test_every_stage_has_the_bits_of_every_other(ranks: Ranks) -> None:
@@ -73,8 +73,8 @@ def test_every_stage_has_the_bits_of_every_other(ranks: Ranks) -> None:
             assert all(torch.equal(rank.parameters[name], other.parameters[name]) for name in other.parameters)
 
 
-def sums_before_clipping(here: Here | None, case: Case) -> dict[str, torch.Tensor]:
-    """The gradients of ``case`` with a micro-batch a rank, or in one process a micro-batch for what two ranks have."""
+def sums_before_clipping(here: RankContext | None, case: Case) -> dict[str, torch.Tensor]:
+    """Returns the gradients of ``case`` with one micro-batch per rank, or in one process with one micro-batch for each two ranks."""
     torch.set_num_threads(1)
     model, every = build(case, here), sequences_of(case)
     loss = make_cross_entropy_loss(counts_of(every))
@@ -102,8 +102,8 @@ def test_sums_have_the_bits_of_one_process_that_adds_in_the_order_of_the_ranks(r
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def begun_when(here: Here, case: Case) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Which sums had begun when each layer's gradients came to be, and in which order all began."""
+def begun_when(here: RankContext, case: Case) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Returns which reductions had started when each layer's gradients were ready, and the order in which all started."""
     model, every = build(case, here), sequences_of(case)
     share = collate(every[here.mesh.rank :: 2], getattr(torch, case.dtype))
     sums = GradientReducer(model, ranks_of(here, case))
@@ -127,13 +127,13 @@ def test_the_sum_of_a_layer_begins_before_the_backward_pass_reaches_the_layer_be
 
 
 def resident_bytes(memory: ReservedMemory) -> int:
-    """Bytes of the pages that the system has given to ``memory``, as the kernel counts them."""
+    """Returns the bytes of the pages that back ``memory``, as counted by the kernel."""
     pages = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.tensor.data_ptr()), ctypes.c_size_t(memory.nbytes), pages) == 0
     return mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
-def bytes_held(here: Here, case: Case, zero: Any) -> tuple[int, int, list[int], int]:
+def bytes_held(here: RankContext, case: Case, zero: Any) -> tuple[int, int, list[int], int]:
     """Bytes of all tensors of this process that a step of two backward passes keeps from one to the next, besides those that were
     there before the model; resident bytes of memory that is handed from one bucket to the next; numbers of buckets, the largest first, and of the model. Two
     steps: AdamW has its moments then."""

@@ -1,4 +1,4 @@
-"""The committed table of equality is made by a script that runs, and that says where a row is outside."""
+"""The script of the committed equality table runs, and reports rows outside their bounds."""
 
 import re
 import subprocess

@@ -1,11 +1,11 @@
-"""Expert parallelism: ranks that divide the experts of a layer train what one process trains."""
+"""Expert parallelism: ranks that divide the experts of a layer train like one process."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import QWEN3_MOE, Case, Trained, by_one, check, train
-from ranks import Here, Ranks
+from model_ranks import QWEN3_MOE, Case, Trained, by_one_process, check, train
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ExpertShapes
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MANY = replace(QWEN3_MOE, experts=ExpertShapes(16, 1, 24))
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
@@ -29,7 +29,7 @@ def trained(here: Here, case: Case) -> Trained:
     ids=["data", "context", "data of context", "tensor"],
 )
 def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, shape, case) -> None:
-    check(ranks.run(shape, trained, case), by_one(case))
+    check(ranks.run(shape, trained, case), by_one_process(case))
 
 
 @pytest.mark.parametrize(
@@ -37,20 +37,20 @@ def test_ranks_that_divide_experts_train_what_one_process_trains(ranks: Ranks, s
 )
 def test_balancing_sees_the_tokens_of_all_ranks(ranks: Ranks, shape, recompute) -> None:
     case = Case(QWEN3_MOE, balance_loss=0.05, bias_rate=0.01, recompute=recompute, sequence=shape.tensor > 1)
-    wanted = by_one(case)
+    wanted = by_one_process(case)
     check(ranks.run(shape, trained, case), wanted)
     assert any(bias.abs().max() > 0.005 for bias in wanted.biases.values())
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_experts_and_ranks_without_a_token_take_part(ranks: Ranks, count) -> None:
-    """One token goes to one expert of 16; all ranks but the last see no token themselves."""
+    """One token goes to one expert of 16; only the last rank has a token."""
     case = Case(MANY, lengths=(2,), masked=3)
-    check(ranks.run(MeshShape(context=count, expert=count), trained, case), by_one(case))
+    check(ranks.run(MeshShape(context=count, expert=count), trained, case), by_one_process(case))
 
 
 def test_divided_experts_have_the_bits_of_one_process(ranks: Ranks) -> None:
     case = Case(QWEN3_MOE, "float32", "cpu", steps=1)
-    found, wanted = ranks.run(MeshShape(context=2, expert=2), trained, case), by_one(case)
+    found, wanted = ranks.run(MeshShape(context=2, expert=2), trained, case), by_one_process(case)
     check(found, wanted)
     assert all(torch.equal(rank.logits[i], wanted.logits[i]) for rank in found for i in wanted.logits)

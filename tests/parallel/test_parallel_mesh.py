@@ -1,11 +1,11 @@
-"""The mesh and its collectives: who stands where, and sums in rank order."""
+"""The mesh and its collectives: the placement of ranks, and sums in rank order."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
@@ -40,7 +40,7 @@ def test_a_mesh_that_cannot_be_is_refused(shape: MeshShape) -> None:
         Mesh(shape, 0)
 
 
-def collectives(here: Here, width: int) -> dict[str, torch.Tensor]:
+def collectives(here: RankContext, width: int) -> dict[str, torch.Tensor]:
     world = here.groups["world"]
     generator = torch.Generator().manual_seed(here.mesh.rank)
     x = torch.randn(world.size, width, generator=generator)
@@ -79,7 +79,7 @@ def test_a_large_gather_which_goes_straight_to_its_place_has_every_ranks_rows_in
             assert torch.equal(answer["gathered"], torch.stack([other["x"] for other in found]))
 
 
-def values_of(here: Here, lengths: list[int]) -> list[str]:
+def values_of(here: RankContext, lengths: list[int]) -> list[str]:
     return gather_values(here.groups["data"], chr(ord("a") + here.mesh.rank) * lengths[here.mesh.rank], "values")
 
 

@@ -1,4 +1,4 @@
-"""Muon on ranks that cut matrices, experts and states: the updates of one process."""
+"""Muon with sharded matrices, experts and states takes the updates of one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from data_ranks import trained as trained_by_zero
-from model_ranks import QWEN3, QWEN3_MOE, Case, Trained, by_one, check, train
-from ranks import Here, Ranks
+from model_ranks import QWEN3, QWEN3_MOE, Case, Trained, by_one_process, check, train
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DENSE, MIXTURE = Case(QWEN3, optimizer="muon"), Case(QWEN3_MOE, optimizer="muon")
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
@@ -33,13 +33,13 @@ def trained(here: Here, case: Case) -> Trained:
     ids=["tensor", "deterministic", "tensor of a mixture", "deterministic of a mixture", "expert", "tensor and expert"],
 )
 def test_ranks_that_cut_matrices_orthogonalise_the_whole_ones(ranks: Ranks, shape: MeshShape, case: Case) -> None:
-    """Queries, keys and values have other numbers of rows, and stand between each other rank by rank."""
-    check(ranks.run(shape, trained, case), by_one(case))
+    """Queries, keys and values have different numbers of rows, and are interleaved by rank."""
+    check(ranks.run(shape, trained, case), by_one_process(case))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_every_stage_of_zero_has_the_bits_of_stage_0(zero: Any, ranks: Ranks) -> None:
-    """Three ranks, so that cuts lie within matrices and some ranks have nothing of one."""
+    """With three ranks, shards end within matrices and some ranks have nothing of one."""
     case = replace(DENSE, dtype="float32", kernels="cpu")
     wanted = stage_0(ranks, case)
     for rank, other in zip(ranks.run(MeshShape(data=3), trained_by_zero, case, zero), wanted, strict=True):
@@ -51,7 +51,7 @@ _stage_0: dict[Case, list[Trained]] = {}
 
 
 def stage_0(ranks: Ranks, case: Case) -> list[Trained]:
-    """What three data-parallel ranks have where nothing is cut, once."""
+    """Returns the results of three data-parallel ranks without sharding, computed once."""
     if case not in _stage_0:
         _stage_0[case] = ranks.run(MeshShape(data=3), trained_by_zero, case, 0)
     return _stage_0[case]
@@ -68,4 +68,4 @@ def stage_0(ranks: Ranks, case: Case) -> list[Trained]:
     ids=["tensor, 2", "tensor, 3", "expert, 1", "expert, 3"],
 )
 def test_cut_states_of_cut_matrices_have_the_updates_of_one_process(shape: MeshShape, case: Case, zero: Any, ranks: Ranks) -> None:
-    check(ranks.run(shape, trained_by_zero, case, zero), by_one(case))
+    check(ranks.run(shape, trained_by_zero, case, zero), by_one_process(case))

@@ -1,4 +1,4 @@
-"""Moments, weights, gradients and activations of ranks in files: every bit of the same ranks in memory."""
+"""Moments, weights, gradients and activations of ranks in files: all bits equal those of the same ranks in memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 from data_ranks import trained
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, build, ranks_of, sequences_of
-from pipeline_ranks import piped
-from ranks import Here, Ranks
+from pipeline_ranks import train_pipeline
+from ranks import RankContext, Ranks
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.mesh import MeshShape
@@ -27,8 +27,8 @@ CASE = Case(QWEN3, "float32", "cpu")
 FOUR = MeshShape(data=2, tensor=2)
 
 
-def pieces_of(here: Here, piece: int, smallest: int) -> None:
-    """Small models in many pieces, on this rank."""
+def pieces_of(here: RankContext, piece: int, smallest: int) -> None:
+    """Returns small models in many pieces, on this rank."""
     pager.PIECE, activations.SMALLEST_BYTES = piece, smallest
 
 
@@ -66,8 +66,8 @@ def test_files_stand_beside_tensor_expert_and_context_parallelism(ranks: Ranks, 
     check(ranks, MeshShape(context=2, tensor=2), CASE, 0, 1, tmp_path, ("offload", "offload_activations"))
 
 
-def goes_on(here: Here, case: Case, zero: Any, folder: Path, offloaded: tuple[str, ...]) -> list[list[float]]:
-    """The losses and norms of two steps in memory and in files, each going on from what the other came to, by parts and by whole
+def goes_on(here: RankContext, case: Case, zero: Any, folder: Path, offloaded: tuple[str, ...]) -> list[list[float]]:
+    """Returns the losses and norms of two steps in memory and in files, each continuing from the other's state, by parts and by whole
     tensors."""
     torch.set_num_threads(1)
     every, dtype = sequences_of(case), getattr(torch, case.dtype)
@@ -108,8 +108,8 @@ BINS = ((0, 1), (2,), (3, 4), (5, 6))
 
 def test_stages_of_a_pipeline_keep_the_activations_of_all_passes_that_wait(ranks: Ranks, tmp_path: Path) -> None:
     shape = MeshShape(pipeline=2)
-    wanted = ranks.run(shape, piped, CASE, BINS)
-    found = ranks.run(shape, piped, CASE, BINS, "1f1b", 1, (), tmp_path)
+    wanted = ranks.run(shape, train_pipeline, CASE, BINS)
+    found = ranks.run(shape, train_pipeline, CASE, BINS, "1f1b", 1, (), tmp_path)
     for rank, other in zip(found, wanted, strict=True):
         assert (rank["losses"], rank["norms"], rank["stash"]) == (other["losses"], other["norms"], other["stash"])
         for kind in ("gradients", "parameters"):

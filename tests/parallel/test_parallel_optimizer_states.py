@@ -1,4 +1,4 @@
-"""States of Muon and 8-bit AdamW that ranks cut: with the bits of one process, and saved on one mesh and read on another."""
+"""Sharded states of Muon and 8-bit AdamW: the bits of one process, and saved on one mesh and read on another."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, Trained, build, distance, ranks_of, sequences_of, train, whole
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
@@ -39,17 +39,17 @@ Run = tuple[Tensors, dict[str, Tensors], dict[str, Tensors]]
 Face name, whole."""
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
-def make(here: Here | None, case: Case) -> Replica:
+def make(here: RankContext | None, case: Case) -> Replica:
     torch.set_num_threads(1)
     return make_replica(build(case, here), case.trainer, ranks_of(here, case), case.zero)
 
 
-def step(here: Here | None, case: Case, replica: Replica) -> Tensors:
-    """One more step; the whole parameters after it."""
+def step(here: RankContext | None, case: Case, replica: Replica) -> Tensors:
+    """Takes one more step; returns the whole parameters after it."""
     data, every = ranks_of(here, case).data, sequences_of(case)
     own = [collate(every[data.rank :: data.size], getattr(torch, case.dtype))]
     train_step(replica.model, replica.optimizer, own, make_cross_entropy_loss(counts_of(every)), LEARNING_RATE, sums=replica.sums)
@@ -57,8 +57,8 @@ def step(here: Here | None, case: Case, replica: Replica) -> Tensors:
         return whole(replica.model, dict(replica.model.named_parameters()), None if here is None else here.groups)
 
 
-def save(here: Here | None, case: Case, folder: Path) -> Run:
-    """Two steps, a checkpoint, and one more step."""
+def save(here: RankContext | None, case: Case, folder: Path) -> Run:
+    """Takes two steps, saves a checkpoint, and takes one more step."""
     replica, world = make(here, case), ranks_of(here, case).world
     for _ in range(2):
         step(here, case, replica)
@@ -69,8 +69,8 @@ def save(here: Here | None, case: Case, folder: Path) -> Run:
     return step(here, case, replica), *moments
 
 
-def go_on(here: Here | None, case: Case, folder: Path) -> Run:
-    """The third step, from what ``save`` left."""
+def go_on(here: RankContext | None, case: Case, folder: Path) -> Run:
+    """Takes the third step from the checkpoint of ``save``."""
     replica = make(here, case)
     with replica.whole(changes=True), torch.no_grad():
         for parameter in replica.model.parameters():
@@ -83,8 +83,8 @@ def go_on(here: Here | None, case: Case, folder: Path) -> Run:
     return step(here, case, replica), *moments
 
 
-def whole_moments(here: Here | None, replica: Replica) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
-    """AdamW's moments and their blocks' scales, where nothing is cut by ZeRO."""
+def whole_moments(here: RankContext | None, replica: Replica) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
+    """Returns AdamW's moments and their blocks' scales without ZeRO."""
     inner = replica.optimizer.inner if isinstance(replica.optimizer, ReplicatedOptimizer) else replica.optimizer
     if replica.sums is not None and not isinstance(replica.optimizer, ReplicatedOptimizer):
         return {}, {}
@@ -119,7 +119,7 @@ def files_are_equal(folder: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=FULL), 3])
 def test_codes_that_zero_cuts_are_those_of_stage_0(zero: Any, ranks: Ranks, tmp_path: Path) -> None:
-    """Three ranks: parts end within matrices."""
+    """With three ranks, parts end within matrices."""
     shape = MeshShape(data=3)
     wanted, found = (run(ranks, shape, save, replace(DENSE, zero=stage), tmp_path / str(stage)) for stage in (0, zero))
     parameters, moments, _ = wanted[0]
@@ -180,7 +180,7 @@ def test_codes_of_cut_matrices_are_read_under_another_cut_within_a_blocks_roundi
 ) -> None:
     _, wanted, _ = run(ranks, writer, save, written, tmp_path)[0]
     for _, found, scales in run(ranks, reader, go_on, read, tmp_path):
-        # Values stand 0.9 / 64 of a block's largest apart at most, without a sign half of that; one that is not 0 stays so.
+        # Values are at most 0.9 / 64 of a block's largest apart, without a sign half of that; a value other than 0 stays so.
         for kind, share in (("exp_avg", 0.45 / 64), ("exp_avg_sq", 0.45 / 128)):
             for name, tensor in wanted[kind].items():
                 assert ((found[kind][name] - tensor).abs() <= 1.02 * share * scales[kind][name]).all(), (kind, name)
@@ -189,7 +189,7 @@ def test_codes_of_cut_matrices_are_read_under_another_cut_within_a_blocks_roundi
 
 @pytest.mark.parametrize(("shape", "case"), [(TENSOR, DENSE), pytest.param(EXPERT, MIXTURE, marks=FULL)], ids=["tensor", "expert"])
 def test_ranks_in_8_bits_are_as_near_to_one_process_as_8_bits_are_to_adamw(shape: MeshShape, case: Case, ranks: Ranks) -> None:
-    """Blocks of a cut matrix are others: its moments are rounded otherwise."""
+    """The blocks of a sharded matrix differ, so its moments are rounded differently."""
     wanted, plain = train(None, case).parameters, train(None, replace(case, optimizer="adamw")).parameters
     for rank in ranks.run(shape, trained, case):
         assert distance(rank.parameters, wanted) < distance(plain, wanted) < 0.01
@@ -205,7 +205,7 @@ def test_state_of_another_optimizer_is_refused_in_one_line(other: Any, ranks: Ra
         assert "is of another model or optimizer: it has" in said and "\n" not in said
 
 
-def refused(here: Here, case: Case, folder: Path) -> str:
+def refused(here: RankContext, case: Case, folder: Path) -> str:
     try:
         go_on(here, case, folder)
     except UserError as error:

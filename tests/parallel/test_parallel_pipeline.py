@@ -1,4 +1,4 @@
-"""Pipeline parallelism: what its ranks compute together is what one process computes."""
+"""Pipeline parallelism: the ranks compute the results of one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, distance, sequences_of, weights_of
-from pipeline_ranks import alone, gathered, micro_batches_of, named, piped
-from ranks import Here, Ranks
+from pipeline_ranks import alone, gather_ranks, micro_batches_of, named, train_pipeline
+from ranks import RankContext, Ranks
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
@@ -39,11 +39,11 @@ def check(found: list[dict[str, Any]], wanted: dict[str, Any], close: float, apa
         assert all(torch.allclose(a, b, rtol=close * 10, atol=0) and a.dtype == torch.float64 for a, b in pairs)
     assert len(found[-1]["logits"]) == len(wanted["logits"])
     assert all(torch.allclose(a, b, rtol=close * 10, atol=close * 10) for a, b in zip(found[-1]["logits"], wanted["logits"], strict=True))
-    assert distance(gathered(found, "gradients"), wanted["gradients"]) < close
+    assert distance(gather_ranks(found, "gradients"), wanted["gradients"]) < close
     for rank in found:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=close * 10)
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=close * 10)
-    parameters = gathered(found, "parameters")
+    parameters = gather_ranks(found, "parameters")
     assert parameters.keys() == wanted["parameters"].keys()
     assert max((parameters[name] - value).abs().max().item() for name, value in wanted["parameters"].items()) < apart
 
@@ -64,14 +64,14 @@ def test_a_pipeline_is_one_process_in_float64(
     ranks: Ranks, size: int, order: ScheduleName, virtual: int, counts: tuple[int, ...], shapes: Any
 ) -> None:
     case = Case(shapes)
-    found = ranks.run(MeshShape(pipeline=size), piped, case, BINS, order, virtual, counts)
+    found = ranks.run(MeshShape(pipeline=size), train_pipeline, case, BINS, order, virtual, counts)
     check(found, alone(case, BINS), 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("shapes", [TIED, UNTIED], ids=["tied", "untied"])
 def test_a_pipeline_is_one_process_in_float32(ranks: Ranks, shapes: Any) -> None:
     case = Case(shapes, dtype="float32", kernels="cpu")
-    found = ranks.run(MeshShape(pipeline=2), piped, case, BINS)
+    found = ranks.run(MeshShape(pipeline=2), train_pipeline, case, BINS)
     check(found, alone(case, BINS), 1e-6, 0.1 * LEARNING_RATE)
 
 
@@ -79,7 +79,7 @@ def test_fewer_micro_batches_than_ranks_and_a_single_one(ranks: Ranks) -> None:
     case = Case(TIED)
     for bins in (BINS[:2], BINS[:1]):
         for order, virtual in (("1f1b", 1), ("gpipe", 1)):
-            check(ranks.run(MeshShape(pipeline=4), piped, case, bins, order, virtual), alone(case, bins), 1e-10, 1e-10)
+            check(ranks.run(MeshShape(pipeline=4), train_pipeline, case, bins, order, virtual), alone(case, bins), 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
@@ -88,16 +88,16 @@ def test_gradients_of_every_schedule_are_bit_for_bit_those_of_one_process(ranks:
     case = Case(UNTIED, dtype="float32", kernels=kernels, steps=1)
     wanted = alone(case, BINS)["gradients"]
     for order, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        found = gathered(ranks.run(MeshShape(pipeline=2), piped, case, BINS, order, virtual), "gradients")
+        found = gather_ranks(ranks.run(MeshShape(pipeline=2), train_pipeline, case, BINS, order, virtual), "gradients")
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], value) for name, value in wanted.items()), order
 
 
 def test_gradients_of_a_tied_embedding_are_the_same_under_every_schedule_and_on_both_stages(ranks: Ranks) -> None:
     case = Case(TIED, dtype="float32", kernels="cpu")
-    found = [ranks.run(MeshShape(pipeline=2), piped, case, BINS, *how) for how in (("gpipe",), ("1f1b",), ("interleaved", 2))]
+    found = [ranks.run(MeshShape(pipeline=2), train_pipeline, case, BINS, *how) for how in (("gpipe",), ("1f1b",), ("interleaved", 2))]
     for name in ("gradients", "parameters"):
-        first, *others = (gathered(one, name) for one in found)
+        first, *others = (gather_ranks(one, name) for one in found)
         assert all("model.embed_tokens.weight" in rank[name] for one in found for rank in one)
         assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
 
@@ -114,7 +114,7 @@ PRODUCTS = [
 @pytest.mark.parametrize(("mesh", "case", "order", "virtual"), PRODUCTS)
 def test_products_with_other_kinds_of_parallelism_are_one_process(ranks: Ranks, mesh: MeshShape, case: Case, order: Any, virtual: int) -> None:
     bins = ((0, 3), (1, 6), (4, 5, 2))
-    found = ranks.run(mesh, piped, case, bins, order, virtual)
+    found = ranks.run(mesh, train_pipeline, case, bins, order, virtual)
     wanted = alone(case, bins)
     for rank in found:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
@@ -127,8 +127,8 @@ def test_products_with_other_kinds_of_parallelism_are_one_process(ranks: Ranks, 
     assert names == wanted["parameters"].keys()
 
 
-def saved_by_micro_batch(here: Here, case: Case, bins: Any, order: ScheduleName) -> tuple[int, int]:
-    """The most tensors that the backward passes of this rank kept at a time, and those of one micro-batch."""
+def saved_by_micro_batch(here: RankContext, case: Case, bins: Any, order: ScheduleName) -> tuple[int, int]:
+    """Returns the peak number of tensors that this rank's backward passes keep, and the number for one micro-batch."""
     ranks = here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size)
     model = Decoder(case.shapes, select("reference", torch.float64), dtype=torch.float64, spans=[spans[ranks.rank]])
@@ -158,14 +158,14 @@ def saved_by_micro_batch(here: Here, case: Case, bins: Any, order: ScheduleName)
 
 
 def test_the_stash_measured_is_the_published_one(ranks: Ranks) -> None:
-    """Counted in the tensors that autograd keeps: the same number for every micro-batch."""
+    """Counted in tensors saved by autograd: the same number for every micro-batch."""
     case, bins, p = Case(replace(TIED, num_hidden_layers=4)), ((0,), (1,), (2,), (3,), (4,), (5,)), 4
     for order, wanted in (("1f1b", [min(p - rank, len(bins)) for rank in range(p)]), ("gpipe", [len(bins)] * p)):
         found = ranks.run(MeshShape(pipeline=p), saved_by_micro_batch, case, bins, order)
         assert [most / one for most, one in found] == wanted
 
 
-def stage_from_folder(here: Here, folder: str, shapes: Any, virtual: int) -> dict[str, torch.Tensor]:
+def stage_from_folder(here: RankContext, folder: str, shapes: Any, virtual: int) -> dict[str, torch.Tensor]:
     ranks = here.groups["pipeline"]
     spans = stage_spans(shapes, ranks.size * virtual)
     own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
@@ -189,8 +189,8 @@ def test_a_stage_reads_its_own_tensors_from_a_hugging_face_folder_and_no_others(
     assert all(torch.equal(together[name], value) for name, value in wanted.items())
 
 
-def stepped(here: Here, case: Case, bins: Any, zero: Any, order: ScheduleName, virtual: int) -> dict[str, Any]:
-    """The steps of ``alone`` by ``train_step`` as one rank, with sums of gradients that overlap the backward passes."""
+def stepped(here: RankContext, case: Case, bins: Any, zero: Any, order: ScheduleName, virtual: int) -> dict[str, Any]:
+    """Takes the steps of ``alone`` with ``train_step`` as one rank, with gradient reduction that overlaps the backward passes."""
     ranks = here.groups["pipeline"]
     spans = stage_spans(case.shapes, ranks.size * virtual)
     own = [spans[s] for s in PipelineShape(ranks.size, 1, virtual).stages_of(ranks.rank)]
@@ -245,7 +245,7 @@ def test_training_steps_of_a_pipeline_beside_replicas_and_zero_are_one_process(
     for rank in found:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
-    assert distance(gathered(found, "parameters"), wanted["parameters"]) < 1e-10
+    assert distance(gather_ranks(found, "parameters"), wanted["parameters"]) < 1e-10
 
 
 @pytest.mark.parametrize(

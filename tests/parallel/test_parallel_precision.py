@@ -1,4 +1,4 @@
-"""Mixed precision on ranks: as near to one process as rounding lets it be, with sums in fp32, and one loss scale for all."""
+"""Mixed precision on ranks: as close to one process as rounding allows, with sums in fp32 and one loss scale for all."""
 
 import math
 from dataclasses import replace
@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from data_ranks import remember
+from data_ranks import record_gradients
 from model_ranks import LEARNING_RATE, QWEN3, Case, build, distance, ranks_of, sequences_of, weights_of, whole
-from pipeline_ranks import gathered, named
-from ranks import Here, Ranks
+from pipeline_ranks import gather_ranks, named
+from ranks import RankContext, Ranks
 
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
@@ -38,9 +38,10 @@ Wrong = Literal["", "sums in bf16", "one rank in fp8", "no whole weights"]
 
 
 def trained(
-    here: Here | None, precision: Precision, zero: Any = 0, wrong: Wrong = "", overflow: tuple[str, int] = ("", 0), scale: float = 2.0**12
+    here: RankContext | None, precision: Precision, zero: Any = 0, wrong: Wrong = "", overflow: tuple[str, int] = ("", 0), scale: float = 2.0**12
 ) -> dict[str, Any]:
-    """Three steps on this rank, or in one process. ``overflow``: in the second step, rank 1's loss or gradient (by name) is multiplied by so much."""
+    """Takes three steps on this rank, or in one process. ``overflow``: in the second step, rank 1's loss or gradient (by name) is
+    multiplied by this factor."""
     ranks = ranks_of(here, CASE)
     stages = ranks.groups["pipeline"]
     spans = stage_spans(CASE.shapes, stages.size)
@@ -72,7 +73,7 @@ def trained(
         Communicator.start_reduce_scatter = lambda self, x, name, out=None: reduce_scatter(self, x.bfloat16().float(), name, out)  # type: ignore[method-assign]
     try:
         for step in range(CASE.steps):
-            seen: dict[str, Any] = remember(replica.sums) if replica.sums is not None and step == 0 else {}
+            seen: dict[str, Any] = record_gradients(replica.sums) if replica.sums is not None and step == 0 else {}
             before = guard.scale
             done = train_step(
                 model, replica.optimizer, micro_batches, loss, LEARNING_RATE, guard=guard, sums=replica.sums,
@@ -97,8 +98,8 @@ def trained(
     return found
 
 
-def together(here: Here | None, model: Decoder, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """By Hugging Face name; a pipeline's rank has its own."""
+def together(here: RankContext | None, model: Decoder, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """By Hugging Face name; a pipeline rank has its own layers."""
     if here is not None and here.groups["pipeline"].size > 1:
         return named(model, [values[name] for name, _ in model.named_parameters()])
     return whole(model, values, None if here is None else here.groups)
@@ -107,36 +108,35 @@ def together(here: Here | None, model: Decoder, values: dict[str, Any]) -> dict[
 _alone: dict[Precision, dict[str, Any]] = {}
 
 
-def by_one(precision: Precision) -> dict[str, Any]:
+def by_one_process(precision: Precision) -> dict[str, Any]:
     if precision not in _alone:
         _alone[precision] = trained(None, precision)
     return _alone[precision]
 
 
 def updates(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What three steps have changed."""
+    """Returns the change of the parameters in three steps."""
     start = weights_of(CASE.shapes)
     return {name: weight.double() - start[name] for name, weight in found["weights"][-1].items()}
 
 
 def on_ranks(ranks: Ranks, mesh: MeshShape, precision: Precision, zero: int = 0, wrong: Wrong = "") -> dict[str, Any]:
-    """What the ranks came to together; what several hold is the same on all."""
+    """Returns the results of all ranks together; values on several ranks must be equal."""
     found = ranks.run(mesh, trained, precision, zero, wrong)
     for one in found:
         assert all(one[name] == found[0][name] for name in ("losses", "norms", "scales", "verdicts"))
-    weights = [gathered([{"weights": one["weights"][-1]} for one in found], "weights")]
-    return found[0] | {"gradients": gathered(found, "gradients"), "weights": weights}
+    weights = [gather_ranks([{"weights": one["weights"][-1]} for one in found], "weights")]
+    return found[0] | {"gradients": gather_ranks(found, "gradients"), "weights": weights}
 
 
 def is_near(found: dict[str, Any], precision: Precision, exact_sums: bool) -> bool:
-    """Whether ``found`` is as near to one process as it must be.
-
-    Where ranks multiply whole matrices every rounding is that of one process, and gradients are the same numbers added up in fp32 in another
-    order: the first ones differ by fp32's rounding. Behind an update a weight that differs in fp32's last bit may be rounded to the other
-    neighbour: with fp32's error e and the precision's u that happens to a share e / u of them, which is sqrt(e / u) < 0.1 of the norm of all
-    rounding. Tensor-parallel ranks round their parts of a sum before it, as one process rounds the sum: both are as far from fp32 as rounding
-    is, and at most twice that from each other. Losses of later steps differ by as much of their fall as the updates do."""
-    wanted, exact = by_one(precision), by_one("fp32")
+    """Asserts that ``found`` is as close to one process as it must be. If ranks multiply whole matrices, every rounding is that of one
+    process, and gradients are the same numbers summed in fp32 in another order: the first ones differ by the rounding of fp32. After an
+    update, a weight that differs in the last bit of fp32 may round to the other neighbour: with fp32's error e and the precision's u this
+    happens to a share e / u of them, which is sqrt(e / u) < 0.1 of the norm of all rounding. Tensor-parallel ranks round their partial sums
+    before the sum, where one process rounds the sum: both are as far from fp32 as rounding is, and at most twice that from each other.
+    Losses of later steps differ by the same share of their decrease as the updates."""
+    wanted, exact = by_one_process(precision), by_one_process("fp32")
     rounding, later = distance(wanted["gradients"], exact["gradients"]), distance(updates(wanted), updates(exact))
     assert rounding > UNIT_ROUNDOFF[precision] / 4, "the precision shows"
     of_later = (0.1 if exact_sums else 2) * later
@@ -158,7 +158,7 @@ MESHES = {"data 2": MeshShape(data=2), "zero 2": MeshShape(data=2), "pipeline 2"
 def test_ranks_are_as_near_to_one_process_as_rounding_lets_them_be(precision: Precision, name: str, ranks: Ranks) -> None:
     found = on_ranks(ranks, MESHES[name], precision, 2 if name == "zero 2" else 0)
     assert is_near(found, precision, exact_sums=name != "tensor 2")
-    assert found["scales"] == by_one(precision)["scales"] and found["verdicts"] == ["taken"] * 3
+    assert found["scales"] == by_one_process(precision)["scales"] and found["verdicts"] == ["taken"] * 3
     if precision == "fp16":
         assert found["scales"] == [2.0**12, 2.0**13, 2.0**13], "two good steps double it"
 
@@ -174,7 +174,7 @@ def test_gradients_that_are_added_in_bf16_weights_kept_in_it_and_a_rank_in_fp8_a
 @pytest.mark.parametrize(
     ("name", "overflow"),
     [
-        # fp16 ends at 65504: the gradients of rank 1's tokens do not fit any more, those of rank 0's do.
+        # fp16 ends at 65504: the gradients of rank 1's tokens overflow, those of rank 0's do not.
         ("data 2", ("loss", 2**14)), ("zero 2", ("loss", 2**14)),
         ("tensor 2", ("layers.1.down_proj.weight", math.inf)), ("pipeline 2", ("layers.1.down_proj.weight", math.inf)),
     ],

@@ -1,8 +1,8 @@
-"""The ring all-reduce as published (Patarasuk and Yuan, 2009), over the communicator's own sends and receives, beside its all-reduce."""
+"""The ring all-reduce as published (Patarasuk and Yuan, 2009), over the communicator's sends and receives, against its all-reduce."""
 
 import pytest
 import torch
-from ranks import Here, Ranks
+from ranks import RankContext, Ranks
 from torch import Tensor
 
 from tandem.layout.mesh import MeshShape
@@ -27,7 +27,7 @@ class Counted:
 
 
 def pass_on(ring: Communicator, out: Tensor, step: int) -> Tensor:
-    """Send ``out`` to the right, while as much comes from the left."""
+    """Sends ``out`` to the right and receives as much from the left."""
     came = torch.empty_like(out)
     sent = ring.send(out, (ring.rank + 1) % ring.size, "to the right", tag=step)
     ring.receive(came, (ring.rank - 1) % ring.size, "from the left", tag=step).wait()
@@ -59,7 +59,7 @@ def counting(ring: Communicator) -> tuple[Communicator, Counted]:
     return Communicator(ring.group_name, ring.rank, ring.size, ring._group, ring.deadline_s, traffic), traffic
 
 
-def both(here: Here, width: int) -> dict[str, Tensor | int]:
+def both(here: RankContext, width: int) -> dict[str, Tensor | int]:
     """Whole numbers in float64, whose sums are exact in any order; the sums of both ways, in their parts, and what was sent for them."""
     ring, world = counting(here.groups["world"]), counting(here.groups["world"])
     generator = torch.Generator().manual_seed(here.mesh.rank)

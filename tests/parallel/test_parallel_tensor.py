@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism: ranks that share a model train what one process trains."""
+"""Tensor and sequence parallelism: ranks that shard a model train like one process."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import LLAMA, MISTRAL, QWEN3, QWEN3_MOE, Case, Trained, build, by_one, check, sequences_of, train
-from ranks import Here, Ranks
+from model_ranks import LLAMA, MISTRAL, QWEN3, QWEN3_MOE, Case, Trained, build, by_one_process, check, sequences_of, train
+from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
 from tandem.model.decoder import PackedContext
@@ -15,7 +15,7 @@ FULL = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained(here: Here, case: Case) -> Trained:
+def trained(here: RankContext, case: Case) -> Trained:
     return train(here, case)
 
 
@@ -30,21 +30,21 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.shapes.architecture}{' sequence' * c.sequence}{' deterministic' * c.deterministic}")
 def test_two_tensor_ranks_train_what_one_process_trains(ranks: Ranks, case) -> None:
-    check(ranks.run(MeshShape(tensor=2), trained, case), by_one(case))
+    check(ranks.run(MeshShape(tensor=2), trained, case), by_one_process(case))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
     case = Case(replace(QWEN3, num_key_value_heads=4), "float32", "cpu", sequence=sequence, temperature=0.7)
-    check(ranks.run(MeshShape(tensor=4), trained, case), by_one(case))
+    check(ranks.run(MeshShape(tensor=4), trained, case), by_one_process(case))
 
 
 @pytest.mark.parametrize("shapes", [LLAMA, QWEN3_MOE, MISTRAL], ids=lambda s: s.architecture)
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, sequence) -> None:
     case = Case(shapes, "float32", "cpu", deterministic=True, sequence=sequence, temperature=0.7, steps=1)
-    found, wanted = ranks.run(MeshShape(tensor=2), trained, case), by_one(case)
+    found, wanted = ranks.run(MeshShape(tensor=2), trained, case), by_one_process(case)
     check(found, wanted)
     for rank in found:
         assert rank.losses == wanted.losses
@@ -54,11 +54,11 @@ def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, s
 @pytest.mark.parametrize(("zero", "recompute"), [pytest.param(0, "none", marks=FULL), pytest.param(1, "selective", marks=FULL), (3, "full")])
 def test_tensor_ranks_times_data_ranks(ranks: Ranks, zero, recompute) -> None:
     case = Case(QWEN3, sequence=True, zero=zero, recompute=recompute)
-    check(ranks.run(MeshShape(data=2, tensor=2), trained, case), by_one(case))
+    check(ranks.run(MeshShape(data=2, tensor=2), trained, case), by_one_process(case))
 
 
-def rows_and_saved_bytes(here: Here, case: Case) -> tuple[int, int]:
-    """Rows of the residual stream that this rank has of a batch, and bytes that the forward keeps for the backward."""
+def rows_and_saved_bytes(here: RankContext, case: Case) -> tuple[int, int]:
+    """Returns the rows of the residual stream of a batch on this rank, and the bytes that the forward pass keeps for the backward pass."""
     model, batch = build(case, here), collate(sequences_of(case), torch.float64)
     kept: dict[int, int] = {}
 

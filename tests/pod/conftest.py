@@ -10,7 +10,7 @@ from pod_runs import PodRun
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    """The run without a disturbance, with step 1 traced."""
+    """A run without faults, with step 1 traced."""
     run = PodRun(tmp_path_factory.mktemp("undisturbed"))
     done = run.train("--run.trace_steps=[1]")
     assert done.returncode == 0, done.stderr + done.stdout

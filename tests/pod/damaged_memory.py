@@ -1,8 +1,8 @@
-"""``tandem`` with bytes of the published weights flipped between ``register`` and ``update_weight``: ``python damaged_memory.py STEP TIMES
+"""Runs ``tandem`` and flips a bit of the published weights between ``register`` and ``update_weight``: ``python damaged_memory.py STEP TIMES
 ARGUMENTS``.
 
-The controller alone is changed. It holds no tensor: it writes to the shared memory as a stray process or a failing memory module does, and the
-trainer, the engine and their shims run as ever.
+Only the controller is changed, which holds no tensors: it writes to the shared memory as a stray process or a failing memory module would. The
+trainer, the engine and their shims are unchanged.
 """
 
 import sys
@@ -17,7 +17,7 @@ from tandem.weight_transfer.shared_memory import Segment
 
 
 def flip_a_bit(directory: Path) -> None:
-    """One bit in the middle of the last tensor that is published for the run in ``directory``."""
+    """Flips one bit in the middle of the last published tensor of the run in ``directory``."""
     store = EmbeddedStore(directory / "pod" / "store.sqlite")
     published = current(store)
     store.close()
@@ -28,7 +28,7 @@ def flip_a_bit(directory: Path) -> None:
 
 
 def damage(step: int, times: int) -> None:
-    """After each of the first ``times`` registrations of the weights of ``step`` a bit is flipped."""
+    """Flips a bit after each of the first ``times`` registrations of the weights of ``step``."""
     register = Pod._register
     left = [times]
 

@@ -1,8 +1,8 @@
-"""Every point of the tiny recipe's run at which something can be killed.
+"""Every fault point of a run of the tiny recipe.
 
 The pod (the controller, and with it everything) has a point before and after each journal commit and each state
-transition; a worker before and after each of its calls; a shim before and after each call that reaches it, its own
-and those that it passes on. Written down from the figure's cycle and the recipe's numbers, not taken from a run.
+transition; a worker before and after each of its calls; a shim before and after each call that it receives, including
+those that it forwards. The list follows from the design figure and the recipe, not from a run.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tandem.runtime.process.faults import Fault
 
 STEPS = 6
 EVERY = 2
-"""Evaluations and checkpoints, before the first step and after the last one too."""
+"""The interval of evaluations and checkpoints, which also occur before the first and after the last step."""
 
 _BEFORE_STEPS = range(STEPS)
 _SERVED = range(STEPS + 1)
@@ -47,7 +47,7 @@ POINTS = {
 
 
 def every_fault_point() -> Iterator[Fault]:
-    """In a fixed order."""
+    """Yields all fault points in a fixed order."""
     for role, names in POINTS.items():
         for name, steps in names.items():
             for step in steps:

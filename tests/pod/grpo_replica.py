@@ -1,4 +1,4 @@
-"""A step of GRPO in transformers and torch alone, written from the papers, on samples and scores that a run recorded.
+"""A GRPO step in transformers and torch alone, written from the papers, on samples and scores that a run recorded.
 
 Advantages, ratio and KL: Shao et al., 2024, "DeepSeekMath", section 4.1. Clip: Schulman et al., 2017, "PPO", equation 7. Mean over the
 tokens of the batch: Yu et al., 2025, "DAPO", equation 8. Gradient clipping: Pascanu et al., 2013. AdamW: Loshchilov and Hutter, 2019,
@@ -22,7 +22,7 @@ from tandem.types import Sample, Score
 
 @dataclass(frozen=True)
 class Settings:
-    """What the recipe says. ``epochs``: optimizer updates on each batch."""
+    """The settings of the recipe. ``epochs``: optimizer updates on each batch."""
 
     learning_rate: float
     warmup_steps: int
@@ -38,14 +38,14 @@ class Settings:
 
 
 class NormInFloat64(Qwen3RMSNorm):
-    """The norm without the rounding to fp32 that transformers writes into it."""
+    """The norm without the rounding to fp32 in transformers."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 class GrpoReplica:
-    """The model of ``folder`` in ``dtype``, AdamW's moments, and the frozen start model."""
+    """The model of ``folder`` in ``dtype``, AdamW's moments, and the frozen initial model."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, settings: Settings) -> None:
         self.dtype, self.settings, self.updates = dtype, settings, 0
@@ -64,7 +64,7 @@ class GrpoReplica:
         """Trains on the batch of ``step``; returns the metrics of its row, each the mean over the updates."""
         s = self.settings
         reward = {score.sample_id: score.value for score in scores}
-        assert all(value is not None for value in reward.values()), "the replica knows no masked samples"
+        assert all(value is not None for value in reward.values()), "the replica does not support masked samples"
         advantages = self._advantages(samples, {name: float(value) for name, value in reward.items() if value is not None})
         ids, mask = self._padded(samples)
         old = self._per_token(samples, [sample.logprobs for sample in samples])
@@ -102,7 +102,7 @@ class GrpoReplica:
         return found
 
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Token ids [N, T] filled up with 0 behind each sample, and which of [N, T - 1] targets are of its completion."""
+        """Returns token ids [N, T], padded with 0, and a mask [N, T - 1] of the targets in completions."""
         every = [sample.prompt_token_ids + sample.token_ids for sample in samples]
         longest = max(map(len, every))
         ids = torch.tensor([list(tokens) + [0] * (longest - len(tokens)) for tokens in every])
@@ -112,20 +112,20 @@ class GrpoReplica:
         return ids, (places >= first) & (places < end)
 
     def _per_token(self, samples: Sequence[Sample], values: Sequence[Sequence[float]]) -> Tensor:
-        """The ``values`` of each completion's tokens at their targets' places: [N, T - 1], 0 elsewhere."""
+        """Returns the ``values`` of each completion's tokens at the positions of their targets: [N, T - 1], 0 elsewhere."""
         _, mask = self._padded(samples)
         found = torch.zeros(mask.shape, dtype=self.dtype)
         found[mask] = torch.tensor([value for of_sample in values for value in of_sample], dtype=self.dtype)
         return found
 
     def _logprobs(self, model: Qwen3ForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-probability of each target and the entropy of its distribution, nats: [N, T - 1] each."""
+        """Returns the log-probability of each target and the entropy of its distribution, in nats: [N, T - 1] each."""
         logprobs = model(ids).logits[:, :-1].log_softmax(-1)
         return logprobs.gather(-1, ids[:, 1:, None])[..., 0], -(logprobs.exp() * logprobs).sum(-1).detach()
 
     @torch.no_grad()
     def _update(self, rate: float) -> float:
-        """One AdamW update from the clipped gradients, which are dropped; returns the global norm before."""
+        """Takes one AdamW update from the clipped gradients and drops them; returns the global norm before clipping."""
         s = self.settings
         self.updates += 1
         norm = torch.stack([p.grad.square().sum() for p in self.model.parameters()]).sum().sqrt().item()

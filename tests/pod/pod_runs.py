@@ -1,4 +1,4 @@
-"""Runs of the tiny recipe as a user makes them, in processes of their own, and what is left of them afterwards."""
+"""Runs of the tiny recipe, started by the command in processes of their own, and what they leave behind."""
 
 import json
 import os
@@ -26,8 +26,8 @@ MARK = "TANDEM_POD_TEST"
 
 @dataclass
 class PodRun:
-    """One run directory under ``parent`` and the processes that worked on it; ``marks`` are in the environment of each. ``program``: what
-    Python is given to be the command ``tandem``."""
+    """A run directory under ``parent`` and its processes, each with one of ``marks`` in its environment. ``program``: Python's arguments that
+    run the command ``tandem``."""
 
     parent: Path
     recipe: Path = RECIPE
@@ -46,7 +46,7 @@ class PodRun:
         return _finish(self.begin("resume", str(self.directory), *arguments))
 
     def begin(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Start ``tandem ARGUMENTS`` as a shell does: the leader of a process group."""
+        """Starts ``tandem ARGUMENTS`` as the leader of a process group, as a shell does."""
         self.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "rewards.py", self.parent)
         self.marks.append(uuid.uuid4().hex)
@@ -63,7 +63,7 @@ class PodRun:
     # -- what the run produced -------------------------------------------------------------------------------------
 
     def results(self) -> dict[str, bytes]:
-        """Every file whose bytes a disturbance must not change: the model and all checkpoints that stand."""
+        """Returns every file whose bytes a fault must not change: the model and all checkpoints."""
         model = self.directory / "model"
         found = {f"model/{path.name}": path.read_bytes() for path in model.iterdir()}
         for folder in (self.directory / "checkpoints").glob("step-*"):
@@ -71,7 +71,7 @@ class PodRun:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """``metrics.jsonl`` without what a clock or a memory meter wrote."""
+        """Returns the rows of ``metrics.jsonl`` without the keys that depend on time or memory."""
         rows = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
         return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows]
 
@@ -90,7 +90,7 @@ class PodRun:
     # -- what it left behind ---------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes that descend from this run's commands, whoever their parent is now: id -> command line."""
+        """Returns the command lines, by process id, of living processes that descend from this run's commands, whatever their parent is now."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -102,13 +102,13 @@ class PodRun:
         return found
 
     def segments(self) -> list[str]:
-        """Shared-memory files that any of this run's shims made and that still stand."""
+        """Returns the shared-memory files of this run's shims that still exist."""
         log = self.directory / "logs" / "trainer_shim.log"
         made = set(re.findall(r"tandem-[\w.]+-\d+-weights-\d", log.read_text() if log.exists() else ""))
         return sorted(name for name in made if (SHARED_MEMORY / name).exists())
 
     def left_behind(self, patience_s: float = 10.0) -> list[str]:
-        """Processes and segments that are still there after the kernel had time to deliver its signals."""
+        """Returns processes and segments that still exist after the kernel had time to deliver its signals."""
         ends = time.monotonic() + patience_s
         while (left := [*self.processes().values(), *self.segments()]) and time.monotonic() < ends:
             time.sleep(0.05)
@@ -126,12 +126,12 @@ def _finish(process: "subprocess.Popen[str]", limit_s: float = 300.0) -> "subpro
 
 
 def finish(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
-    """Wait for a process of ``PodRun.begin``."""
+    """Waits for a process of ``PodRun.begin``."""
     return _finish(process)
 
 
 def recipe_with(folder: Path, **sections: Any) -> Path:
-    """The tiny recipe with whole sections replaced, as a file in ``folder``."""
+    """Writes the tiny recipe with whole sections replaced to ``folder`` and returns its path."""
     content = yaml.safe_load(RECIPE.read_text())
     content.update(sections)
     path = folder / "recipe.yaml"
@@ -140,7 +140,7 @@ def recipe_with(folder: Path, **sections: Any) -> Path:
 
 
 def difference(found: PodRun, expected: PodRun) -> list[str]:
-    """What of ``found`` is not, bit for bit, what ``expected`` has."""
+    """Returns the names of the results in which ``found`` and ``expected`` are not equal bit for bit."""
     theirs, ours = expected.results(), found.results()
     wrong = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
     if found.rows() != expected.rows():

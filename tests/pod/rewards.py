@@ -1,6 +1,6 @@
-"""A reward that even an untrained model gets different amounts of, so that every step of the tiny run moves the weights."""
+"""A reward that differs between samples of an untrained model, so that every step of the tiny run changes the weights."""
 
 
 def digits(completions: list[str], **_: object) -> list[float]:
-    """The share of digits in each completion."""
+    """Returns the share of digits in each completion."""
     return [sum(character.isdigit() for character in text) / (len(text) or 1) for text in completions]

@@ -1,4 +1,5 @@
-"""Published weights that change in shared memory before the engine has read them: found, told, registered again, or the run ends."""
+"""Published weights that change in shared memory before the engine has read them are detected, reported and registered again, or the run
+ends."""
 
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from pod_runs import HERE, PodRun, difference
 
 
 def run_with_damage(folder: Path, step: int, times: int) -> PodRun:
-    """A run in which a bit of the weights of ``step`` is flipped after each of their first ``times`` registrations."""
+    """Runs a pod in which a bit of the weights of ``step`` is flipped after each of their first ``times`` registrations."""
     return PodRun(folder, program=(str(HERE / "damaged_memory.py"), str(step), str(times)))
 
 

@@ -1,4 +1,4 @@
-"""A recipe's ``rollout.engine``: every option reaches the engine that draws the samples, and none changes a token or a log-probability."""
+"""A recipe's ``rollout.engine``: every option reaches the engine, and none changes a token or a log-probability."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +51,7 @@ def model(folder: Path) -> Decoder:
 
 
 def roll_out(engine: dict[str, Any], folder: Path, model: Decoder, directory: Path) -> tuple[list[Sample], LLM]:
-    """The samples of step 0 under the weights of ``model``, as the pod's worker draws them for a recipe with these options."""
+    """Returns the samples of step 0 with the weights of ``model``, drawn by the pod's worker for a recipe with these options."""
     recipe = recipe_of(engine)
     (directory / "pod").mkdir(exist_ok=True)
     worker = RolloutWorker(recipe, directory)

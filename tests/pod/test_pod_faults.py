@@ -1,4 +1,4 @@
-"""Kill anything, lose nothing: real processes, killed at named points, and the run that comes out is the same."""
+"""Real processes are killed at named points, and the results of the run do not change."""
 
 import os
 import random
@@ -19,13 +19,13 @@ REPRESENTATIVE = (
     "pod:after:commit_scores:5",
 )
 DELICATE = (
-    "pod:before:commit_checkpoint:4",  # the checkpoint is there and the journal does not know it
-    "trainer_shim:before:register:2",  # the weight buffers end with it
-    "trainer_worker:before:save:4",  # the checkpoint was not made again after the recovery
-    "trainer_worker:before:inference:5",  # steps are repeated from the journal, then samples are there without a rollout
-    "pod:after:commit_samples:5",  # the same, in the next life
-    "pod:after:commit_evaluation:0",  # between the two evaluations of the start model
-    "trainer_shim:after:train:3,pod:before:record_event:3",  # the pod dies over the recovery
+    "pod:before:commit_checkpoint:4",  # The checkpoint exists and is not in the journal.
+    "trainer_shim:before:register:2",  # The weight buffers end with it.
+    "trainer_worker:before:save:4",  # The checkpoint was not written again after the recovery.
+    "trainer_worker:before:inference:5",  # Steps are repeated from the journal, then samples exist without a rollout.
+    "pod:after:commit_samples:5",  # The same, after a resume.
+    "pod:after:commit_evaluation:0",  # Between the two evaluations of the initial model.
+    "trainer_shim:after:train:3,pod:before:record_event:3",  # The pod dies during the recovery.
     "rollout_worker:before:rollout:2,rollout_shim:after:start_engine:2,trainer_worker:after:onload:2",
 )
 TERMINATED = (
@@ -41,7 +41,7 @@ RANDOM_SIXTY = random.Random(20).sample(list(every_fault_point()), 60)
 
 
 def survive(run: PodRun, *faults: str, settings: tuple[str, ...] = ()) -> None:
-    """Train with ``faults``, resume as often as the pod was killed, and see each of them strike."""
+    """Trains with ``faults``, resumes as often as the pod was killed, and checks that every fault occurred."""
     killed = sum(fault.startswith("pod:") for fault in faults)
     done = run.train("--fault", ",".join(faults), *settings)
     for _ in range(killed):

@@ -1,4 +1,4 @@
-"""A pod whose engine keeps keys and values in 8 bits: the trainer sees the same ones."""
+"""A pod whose engine stores keys and values in 8 bits: the trainer rounds them in the same way."""
 
 from pathlib import Path
 
@@ -14,5 +14,5 @@ def test_rollout_and_trainer_agree_bit_for_bit_over_a_cache_of_8_bits(undisturbe
     rows, others = run.rows(), undisturbed.rows()
     assert len(rows) == 3
     assert [row["mismatch_kl"] for row in rows] == [0.0] * 3
-    # The samples are those of another model, so the cache was not left whole.
+    # The samples differ from those with an unrounded cache, so the cache was rounded.
     assert rows[0]["actor/grad_norm"] != others[0]["actor/grad_norm"]

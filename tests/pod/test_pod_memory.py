@@ -1,4 +1,4 @@
-"""The memory that a pod's plan predicts, beside what its processes have."""
+"""The memory predicted by a pod's plan against that of its processes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pod whose trainer is a mesh: it learns as one process does, its rollout finds the bits of its ranks, and it survives them."""
+"""A pod whose trainer is a mesh: it learns like one process, its rollout has the bits of its ranks, and it survives dead ranks."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ RunOf = Callable[[str], PodRun]
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
-    """The run with these settings, which nothing disturbs, made once."""
+    """A run with these settings and without faults, made once."""
 
     @cache
     def made(settings: str) -> PodRun:
@@ -55,7 +55,7 @@ def test_pod_on_a_mesh_has_the_curve_of_one_process_and_a_rollout_of_the_same_bi
     run, alone = run_of(mesh), run_of(" ".join(word for word in mesh.split() if word.startswith("--model")))
     found, wanted = run.rows(), alone.rows()
     assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in found] == [(0.0, 0.0)] * 3
-    # The first step's samples come from weights that differ in the last bits at most; later ones may be other samples.
+    # The first step's samples come from weights that differ in the last bits at most; later samples may differ.
     for name in ("reward/mean", "actor/grad_norm", "actor/entropy"):
         assert math.isclose(found[0][name], wanted[0][name], rel_tol=1e-3), name
     one, two = dict(read_tensors(alone.directory / "model")), dict(read_tensors(run.directory / "model"))

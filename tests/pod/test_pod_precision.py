@@ -1,4 +1,4 @@
-"""A pod whose trainer multiplies in 16 bits: its rollout multiplies in the same ones, so their bits agree; other pairs are corrected."""
+"""A pod whose trainer multiplies in 16 bits: its rollout uses the same arithmetic, so their bits agree; other pairs are corrected."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_rollout_and_trainer_of_16_bits_agree_bit_for_bit(precision: str, undist
     assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows] == [(0.0, 0.0)] * 3
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert ("train/loss_scale" in rows[0]) == (precision == "fp16")
-    # Samples and gradients are those of another arithmetic.
+    # Samples and gradients differ from those in fp32.
     assert rows[0]["actor/grad_norm"] != undisturbed.rows()[0]["actor/grad_norm"]
 
 

@@ -1,4 +1,4 @@
-"""``tandem replay``: a recorded step comes out the same again, and what was tampered with is named."""
+"""``tandem replay``: a recorded step is reproduced, and manipulated records are detected."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Reward functions that break: the sample is masked and named, the run goes on, and past a share of them it stops."""
+"""Reward functions that fail: the sample is masked and reported, the run continues, and stops above a share of them."""
 
 from collections import Counter
 from pathlib import Path
@@ -29,8 +29,8 @@ def judge(completions, **_):
 
 @pytest.fixture
 def bad(undisturbed: PodRun) -> Sample:
-    """The sample of step 0 that the functions break on. No reward has touched the weights that drew it, so every run with
-    the recipe's seed draws it."""
+    """The sample of step 0 on which the functions fail. No reward has affected the weights yet, so every run with the recipe's seed draws
+    it."""
     with Journal(undisturbed.directory / "journal.sqlite", read_only=True) as journal:
         samples = journal.samples(0)
     assert samples is not None and len(samples) == 16

@@ -1,4 +1,4 @@
-"""The ways to run a pod, and to end one: they differ in processes, never in bits."""
+"""The ways to run and to end a pod differ in processes, not in bits."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from tandem.pod.states import RolloutState
 
 
 def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
-    """Until ``step`` is in ``metrics.jsonl``."""
+    """Waits until ``step`` is in ``metrics.jsonl``."""
     path, ends = run.directory / "metrics.jsonl", time.monotonic() + limit_s
     while not path.exists() or path.read_bytes().count(b"\n") <= step:
         assert time.monotonic() < ends, f"no row of step {step}"
@@ -23,7 +23,7 @@ def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
 
 
 def started_workers(run: PodRun, role: str) -> list[str]:
-    """The process ids that wrote to a worker's log, in the order in which they came."""
+    """Returns the process ids in a worker's log, in order of appearance."""
     pids = re.findall(rf"{role}_worker\[(\d+)\]", (run.directory / "logs" / f"{role}_worker.log").read_text())
     return list(dict.fromkeys(pids))
 
@@ -66,7 +66,7 @@ def test_interrupted_run_says_so_leaves_nothing_behind_and_is_resumed(undisturbe
     run = PodRun(tmp_path)
     process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")
     wait_for_row(run, 2)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to everything in the foreground
+    os.killpg(process.pid, signal.SIGINT)  # As a terminal sends it: to all foreground processes.
     done = finish(process)
     assert done.returncode == 130 and "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("interrupted") == 1

@@ -1,4 +1,4 @@
-"""A trainer whose state is in a file while the engine works: the same bits, exact bytes in the journal, and memory that the engine can have."""
+"""A trainer whose state is in a file during the rollout: the same bits, exact bytes in the journal, and memory freed for the engine."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_state_that_waits_in_a_file_changes_no_bit_and_the_journal_has_its_bytes
     assert run.left_behind() == []
     weights = model_bytes(run)
     offloads, registers, onloads = (details(run, state) for state in (TrainerState.OFFLOAD, TrainerState.REGISTER, TrainerState.ONLOAD))
-    # Before the first step there are no moments: the reference leaves first, then the weights. Afterwards two moments too.
+    # Before the first step there are no moments: the reference is offloaded first, then the weights. Afterwards two moments too.
     assert [offload["begun_bytes"] for offload in offloads] == [weights] + [3 * weights] * 6
     assert [offload["gradient_bytes"] for offload in offloads] == [0] + [weights] * 6
     assert [register["offload_bytes"] for register in registers] == [2 * weights] + [4 * weights] * 6

@@ -1,4 +1,4 @@
-"""The cycle of the figure, written down once more and independently of the code, as the edges one can see in it."""
+"""The cycle of the figure, written down independently of the code as its edges."""
 
 import pytest
 

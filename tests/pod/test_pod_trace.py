@@ -18,13 +18,13 @@ def inside(span: Span, outer: list[Span]) -> bool:
 
 
 def parts(spans: list[Span]) -> list[str]:
-    """What a rank did on its own thread, passes of micro-batches as one word."""
+    """Returns the spans of a rank's own thread by name, with the passes of micro-batches as one."""
     names = [span.name for span in spans if not span.category and span.name not in TRANSFERS]
     return [name for name, _ in groupby("passes" if name in ("forward", "backward") else name for name in names)]
 
 
 def assert_published_order(spans: list[Span], reduces: bool) -> None:
-    """Of one rank of step 1, whose checkpoint is the first. ``reduces``: other ranks have gradients too."""
+    """Checks the spans of one rank in step 1, whose checkpoint is the first. ``reduces``: other ranks have gradients too."""
     assert [span.name for span in spans if span.category == "call"] == CALLS
     reduce = ["reduce"] if reduces else []
     assert parts(spans) == ["reference", "load the batch", "shard the batch", "passes", *reduce, "clip", "optimizer", "checkpoint write"]
@@ -68,8 +68,8 @@ def test_traced_step_of_a_mesh_has_the_published_order_with_its_transfers_and_co
 
 
 def assert_collectives(own: list[Span], has_tensor: bool) -> None:
-    """Tensor-parallel ranks exchange inside of passes, data-parallel ranks sum gradients when the last backward has begun and gather the
-    updated weights inside of the optimizer's step."""
+    """Tensor-parallel ranks communicate within passes; data-parallel ranks reduce gradients after the last backward pass has started, and
+    gather the updated weights within the optimizer's step."""
     forwards, backwards, (optimizer,), (reference,) = (
         [s for s in own if s.name == name] for name in ("forward", "backward", "optimizer", "reference")
     )
@@ -88,7 +88,7 @@ def assert_collectives(own: list[Span], has_tensor: bool) -> None:
 
 
 def assert_stages(spans: list[Span]) -> None:
-    """Of one pipeline of two stages: activations go forward, gradients back, each before what waits for it."""
+    """Checks one pipeline of two stages: activations are sent forward and gradients back, each before the operation that needs them."""
     at = {(s.name, s.arguments["stage"], s.arguments["micro_batch"]): s for s in spans if "stage" in s.arguments}
     numbers = {s.arguments["micro_batch"] for s in spans if s.name == "forward"}
     assert len(numbers) > 1

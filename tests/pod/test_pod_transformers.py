@@ -14,16 +14,16 @@ from tandem.model.huggingface.model_folder import read_tensors
 from tandem.runtime.records.journal import Journal
 
 STEPS = 10
-# The run must be well conditioned, or chance decides how far any fp32 run is from float64. With AdamW's usual epsilon a parameter whose
-# gradient is nothing but rounding error moves by the whole learning rate (gradients here are about 3e-3); with small initial embeddings
-# the first norm multiplies rounding errors.
+# The run must be well conditioned, or the distance of any fp32 run from float64 is random. With AdamW's usual epsilon a parameter whose
+# gradient is only rounding error moves by the whole learning rate (gradients here are about 3e-3); with small initial embeddings
+# the first norm amplifies rounding errors.
 SETTINGS = Settings(learning_rate=1e-3, warmup_steps=3, weight_decay=0.1, max_grad_norm=0.5, kl_coef=0.05, epochs=2, epsilon=1e-4)
 MESHES = {"one process": "", "data 2": "--parallel.data=2", "tensor 2": "--parallel.tensor=2", "2 x 2": "--parallel.data=2 --parallel.tensor=2"}
 COMPARED = ("actor/pg_loss", "kl", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr", "reward/mean")
 
 
 def recorded_run(folder: Path, mesh: str) -> PodRun:
-    """Ten steps of two updates each, in which gradients and ratios are clipped."""
+    """A run of ten steps of two updates each, in which gradients and ratios are clipped."""
     settings = asdict(SETTINGS)
     recipe = recipe_with(
         folder,
@@ -40,7 +40,7 @@ def recorded_run(folder: Path, mesh: str) -> PodRun:
 
 
 def replayed(run: PodRun, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """The weights after the last step in float64, and the rows, of a replica in ``dtype``."""
+    """Returns the weights after the last step in float64, and the rows, of a replica in ``dtype``."""
     replica, rows = GrpoReplica(run.directory / "sft" / "model", dtype, SETTINGS), []
     with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
         for step in range(STEPS):
@@ -51,7 +51,7 @@ def replayed(run: PodRun, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[d
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The norm of the difference, as a share of the norm of ``wanted``."""
+    """Returns the norm of the difference relative to the norm of ``wanted``."""
     squares = lambda tensors: math.fsum(tensor.square().sum().item() for tensor in tensors)
     return math.sqrt(squares(found[name].double() - wanted[name] for name in found) / squares(wanted[name] for name in found))
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a pod are copied elsewhere, and a run whose folder is lost continues from there with the same bits."""
+"""The checkpoints of a pod are copied elsewhere, and a run whose folder is lost continues from the copies with the same bits."""
 
 import shutil
 import signal
@@ -14,7 +14,7 @@ from tandem.trainer.checkpoint.remote import uploaded_steps
 @pytest.mark.full
 def test_run_that_was_killed_and_lost_its_folder_continues_from_its_copies_with_the_same_bits(undisturbed: PodRun, tmp_path: Path) -> None:
     run, target = PodRun(tmp_path), tmp_path / "copies"
-    # Every checkpoint is in its place before the death, but not the last of the run.
+    # Every checkpoint except the last of the run is uploaded before the death.
     done = run.train(f"--checkpoint.upload={target}", "--checkpoint.asynchronous=false", "--fault=pod:before:train:5")
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     steps = uploaded_steps(open_storage(str(target)))

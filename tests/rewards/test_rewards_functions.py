@@ -67,7 +67,7 @@ def test_verls_own_extra_info_column_is_handed_on() -> None:
 
 
 class Scalar:
-    """As numpy and torch scalars do it."""
+    """Returns scores as numpy and torch scalars."""
 
     def __float__(self) -> float:
         return 0.25

@@ -1,4 +1,4 @@
-"""Real workers, really killed."""
+"""Real reward workers that are really killed."""
 
 import os
 import signal

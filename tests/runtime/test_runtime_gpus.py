@@ -1,4 +1,4 @@
-"""Which device a run computes on, and what is refused before it begins."""
+"""The device of a run, and what is refused before it begins."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, driver: bool = True, why: str = "") -> None:
-    """A machine with so many GPUs of 10 GiB, 8 of them free on all but the last, which has 4."""
+    """A machine with the given number of GPUs of 10 GiB, of which 8 are free, and 4 on the last one."""
     free = [8 * GIB] * (count - 1) + [4 * GIB]
     found = Probe(tuple(Gpu("NVIDIA H200", free[i], 10 * GIB) for i in range(count)), why)
     monkeypatch.setattr(gpus, "probe", lambda: found)

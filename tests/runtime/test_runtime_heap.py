@@ -1,4 +1,4 @@
-"""Freed memory is used again inside, and given back at the end."""
+"""Freed memory is reused within a process, and returned to the system at the end."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ with freed_memory_kept():
 def test_memory_of_freed_tensors_is_used_again_by_tensors_of_their_size() -> None:
     environment = {**os.environ, **kept_heap_environment(os.environ)}
     done = subprocess.run([sys.executable, "-c", TENSORS], check=True, capture_output=True, text=True, env=environment)
-    # Two or three live at a time; without what the environment asks for, the heap holds 7 to 15.
+    # Two or three are alive at a time; without the environment's settings the heap holds 7 to 15.
     assert int(done.stdout) < 5 * (12 << 20)
 
 

@@ -133,7 +133,7 @@ def test_the_record_has_this_machine_and_equals_itself():
     import torch
 
     record = numerics_record(2, "cpu")
-    # The CUDA build from PyPI says +cu130 of itself, and its metadata do not.
+    # The CUDA build from PyPI reports +cu130 itself, but not in its metadata.
     assert str(record["torch"]).partition("+")[0] == torch.__version__.partition("+")[0]
     assert record["threads"] == 2 and record["kernels"] == "cpu"
     check_numerics(record, numerics_record(2, "cpu"))

@@ -59,7 +59,7 @@ def test_a_child_lives_with_its_parent_and_dies_with_its_kill_9(where):
     command = [sys.executable, "-c", textwrap.dedent(PARENT), where]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         pid, status = parent.stdout.readline().split()
-        # The thread that asked for the child has ended by now; the child must not have gone with it.
+        # The thread that started the child has ended; the child must still be alive.
         assert status == b"None"
         ends = time.monotonic() + 10
         while time.monotonic() < ends and b"sleep" not in Path(f"/proc/{int(pid)}/cmdline").read_bytes().split(b"\0"):
@@ -139,7 +139,7 @@ def test_memory_of_a_process_grows_by_what_it_touches():
     kill(child)
     child.stdin.close()
     child.stdout.close()
-    # An anonymous map is shared memory.
+    # An anonymous mapping is shared memory.
     assert after.rss_bytes - before.rss_bytes >= 64 * 2**20 <= after.shm_bytes - before.shm_bytes < 65 * 2**20
     assert after.shm_bytes < after.rss_bytes
     with pytest.raises(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Who is stuck, from a board that ranks write and a deadline that is learned; stacks of other processes; collectives with a deadline."""
+"""The heartbeat table and the hang watchdog with its adaptive deadline; stacks of other processes; collectives with a deadline."""
 
 import signal
 import subprocess
@@ -52,7 +52,7 @@ def test_clock_of_the_day_that_jumps_is_no_hang_and_hides_none(tmp_path: Path, m
 
 
 def watched(pause_s: float, steps: int, watch: HangWatchdog) -> float:
-    """Two ranks that show life every ``pause_s`` for ``steps`` steps; the time at the end."""
+    """Simulates two ranks that beat every ``pause_s`` for ``steps`` steps; returns the time at the end."""
     now = 1000.0
     for step in range(steps + 1):
         now += pause_s
@@ -77,7 +77,7 @@ def test_rank_that_waits_for_another_is_not_the_one_that_is_stuck() -> None:
     waits = replace(STATE, collective="the loss", beat_s=1000.0)
     idle = replace(STATE, rank=1, beat_s=1001.0)
     assert [state.rank for state in watch.look([waits, idle], 1012.0)] == [1]
-    # Both wait, in different calls: the one that has made fewer is behind.
+    # Both wait in different calls: the one with fewer calls is behind.
     behind = replace(idle, collective="the gradient norm", collectives=4)
     assert [state.rank for state in watch.look([replace(waits, collectives=5), behind], 1012.0)] == [1]
 

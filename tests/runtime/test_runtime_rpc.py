@@ -47,7 +47,7 @@ MEETING = threading.Barrier(3)
 
 
 def meet(meta, blobs, progress):
-    """Answers once three calls are inside it."""
+    """Returns once three calls are running in it."""
     return {"place": MEETING.wait(10)}, {}
 
 
@@ -123,7 +123,7 @@ def post(server, body: bytes, credential: str = CREDENTIAL, path: str = "/call/e
 
 
 def greet(server, method: str = "echo", credential: object = CREDENTIAL):
-    """A connection to a TCP server that has said hello, with its answer."""
+    """Returns a connection to a TCP server that has sent hello, with the reply."""
     connection = socket.create_connection(("127.0.0.1", server.port), 10)
     connection.settimeout(None)
     channel = Channel(connection)

@@ -12,7 +12,7 @@ from tandem.types import RunError
 
 
 class Clock:
-    """A monotonic clock that moves when it is told to."""
+    """A monotonic clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""Traces of steps: what is written, when, and in which format; and the bubble that is read from them."""
+"""Traces of steps: what is written, when, and in which format, and the pipeline bubble computed from them."""
 
 import json
 import threading
@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.recipe import load_config
+from tandem.jobs.run_files import write_recipe
 from tandem.layout.schedules import PipelineShape
+from tandem.report.run_report import read_facts
 from tandem.report.timeline import bubble
+from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.tracing import NO_TRACE, Span, Tracer, read_trace, traced_steps
 from tandem.types import UserError
 
@@ -98,3 +102,17 @@ def test_the_bubble_is_that_of_a_case_worked_by_hand() -> None:
     assert found is not None and found.shape == PipelineShape(2, 2)
     assert found.measured == pytest.approx(1 / 3) == found.published == pytest.approx(found.simulated)
     assert bubble([s for s in spans if s.rank == 0], "1f1b") is None
+
+
+def test_the_bubble_of_a_pod_is_simulated_with_the_schedule_of_its_recipe(tmp_path: Path) -> None:
+    recipe = load_config(
+        Path(__file__).resolve().parents[2] / "recipes/sort.yaml",
+        ["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
+    )
+    write_recipe(recipe, tmp_path)
+    Journal(tmp_path / "journal.sqlite").close()
+    tracer = Tracer(tmp_path / "traces", steps=(0,))
+    tracer.begin(0)
+    with tracer.span("forward"):
+        pass
+    assert read_facts(tmp_path).order == "interleaved"

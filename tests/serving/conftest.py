@@ -1,4 +1,4 @@
-"""A small model that talks, and one server that most tests share."""
+"""A small model with a chat template, and one server that most tests share."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ VOCABULARY = 300
 
 
 def make_model(folder: Path, tokenizer: Path, seed: int) -> Path:
-    """Random weights, ten times the usual size so that greedy tokens differ."""
+    """Writes a model with large random weights, so that greedy tokens differ, and returns its folder."""
     shapes = ModelShapes(
         architecture="qwen3", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16,
@@ -51,7 +51,7 @@ def make_model(folder: Path, tokenizer: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level BPE: any text has tokens, and a character can be spread over several."""
+    """Byte-level BPE: any text can be encoded, and a character may take several tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -75,7 +75,7 @@ def model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def other_model(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same shapes, other weights."""
+    """A model of the same shapes with other weights."""
     return make_model(tmp_path_factory.mktemp("models") / "other", tokenizer_folder, 1)
 
 
@@ -86,7 +86,7 @@ def llm(model: Path) -> LLM:
 
 @pytest.fixture(scope="session")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that leave it as they found it."""
+    """One server for all tests that do not change its state."""
     with server(model, tmp_path_factory.mktemp("serve"), "--served-model-name", "tiny", "also-tiny", "--max-num-seqs", "32") as running:
         yield running
         assert running.process.poll() is None, running.log.read_text()

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, on a port of its own."""
+"""A server in a process of its own, on a free port."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ LIMIT_S = 120.0
 
 @dataclass
 class Server:
-    """``log`` has what it printed."""
+    """A running server. ``log``: its output."""
 
     process: "subprocess.Popen[bytes]"
     url: str
@@ -53,23 +53,23 @@ class Server:
         return response.text
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all lines of a metric with these labels."""
+        """Returns the sum over all series of a metric that have ``labels``."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = [line.rpartition(" ") for line in self.get("/metrics").text.splitlines()]
         return sum(float(value) for key, _, value in lines if key.partition("{")[0] == name and all(label in key for label in wanted))
 
     def engines(self) -> list[int]:
-        """The process ids of its engines."""
+        """Returns the process ids of its engines."""
         path = Path(f"/proc/{self.process.pid}/task")
         children = " ".join((task / "children").read_text() for task in path.iterdir())
         return [int(pid) for pid in children.split()]
 
     def files(self) -> int:
-        """Open files, sockets among them."""
+        """Returns the number of open files and sockets."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def wait_idle(self) -> None:
-        """Until nothing runs, nothing waits and no block is held."""
+        """Waits until no request runs or waits and no block is held."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         until(lambda: all(self.metric(name) == 0 for name in names), "the server to be idle")
 
@@ -87,7 +87,7 @@ def until(condition: Any, what: str, limit_s: float = LIMIT_S) -> None:
 
 @contextlib.contextmanager
 def server(model: Path, folder: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
-    """``tandem serve MODEL ARGUMENTS``, killed at the end where it still runs."""
+    """Runs ``tandem serve MODEL ARGUMENTS``; kills it at the end if it still runs."""
     log = folder / f"serve-{time.monotonic_ns()}.log"
     command = [str(Path(sys.executable).with_name("tandem")), "serve", str(model), "--port", "0", "--threads", "1", "--control-key", "control", *arguments]
     with contextlib.ExitStack() as stack:

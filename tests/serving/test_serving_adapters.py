@@ -1,4 +1,5 @@
-"""LoRA adapters over HTTP: each is a model of its own name, its content follows its folder, and speculation and swap are a server's too."""
+"""LoRA adapters over HTTP: each is a model with its own name, its content follows its folder, and speculation and swap work in a server
+too."""
 
 import os
 import signal
@@ -21,7 +22,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
 
 
 def merged_text(model: Path, adapter: Path, to: Path) -> str:
-    """What the model says with the adapter's changes added to its weights."""
+    """Returns the completion of the model with the merged adapter."""
     llm = LLM(write_merged(model, adapter, to), max_num_seqs=16)
     return llm.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].text
 

@@ -1,4 +1,4 @@
-"""Pauses, updates and sleep while requests are under way: every client gets an answer, and no answer mixes up weights."""
+"""Pauses, updates and sleep during requests: every client gets a response, and no response mixes weights."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def generate(running: Server, prompt: str, **fields: Any) -> Any:
 
 
 def under_way(running: Server, threads: ThreadPoolExecutor, count: int) -> "list[Future[Any]]":
-    """Requests in the middle of their tokens, frozen there."""
+    """Requests frozen in the middle of their tokens."""
     running.control("/pause?mode=recompute")
     asked = [threads.submit(generate, running, f"prompt {i}") for i in range(count)]
     until(lambda: running.metric("vllm:num_requests_waiting") == count, "the requests to be held")
@@ -142,7 +142,7 @@ def test_weights_change_under_load_in_one_step_for_all(
         completion = one.result()
         versions = [tuple(version) for version in completion["weight_versions"]]
         changes = versions.index((1, 0))
-        # Old weights to one point, new ones after it; to that point the tokens are the old model's.
+        # Old weights up to one point, new ones after it; up to that point the tokens are the old model's.
         assert versions == [(0, 0)] * changes + [(1, 0)] * (300 - changes)
         assert completion["token_ids"][:changes] == answer.outputs[0].token_ids[:changes]
         prefix = answer.prompt_token_ids + completion["token_ids"][:changes]

@@ -1,4 +1,4 @@
-"""Bad input: the right status, OpenAI's shape, and a server that lives."""
+"""Invalid input: the right status, OpenAI's format, and a server that keeps running."""
 
 import contextlib
 import json
@@ -153,7 +153,7 @@ def test_bytes_that_are_no_http_end_the_connection_alone(shared: Server, request
     host, port = shared.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         answer = b""
-        # It may have hung up already.
+        # The server may have closed the connection already.
         with contextlib.suppress(OSError):
             connection.sendall(request_bytes)
             connection.shutdown(socket.SHUT_WR)

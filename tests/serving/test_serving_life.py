@@ -24,7 +24,7 @@ COMMAND = str(Path(sys.executable).with_name("tandem"))
 
 
 def refused(*arguments: str) -> str:
-    """The one line of a server that does not start."""
+    """Returns the error line of a server that does not start."""
     done = subprocess.run([COMMAND, "serve", *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == "", (done.returncode, done.stderr)
     lines = [line for line in done.stderr.splitlines() if "answers probes meanwhile" not in line]
@@ -47,7 +47,7 @@ def test_what_cannot_be_served_is_one_line(shared: Server, model: Path, tmp_path
 
 
 class Reader:
-    """A client that reads as it likes."""
+    """A client that reads at its own pace."""
 
     def __init__(self, running: Server, body: dict[str, Any], buffer: int = 0) -> None:
         host, port = running.url.removeprefix("http://").split(":")
@@ -99,7 +99,7 @@ def test_a_slow_reader_holds_up_nobody_and_misses_nothing(shared: Server, llm: L
 
 
 def storm(running: Server, count: int) -> None:
-    """``count`` streams at once, of which half leave at random; the rest get all they asked for."""
+    """Starts ``count`` streams at once, of which half disconnect at random; the others receive everything."""
     files = running.files()
     rng = random.Random(count)
     readers = [Reader(running, {"prompt": f"p{i % 7}", "stream": True, "seed": i, "max_tokens": 24, "ignore_eos": True}) for i in range(count)]
@@ -206,7 +206,7 @@ def test_a_stream_that_cannot_be_repeated_ends_with_an_error_event(pair: Server,
     error = json.loads(events[-2])["error"]
     assert events[-1] == "[DONE]" and error["type"] == "service_unavailable_error" and "cannot be repeated" in error["message"]
     until(lambda: pair.log.read_text().count("is back") == backs + 2, "both engines to be back")
-    # They come back as they went: paused.
+    # They are restarted in the state that they had: paused.
     assert pair.control_get("/is_paused") == {"is_paused": True}
     pair.control("/resume")
     assert pair.complete("x", max_tokens=1)["choices"]

@@ -1,4 +1,4 @@
-"""lm-eval's own client of the completions interface, against transformers."""
+"""lm-eval's client of the completions API, against transformers."""
 
 from pathlib import Path
 from typing import Any

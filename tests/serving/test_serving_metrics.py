@@ -1,4 +1,4 @@
-"""Metrics with the names that dashboards expect, and figures that are true."""
+"""Metrics with the names that dashboards expect, and correct values."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""OpenAI's interface, by its own client, against the engine and transformers."""
+"""OpenAI's API with OpenAI's client, against the engine and transformers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The server's own OpenAPI schema, under schemathesis, and real clients of it."""
+"""The server's OpenAPI schema under schemathesis, and real clients."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from server_process import Server, server
 
-# What a schema cannot say (a token id of this vocabulary, a name of this model, two fields that contradict each other) is
+# Constraints that a schema cannot express (token ids of this vocabulary, names of this model, fields that contradict each other) are
 # refused with 400 although the schema allows it.
 EXCLUDED = "positive_data_acceptance"
 

@@ -1,4 +1,4 @@
-"""Files past the system's memory, against what was to be written."""
+"""Files written with direct I/O, against their expected content."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ def chunks_of(content: memoryview) -> Iterator[memoryview]:
 
 
 def paged(data: bytes) -> memoryview:
-    """``data`` at the beginning of a page, as direct transfers want it."""
+    """Returns ``data`` at the beginning of a page, as direct I/O requires."""
     memory = mmap.mmap(-1, max(1, len(data)))
     memory[: len(data)] = data
     return memoryview(memory)[: len(data)]
@@ -82,7 +82,7 @@ def test_what_is_read_is_what_lies_on_the_disk_and_a_shorter_file_is_said(tmp_pa
 
 
 def test_a_written_file_takes_none_of_the_systems_memory(tmp_path: Path) -> None:
-    """Other file systems may take the flag and keep a copy all the same, as one in memory does."""
+    """Other file systems, such as tmpfs, may accept the flag and still cache the file."""
     system = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], capture_output=True, text=True, check=True).stdout.strip()
     if system not in ("ext2/ext3", "xfs"):
         pytest.skip(f"the temporary folder lies on {system}; ext4 and xfs are known to have direct transfers")

@@ -74,7 +74,7 @@ def test_scratch_of_a_killed_process_is_cleared_away_and_nothing_stays(url: str)
     storage = open_storage(url, create=True)
     root = storage.local("")
     if root is not None:
-        # The kernel has given back the lock of a process that was killed.
+        # The kernel has released the lock of a killed process.
         (root / ".scratch").mkdir()
         (root / ".scratch" / "left").write_text("x")
     with storage.scratch() as folder:

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints bring, trained on the spot."""
+"""Small tokenizers of the kinds found in checkpoints."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def save(tokenizer: Tokenizer, folder: Path, **settings: object) -> Path:
 
 @pytest.fixture(scope="session")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen: a character can be spread over tokens."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen: a character may take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """BPE with a mark for spaces and a token a byte for unknown characters, as in Llama 2."""
+    """BPE with a space marker and byte tokens for unknown characters, as in Llama 2."""
     letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz"))
     tokens = ["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), *letters, "▁t", "he", "▁the"]
     vocabulary = {token: number for number, token in enumerate(tokens)}

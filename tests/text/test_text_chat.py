@@ -1,4 +1,4 @@
-"""Chat templates give the text that transformers gives."""
+"""Chat templates render the text that transformers renders."""
 
 import json
 import shutil

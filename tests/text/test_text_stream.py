@@ -1,4 +1,4 @@
-"""Text in pieces: never half a character, the whole at the end, stop strings wherever the pieces break."""
+"""Streamed text: never part of a character, the whole text at the end, stop strings across any chunk boundary."""
 
 import random
 
@@ -32,7 +32,7 @@ def test_a_character_shows_when_its_last_byte_is_there(byte_level) -> None:
 
 
 def bytes_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One token a byte, whatever merges the vocabulary has."""
+    """Returns one token per byte, whatever merges the vocabulary has."""
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode()), "the character must not be in the training text"
     return ids

@@ -1,4 +1,4 @@
-"""Token ids are those of transformers; what a folder says of special tokens is found; faults are named."""
+"""Token ids are those of transformers; special tokens of a folder are found; errors are reported."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A tiny model and a batch of samples drawn at random, as the trainer's tests need them."""
+"""A tiny model and a random batch of samples for the tests of the trainer."""
 
 import random
 import subprocess
@@ -27,7 +27,7 @@ def one_thread():
 
 @pytest.fixture
 def make_model():
-    """``make_model(dtype, seed)``: the tiny model with random weights, norms included."""
+    """``make_model(dtype, seed)`` returns the tiny model with random weights, including norms."""
 
     def make(dtype=torch.float64, seed=0, kernels="reference"):
         model = Decoder(SHAPES, select(kernels, dtype), dtype=dtype)
@@ -43,8 +43,7 @@ def make_model():
 
 @pytest.fixture
 def make_batch():
-    """``make_batch(seed, count)``: sequences of random lengths, some wholly masked, with tokens masked inside
-    others."""
+    """``make_batch(seed, count)`` returns sequences of random lengths, some of them masked completely and others in part."""
 
     def make(seed=0, count=12, step=0):
         draw = random.Random(seed)
@@ -78,7 +77,7 @@ def make_batch():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """``small_disk(size)``: a folder on a file system of its own, of ``size`` in the words of mount (``128k``). Skips where none can be mounted."""
+    """``small_disk(size)`` returns a folder on a file system of ``size``, in the units of mount (``128k``). Skips the test if it cannot be mounted."""
     folder = tmp_path / "disk"
 
     def mount(size):

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: the code against its closed form, the loss against whole moments, and the memory it takes."""
+"""AdamW with 8-bit moments: the codes against their closed form, the loss against fp32 moments, and the memory."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""AdamW with its moments in the host's memory: the bits of AdamW, in whatever order copies and updates come that its events allow."""
+"""AdamW with moments in host memory: the bits of AdamW, in any order of copies and updates that the events allow."""
 
 import random
 from collections import deque
@@ -23,7 +23,8 @@ SHAPES = {"embedding": (70, 24), "matrix": (48, 64), "norm": (24,), "bias": (3,)
 
 
 class AnyOrder:
-    """Streams that run late: at each turn one of the works at the heads of the streams that may start is run. ``without_waits``: streams ignore each other."""
+    """Streams with random delays: at each turn one of the operations at the heads of the streams that may start is run. ``without_waits``:
+    streams ignore each other."""
 
     def __init__(self, seed: int, without_waits: bool = False) -> None:
         self._draw, self._heeds = random.Random(seed), not without_waits
@@ -90,7 +91,7 @@ def test_no_order_that_the_events_allow_changes_a_bit() -> None:
     expected = trained(lambda held: AdamW(held.items(), CONFIG))
     for seed in range(20):
         streams = AnyOrder(seed)
-        # The GPU's own work is behind at most a step: gradients of the next come from it.
+        # The GPU is at most one step behind, because the next gradients depend on it.
         assert same(trained(host(streams, 256), finish=streams.synchronize), expected)
 
 

@@ -1,4 +1,4 @@
-"""A replica's checkpoint continues bit for bit in a new process, and what was committed before a death stays loadable."""
+"""A replica's checkpoint continues bit for bit in a new process, and committed checkpoints stay loadable after a death."""
 
 import signal
 import subprocess

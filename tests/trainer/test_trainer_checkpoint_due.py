@@ -1,4 +1,4 @@
-"""When a run saves: by steps, by minutes, and when it is asked to."""
+"""When a run saves: by steps, by minutes, and on request."""
 
 import os
 import signal

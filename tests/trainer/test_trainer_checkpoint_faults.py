@@ -1,4 +1,4 @@
-"""The newest whole checkpoint is found, always: whatever rank dies at whatever moment, and whatever happens to the files."""
+"""The newest whole checkpoint is found, whichever rank dies at whatever moment, and whatever happens to the files."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ RANKS = 2
 
 
 def rows(step: int, rank: int) -> Shard:
-    """Rank ``rank``'s half of the rows of the one tensor of step ``step``."""
+    """Returns rank ``rank``'s half of the rows of the one tensor of step ``step``."""
     values = torch.arange(4000, dtype=torch.float32).view(8, 500) * step
     return Shard(Key("weights", "x"), (8, 500), ShardOffsets((4 * rank, 0), (4 * rank + 4, 500)), values[4 * rank : 4 * rank + 4].clone())
 
@@ -41,7 +41,7 @@ def content(folder: Path, step: int) -> torch.Tensor:
     return target.tensor
 
 
-# Started once; every case forks its ranks, since a start with torch takes seconds and there are dozens.
+# Started once, and each case forks its ranks: importing torch takes seconds, and there are dozens of cases.
 FORKS = """
 import os, signal, sys, tempfile
 from pathlib import Path
@@ -91,7 +91,7 @@ POINTS = ["after:checkpoint_stage", *(f"{when}:checkpoint_{phase}" for phase in 
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory where there is one: hundreds of flushes to a disk take long."""
+    """A folder in memory if possible: hundreds of flushes to a disk take long."""
     parent = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=parent if parent.is_dir() else None) as folder:
         yield Path(folder)
@@ -132,7 +132,7 @@ def test_rank_killed_at_any_phase_loses_nothing_and_the_next_save_goes_through(m
             assert torch.equal(content(folder, found.step), torch.cat([rows(found.step, rank).tensor for rank in range(RANKS)]))
             assert run(folder, 3) == ([0, 0], [])
             assert torch.equal(content(folder, 3), torch.cat([rows(3, rank).tensor for rank in range(RANKS)]))
-            assert sorted(path.name for path in folder.iterdir()) == [f"step-{found.step}", "step-3"], "rubble is swept"
+            assert sorted(path.name for path in folder.iterdir()) == [f"step-{found.step}", "step-3"], "remnants are removed"
     finally:
         forks.kill()
         forks.wait()
@@ -140,7 +140,7 @@ def test_rank_killed_at_any_phase_loses_nothing_and_the_next_save_goes_through(m
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """Two checkpoints, of two files for each of two ranks written one after the other by one process."""
+    """Two checkpoints with two files for each of two ranks, written by one process."""
     (tmp_path / "config.json").write_text('{"model_type": "x"}')
     folder = tmp_path / "checkpoints"
     checkpointer = Checkpointer(folder, 2, ALONE, {"data": 1}, asynchronous=False)
@@ -187,14 +187,14 @@ def test_any_harm_to_any_file_is_seen_and_the_one_before_is_taken(two: Path, nam
 
 
 def test_files_of_two_ranks_that_are_swapped_are_seen(tmp_path: Path) -> None:
-    """Both files are whole and of the same size; only their places are wrong."""
+    """Both files are whole and of the same size, but swapped."""
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         checkpointer = Checkpointer(folder, 5, ALONE, {}, asynchronous=False)
         checkpointer.save(step, [rows(step, 0)], {})
         checkpointer.close()
     newest = folder / "step-2"
-    # A second rank's files, made from the first's, so that the two can be swapped.
+    # The files of a second rank, made from the first's, so that the two can be swapped.
     manifest = json.loads((newest / "MANIFEST.json").read_text())
     index = json.loads((newest / "rank-00000.json").read_text())
     from tandem.trainer.checkpoint.digests import bytes_digest

@@ -1,4 +1,4 @@
-"""What of a decoder and its optimizer goes into a checkpoint: the whole model's names, every number once, and back bit for bit."""
+"""The state of a decoder and its optimizer in a checkpoint: the names of the whole model, every element once, restored bit for bit."""
 
 import itertools
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_weights_and_moments_have_the_names_and_shapes_of_the_whole_model(shapes
     names = [name for name, _ in parameters(shapes)]
     assert set(held) == {f"{kind}/{name}" for kind in ("weights", "exp_avg", "exp_avg_sq") for name in names}
     assert all(torch.equal(held[f"weights/{name}"], tensor) for name, tensor in to_huggingface(model))
-    # The optimizer knows the stacked matrix only: rows of queries, then keys, then values.
+    # The optimizer has only the stacked matrix: rows of queries, then keys, then values.
     stacked = optimizer.state().moments["exp_avg/layers.1.qkv_proj.weight"]
     parts = [held[f"exp_avg/model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
     assert [len(part) for part in parts] == [64, 32, 32] and torch.equal(torch.cat(parts), stacked)

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in object storage: complete or nothing, gone on with after a death, pruned, and read when the disk is lost."""
+"""Copies of checkpoints in object storage: complete or absent, continued after a death, pruned, and read if the disk is lost."""
 
 import logging
 import shutil
@@ -71,7 +71,7 @@ def test_damaged_copy_is_passed_over_for_the_one_before(storage: Storage, tmp_pa
         assert fetch_newest(storage, tmp_path / "lost") == 1
     assert "step-2' is skipped: 'rank-00000.safetensors' does not have the digest" in caplog.text
     assert [path.name for path in (tmp_path / "lost").iterdir()] == ["step-1"]
-    # The next copy of the same step puts back what is wrong, and nothing else.
+    # The next copy of the same step repairs the wrong files only.
     assert upload(storage, folder / "step-2") == len(data)
     assert fetch_newest(storage, tmp_path / "again") == 2
 
@@ -109,7 +109,7 @@ def test_copy_that_is_killed_counts_for_nothing_and_the_next_sends_only_the_rest
 
 
 class Failing:
-    """A storage that takes nothing for a while, and can hold a copy up."""
+    """A storage that fails for a while, and can delay a copy."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self.is_down = storage, False

@@ -1,4 +1,4 @@
-"""Two-phase writes: what is committed is whole, what is damaged is refused, and a full disk takes nothing away."""
+"""Two-phase writes: committed files are whole, damaged ones are refused, and a full disk loses nothing."""
 
 import errno
 import json

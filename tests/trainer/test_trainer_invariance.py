@@ -1,4 +1,4 @@
-"""Loss and gradients do not depend on how a batch is cut into micro-batches, nor on what cannot count."""
+"""Loss and gradients do not depend on how a batch is split into micro-batches, nor on tokens that do not count."""
 
 import math
 import random
@@ -48,7 +48,7 @@ def loss_and_gradients(model, batch, config, bins=None, temperature=1.0):
 
 
 def distance(found, wanted):
-    """Norm of the difference over the norm, over all parameters together."""
+    """Returns the norm of the difference relative to the norm, over all parameters."""
     difference = math.fsum((found[name] - wanted[name]).double().square().sum().item() for name in wanted)
     return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
 
@@ -86,7 +86,7 @@ def test_gradients_do_not_depend_on_the_cut_in_float32(make_model, make_batch, k
 
 
 def test_what_is_masked_changes_nothing(make_model, make_batch):
-    """Samples without a counted token, and tokens after the last counted one, may as well not be there."""
+    """Samples without a counted token, and tokens after the last counted one, can be removed."""
     model, batch = make_model(), make_batch()
     total, gradients, _ = loss_and_gradients(model, batch, CONFIG)
     kept = []
@@ -153,7 +153,7 @@ def test_a_step_does_not_depend_on_the_size_of_micro_batches(make_model, make_ba
     ]
     for model, _, result in steps[1:]:
         for name, parameter in model.named_parameters():
-            # AdamW divides by the root of the second moment, which magnifies what rounding leaves of tiny gradients.
+            # AdamW divides by the root of the second moment, which amplifies rounding errors of tiny gradients.
             torch.testing.assert_close(parameter, dict(steps[0][0].named_parameters())[name], rtol=1e-7, atol=1e-9)
         assert result.metrics == pytest.approx(steps[0][2].metrics, rel=1e-10)
         assert result.tokens == steps[0][2].tokens
@@ -188,12 +188,12 @@ def test_a_gradient_that_is_not_finite_stops_the_step_before_the_weights_change(
 
 
 def all_sampled(sequence):
-    """``sequence`` with a loss mask of ones over its completion."""
+    """Returns ``sequence`` with a loss mask of ones over its completion."""
     return replace(sequence, loss_mask=(0.0,) * sequence.prompt_length + (1.0,) * (len(sequence.token_ids) - sequence.prompt_length))
 
 
 def with_logprobs(model, batch):
-    """``batch`` as the model itself would have drawn it: its own log-probabilities of every sampled token on both sides."""
+    """Returns ``batch`` with the model's own log-probabilities of every sampled token as both records."""
     own = sequence_logprobs(FrozenReplica(alone(), model), [all_sampled(s) for s in batch.sequences], 10_000)
     return Batch(
         batch.step,

@@ -1,4 +1,4 @@
-"""``mismatch_kl`` and ``mismatch_max_abs`` look at every token that was sampled, in each mode and whatever is masked."""
+"""``mismatch_kl`` and ``mismatch_max_abs`` cover every sampled token, in each mode and under any mask."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ def sampled_tokens(batch):
 
 
 def recorded(model, batch):
-    """``batch`` with the model's own log-probability of every sampled token as its record."""
+    """Returns ``batch`` with the model's own log-probability of every sampled token as its record."""
     own = sequence_logprobs(FrozenReplica(alone(), model), [replace(s, loss_mask=sampled_mask(s)) for s in batch.sequences], 1000)
     return replace(batch, sequences=tuple(replace(s, rollout_logprobs=own[s.id], sampling_logprobs=own[s.id]) for s in batch.sequences))
 
@@ -40,7 +40,7 @@ def without_masks(batch):
 
 
 def harmed(batch, chosen, index, by=0.5):
-    """``batch`` with ``by`` nats added to the record of token ``index`` of the sequence ``chosen``."""
+    """Returns ``batch`` with ``by`` nats added to the record of token ``index`` of the sequence ``chosen``."""
     sequence = batch.sequences[chosen]
     values = list(sequence.rollout_logprobs)
     values[index] += by

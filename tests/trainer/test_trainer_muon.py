@@ -1,4 +1,4 @@
-"""Muon against the polar factor in float64, torch's own Muon and AdamW for what is no hidden matrix."""
+"""Muon against the polar factor in float64, torch's Muon, and AdamW for parameters that are not hidden matrices."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def test_newton_schulz_has_the_singular_vectors_of_the_polar_factor_and_singular
     found = u.mT @ newton_schulz(u @ values.diag() @ vt) @ vt.mT
     assert (found - found.diagonal().diag()).abs().max() < 1e-12
     assert found.diagonal().min() > 0.65 and found.diagonal().max() < 1.15
-    # The closed form: the scalar quintic on each singular value, begun with the whole norm 1.
+    # The closed form: the scalar quintic on each singular value, starting with a norm of 1.
     wanted = values / values.norm()
     for _ in range(5):
         wanted = 3.4445 * wanted - 4.7750 * wanted**3 + 2.0315 * wanted**5
@@ -67,7 +67,7 @@ def test_one_muon_step_is_the_published_update_in_float64():
     gradients(held, 3)
     Muon(held.items(), CONFIG, HIDDEN).step(0.02)
     gradient = held["layers.0.a"].grad
-    # Nesterov's momentum after one step is a multiple of the gradient, which orthogonalisation does not see.
+    # Nesterov's momentum after one step is a multiple of the gradient, which orthogonalisation removes.
     wanted = before * (1 - 0.02 * 0.1) - 0.02 * 0.2 * 24**0.5 * newton_schulz(gradient)
     torch.testing.assert_close(held["layers.0.a"].detach(), wanted, rtol=1e-12, atol=1e-12)
 

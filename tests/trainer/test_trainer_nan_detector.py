@@ -1,4 +1,4 @@
-"""The watch over a step names the place that was poisoned, and changes no bit."""
+"""The NaN detector locates a poisoned value and changes no bit."""
 
 import math
 
@@ -55,13 +55,13 @@ def test_watched_pass_has_the_bits_of_one_that_is_not(recompute, kernels, make_m
 def test_infinite_row_of_the_embedding_is_found_at_the_one_token_that_reads_it(recompute, make_model):
     model = make_model()
     model.recompute = recompute
-    # Untied from the head, which every row goes through.
+    # Not tied to the head, which every row passes.
     model.lm_head = torch.nn.Linear(32, 41, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.embed_tokens[RARE, 3] = math.inf
     found, _ = watched(model)
     assert found.forward[0] == Place("the embedding", -1, 1, "s3", 4, math.inf)
-    # Tokens before it, and other sequences, never see it.
+    # Earlier tokens and other sequences are not affected.
     assert all((place.micro_batch, place.sequence, place.position) == (1, "s3", 4) for place in found.forward)
     assert [place.what for place in found.forward[-3:]] == ["layer 1, attention", "layer 1, MLP", "log-probabilities"]
     assert math.isfinite(found.losses[0]) and not math.isfinite(found.losses[1])

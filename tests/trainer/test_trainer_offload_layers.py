@@ -1,5 +1,5 @@
-"""Weights, gradients and activations in files: the bits of a step in memory, at most two layers of weights at a time, and the memory that was
-predicted."""
+"""Weights, gradients and activations in files: the bits of a step in memory, at most two layers of weights in memory, and the predicted
+memory."""
 
 import errno
 import os
@@ -50,7 +50,7 @@ def backward(model, lengths, seed, scale=1.0):
 
 
 def step(model, optimizer, number, scale):
-    """Two micro-batches and an update: losses and the gradient norm."""
+    """Takes two micro-batches and an update; returns losses and the gradient norm."""
     optimizer.zero_grad()
     losses = [backward(model, lengths, 10 * number + place, scale) for place, lengths in enumerate(LENGTHS)]
     norm = optimizer.clip(scale)
@@ -86,7 +86,7 @@ def test_at_most_two_layers_are_in_memory_and_none_between_steps(tmp_path):
     seen = []
 
     def held():
-        # Memory that was given back reads as zeros.
+        # Memory that was returned to the system reads as zeros.
         return {index for index, layer in enumerate(model.layers) if layer.o_proj.weight.any()}
 
     around = model.around_layer
@@ -96,7 +96,7 @@ def test_at_most_two_layers_are_in_memory_and_none_between_steps(tmp_path):
     step(model, optimizer, 0, 1.0)
     forward, back = [(i, i + 1) for i in range(4)], [(i, i - 1) for i in (3, 2, 1, 0)]
     assert [index for index, _ in seen] == [index for index, _ in [*forward, *back] * 2]
-    # The next one may be on its way still.
+    # The next one may still be in transfer.
     assert all({index} <= here <= {index, following} for (index, here), (_, following) in zip(seen, [*forward, *back] * 2, strict=True))
     assert held() == set()
     assert all(p.grad is None for name, p in model.named_parameters() if "layers" in name)
@@ -116,7 +116,7 @@ def test_activations_in_a_file_give_the_same_gradients(kernels, shapes, recomput
         assert backward(paged, lengths, seed) == backward(plain, lengths, seed)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(paged.parameters(), plain.parameters(), strict=True))
     if kernels.name == "cpu" and recompute == "none":
-        # Besides integers of routing and bounds.
+        # Except for integers of routing and bounds.
         predicted = saved_bytes(shapes, TrainerConfig(), sum(LENGTHS[-1]))
         assert predicted * 0.8 < pages.written_bytes < 1.2 * predicted
     assert list(tmp_path.iterdir()) == []
@@ -203,7 +203,7 @@ with freed_memory_kept():
 
 
 def measured(folder, layers, hidden, tokens, *offloaded):
-    """(resident bytes that two steps have come to, predicted ones) of a process of its own. It keeps what is freed: they are the most."""
+    """Returns (resident bytes after two steps, predicted bytes) of a separate process. It keeps freed memory, so they are the peak."""
     command = [sys.executable, "-c", MEASURE, str(folder), str(layers), str(hidden), str(tokens), *offloaded]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     found, predicted = map(int, done.stdout.split())
@@ -224,6 +224,6 @@ def test_resident_memory_is_that_of_two_layers_and_as_predicted(tmp_path):
 def test_resident_memory_is_smaller_by_the_activations(tmp_path):
     plain, of_plain = measured(tmp_path, 16, 256, 2048)
     paged, of_paged = measured(tmp_path, 16, 256, 2048, "offload_activations")
-    # What kernels work with besides is the same in both; what the C library has between two pieces is not.
+    # The workspace of kernels is the same in both; what the C library keeps between two allocations is not.
     saved = of_plain - of_paged
     assert saved > 500 << 20 and 0.7 * saved < plain - paged < 1.3 * saved, (plain, paged)

@@ -37,7 +37,7 @@ def ours(make_model, precision, steps, kernels="auto"):
 
 
 def autocast(make_model, folder, dtype, steps):
-    """The loop that people write: autocast around the forward, fp32 weights and optimizer."""
+    """The usual loop: autocast around the forward pass, fp32 weights and optimizer."""
     save_model(make_model(torch.float32, kernels="auto"), folder, eos_token_id=1)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
@@ -77,7 +77,7 @@ def test_fp8_training_stays_near_fp32(make_model):
 
 @pytest.mark.parametrize(("loss_scale", "keeps"), [(1.0, False), (2.0**16, True)])
 def test_a_scaled_loss_brings_gradients_through_fp16_that_would_vanish(loss_scale, keeps, make_model):
-    """A loss of a millionth: in fp16 its gradients are far below the smallest number."""
+    """With a loss of a millionth, gradients are far below the smallest number of fp16."""
     batch, norms = sequences(), {}
     for precision in ("fp32", "fp16"):
         model = make_model(torch.float32, kernels="auto")

@@ -1,4 +1,4 @@
-"""Memory whose pages are handed on, as the kernel counts it."""
+"""Memory whose pages are reused, as counted by the kernel."""
 
 import os
 from pathlib import Path

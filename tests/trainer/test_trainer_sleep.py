@@ -1,4 +1,4 @@
-"""Training state in a file during a rollout: exact bytes, memory that is given back, the same tensors afterwards."""
+"""Training state in a file during a rollout: exact bytes, memory returned to the system, the same tensors afterwards."""
 
 import os
 from dataclasses import replace

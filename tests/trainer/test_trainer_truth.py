@@ -21,34 +21,33 @@ TEMPERATURE = 0.8
 
 
 def norm_in_float64(self, hidden):
-    """transformers computes this norm in fp32 whatever the model's dtype."""
+    """The norm, which transformers computes in fp32 for any dtype of the model."""
     return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 @pytest.fixture
 def truth(make_model, tmp_path, monkeypatch):
-    """The tiny model as transformers computes it, in float64."""
+    """The tiny model in transformers, in float64."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", norm_in_float64)
     save_model(make_model(), tmp_path / "model", eos_token_id=1)
     return Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, attn_implementation="sdpa")
 
 
 def truth_logprobs(truth, sequence, temperature):
-    """[L - 1]: the log-probability of every token but the first."""
+    """Returns the log-probability of every token except the first: [L - 1]."""
     logits = truth(torch.tensor([sequence.token_ids])).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(sequence.token_ids[1:])[:, None])[:, 0]
 
 
 def truth_loss(truth, batch):
-    """GRPO as its papers write it: clip 0.2 / 0.28, dual clip 3, truncated importance 2, KL k3 with weight 0.1, token
-    mean."""
+    """GRPO as written in its papers: clip 0.2 / 0.28, dual clip 3, truncated importance 2, KL k3 with weight 0.1, token mean."""
     total, tokens = 0.0, sum(sum(s.loss_mask) for s in batch.sequences)
     for sequence in batch.sequences:
         scaled, raw = truth_logprobs(truth, sequence, TEMPERATURE), truth_logprobs(truth, sequence, 1.0)
         for index in range(1, len(sequence.token_ids)):
             if sequence.loss_mask[index] == 0:
                 continue
-            # Away from temperature 1 the rollout's old policy is the distribution that it drew from: pi_old / mu is 1.
+            # At a temperature other than 1 the rollout's old policy is its sampling distribution: pi_old / mu is 1.
             old, advantage = sequence.sampling_logprobs[index], sequence.advantages[index]
             ratio = torch.exp(scaled[index - 1] - old)
             value = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
@@ -60,7 +59,7 @@ def truth_loss(truth, batch):
 
 
 def gradients_by_name(model):
-    """Our gradients under Hugging Face's names."""
+    """Returns our gradients by Hugging Face name."""
     holder = Decoder(model.shapes, model.kernels, dtype=torch.float64)
     with torch.no_grad():
         for held, parameter in zip(holder.parameters(), model.parameters(), strict=True):

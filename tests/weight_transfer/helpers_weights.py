@@ -8,14 +8,14 @@ from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 
 def own(pod_id: str, folder: str) -> None:
-    """A shim: owns two small buffers until it is killed."""
+    """Acts as a shim: owns two small buffers until it is killed."""
     buffers = WeightBuffers.create(pod_id, 1 << 16, Path(folder))
     print(*buffers.names, flush=True)
     time.sleep(60)
 
 
 def write_versions(store_path: str, first: str, second: str, count: str) -> None:
-    """A trainer's worker: publishes ``count`` versions as fast as it can; every tensor of step n is full of n."""
+    """Acts as a trainer's worker: publishes ``count`` versions as fast as it can; every tensor of step n is filled with n."""
     import torch
     from whole_tensors import converted
 
@@ -32,25 +32,25 @@ def write_versions(store_path: str, first: str, second: str, count: str) -> None
 
 
 def race(store_path: str, incarnation: str, steps: str) -> None:
-    """Publishes its steps, one by one; prints those that were taken."""
+    """Publishes its steps one by one; prints the accepted ones."""
     from tandem.runtime.coordination.embedded import EmbeddedStore
     from tandem.types import RunError, WeightVersion
     from tandem.weight_transfer.manifest import make_manifest
     from tandem.weight_transfer.publication import publish
 
     store = EmbeddedStore(Path(store_path))
-    taken = []
+    accepted = []
     for step in range(int(steps)):
         try:
             publish(store, make_manifest(WeightVersion(int(incarnation), step), []))
-            taken.append(step)
+            accepted.append(step)
         except RunError:
             pass
-    print(*taken, flush=True)
+    print(*accepted, flush=True)
 
 
 def scribble(name: str) -> None:
-    """A reader that writes to what it opened for reading."""
+    """Acts as a reader that writes to a segment opened for reading."""
     segment = Segment.open(name)
     segment.memory[0] = 99
     print(segment.memory[0], flush=True)

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do in the tests of weights with many owners."""
+"""Functions that trainer ranks run in the tests of weights with several owners."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from model_ranks import LEARNING_RATE, Case, ranks_of, sequences_of, weights_of
-from ranks import Here
+from ranks import RankContext
 from torch import Tensor
 
 from tandem.kernels import select
@@ -34,8 +34,8 @@ from tandem.weight_transfer.shared_memory import WeightBuffers
 WHOLE_ROWS, COLUMNS = 64, 500
 
 
-def replica_of(here: Here | None, case: Case, zero: Any = 0, virtual: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Replica:
-    """``case``'s model on this rank, or in one process where there is none. ``offloaded``: keys of the trainer that are ``nvme``."""
+def replica_of(here: RankContext | None, case: Case, zero: Any = 0, virtual: int = 1, folder: Path | None = None, offloaded: Sequence[str] = ()) -> Replica:
+    """Returns the model of ``case`` on this rank, or in one process if ``here`` is ``None``. ``offloaded``: keys of section ``trainer`` to set to ``nvme``."""
     torch.set_num_threads(1)
     ranks, dtype = ranks_of(here, case), getattr(torch, case.dtype)
     stages = ranks.groups["pipeline"]
@@ -47,10 +47,10 @@ def replica_of(here: Here | None, case: Case, zero: Any = 0, virtual: int = 1, f
     return make_replica(model, replace(case.trainer, **dict.fromkeys(offloaded, "nvme")), ranks, zero, pipeline, directory=folder)
 
 
-def registered(here: Here | None, names: tuple[str, str], store: Path, case: Case, zero: Any = 0, virtual: int = 1,
+def registered(here: RankContext | None, names: tuple[str, str], store: Path, case: Case, zero: Any = 0, virtual: int = 1,
                folder: Path | None = None, offloaded: Sequence[str] = (), model_folder: Path | None = None) -> tuple[int, str]:  # fmt: skip
     """Registers the weights as step 1; returns (bytes that this rank wrote, the manifest's digest). ``model_folder``: data-parallel ranks
-    train for a step first, and the first writes what the model is then."""
+    first train for one step, and the first rank writes the resulting model there."""
     replica = replica_of(here, case, zero, virtual, folder, offloaded)
     if model_folder is not None:
         train_once(replica, case, model_folder)
@@ -70,8 +70,8 @@ def train_once(replica: Replica, case: Case, folder: Path) -> None:
             save_model(replica.model, folder)
 
 
-def rows(here: Here, read: Callable[[int, ShardOffsets], Tensor], tensors: int = 6) -> list[WeightShard]:
-    """This rank's rows of some made-up tensors, of which ``read(tensor, box)`` gives the numbers."""
+def rows(here: RankContext, read: Callable[[int, ShardOffsets], Tensor], tensors: int = 6) -> list[WeightShard]:
+    """Returns this rank's rows of synthetic tensors; ``read(tensor, box)`` returns their values."""
     world, found = here.groups["world"], []
     share = WHOLE_ROWS // world.size
     for i in range(tensors):
@@ -81,8 +81,8 @@ def rows(here: Here, read: Callable[[int, ShardOffsets], Tensor], tensors: int =
     return found
 
 
-def many_versions(here: Here, names: tuple[str, str], store: Path, count: int) -> None:
-    """Registers ``count`` versions as fast as the ranks can; every tensor of step n is full of n."""
+def many_versions(here: RankContext, names: tuple[str, str], store: Path, count: int) -> None:
+    """Registers ``count`` versions as fast as the ranks can; every tensor of step n is filled with n."""
     torch.set_num_threads(1)
     writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
     for step in range(1, count + 1):
@@ -90,9 +90,9 @@ def many_versions(here: Here, names: tuple[str, str], store: Path, count: int) -
         writer.publish(place_shards(here.groups["world"], shards), WeightVersion(1, step))
 
 
-def one_fails(here: Here, names: tuple[str, str], store: Path, told: Path, how: str) -> str:
-    """Registers step 1, and step 2, during which rank 1 cannot read its fourth tensor (``how`` is ``raise``) or is killed; returns, and
-    writes to ``told``, what this rank raises."""
+def one_fails(here: RankContext, names: tuple[str, str], store: Path, told: Path, how: str) -> str:
+    """Registers step 1, and step 2, during which rank 1 fails to read its fourth tensor (``how`` is ``raise``) or is killed. Returns the
+    error that this rank raises, and writes it to ``told``."""
     writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
     world = here.groups["world"]
     writer.publish(place_shards(world, rows(here, lambda i, box: torch.full(box.shape, 1.0))), WeightVersion(1, 1))
@@ -112,8 +112,8 @@ def one_fails(here: Here, names: tuple[str, str], store: Path, told: Path, how: 
     return "registered"
 
 
-def peak(here: Here, names: tuple[str, str], store: Path, case: Case, zero: Any) -> tuple[int, int, int]:
-    """(bytes that this rank wrote, bytes by which its resident memory grew at most while it converted and registered, private bytes of these)."""
+def peak(here: RankContext, names: tuple[str, str], store: Path, case: Case, zero: Any) -> tuple[int, int, int]:
+    """Returns (bytes that this rank wrote, peak growth of its resident memory while it converted and registered, private bytes of these)."""
     replica = replica_of(here, case, zero)
     state, writer = ReplicaState(replica), WeightWriter(WeightBuffers.open(names), EmbeddedStore(store))
     before = _memory()

@@ -1,4 +1,4 @@
-"""Weights that many ranks hold parts of: the engine gets the bytes of the Hugging Face folder, from many owners."""
+"""Weights with several owners: the engine receives the bytes of the Hugging Face folder."""
 
 import random
 import threading
@@ -55,7 +55,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
 
 
 def folder_of(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    """The Hugging Face folder that one process writes."""
+    """The Hugging Face folder written by one process."""
     save_model(replica_of(None, case).model, folder)
     return load_file(folder / "model.safetensors")
 
@@ -179,7 +179,7 @@ def test_damaged_weights_are_known_as_such_behind_a_call() -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("owners", [1, 2])
 def test_a_rank_of_an_engine_reads_its_own_slices(ranks: Ranks, shared: Shared, tmp_path: Path, owners: int, deterministic: bool) -> None:
-    """Whatever the trainer's cut: here whole tensors of one owner, or columns of two."""
+    """With any sharding of the trainer: here whole tensors of one owner, or columns of two."""
     wanted, shapes = folder_of(TIED, tmp_path / "model"), TIED.shapes
     if owners == 1:
         registered(None, shared.buffers.names, shared.store_path, TIED)

@@ -105,7 +105,7 @@ def test_a_sweep_takes_the_segments_of_the_dead_and_leaves_those_of_the_living(p
 
 
 def test_a_sweep_leaves_an_owner_that_it_cannot_see(tmp_path):
-    """A container that shares the folder counts its processes apart: its owner's number is nobody's here."""
+    """A container that shares the folder has its own PID namespace, in which the owner's PID does not exist."""
     with start("own", "far", tmp_path) as shim:
         names = shim.stdout.readline().split()
         moved = tmp_path / names[0].replace(f"-{shim.pid}-", "-4194999-")

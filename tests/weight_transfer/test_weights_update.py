@@ -124,7 +124,7 @@ def test_a_corrupted_byte_is_caught_before_anything_is_applied(writer, reader, p
 
 
 def test_a_mismatch_is_read_once_more_from_the_manifest_on(writer, reader, pod):
-    """The writer moves on between the reader's manifest and its copy, twice, so the buffer under it is overwritten."""
+    """The writer publishes two versions between the reader's manifest and its copy, so the buffer is overwritten under the reader."""
     writer.publish(converted(weights(1)), WeightVersion(1, 1))
     manifest = reader._manifest
     handed_out = []

@@ -1,4 +1,4 @@
-"""Named tensors that one process holds whole, as the writer takes them."""
+"""Whole tensors of one process in the form that ``WeightWriter`` expects."""
 
 from collections.abc import Sequence
 

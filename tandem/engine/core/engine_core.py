@@ -10,8 +10,8 @@ from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep
 from tandem.engine.kv_cache.cache_tensors import make_cache
 from tandem.engine.metrics.stats_logger import StatsLogger
-from tandem.engine.processing.answers import Answer, is_hidden_stop
 from tandem.engine.processing.output_processor import OutputProcessor
+from tandem.engine.processing.request_state import RequestState, is_hidden_stop
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
 
@@ -37,11 +37,11 @@ class EngineCore:
             self.synchronize()
         output = self._scheduler.schedule()
         self.num_tokens = output.total_num_scheduled_tokens
-        self._outputs.note_scheduled(output.prefills)
+        self._outputs.record_scheduled(output.prefills)
         before, self.in_flight = self.in_flight, self._launch(output) if output.has_work else None
         if before is not None:
             self._collect(before, began)
-        if not is_ahead or not self._outputs.answers:
+        if not is_ahead or not self._outputs.request_states:
             self.synchronize(began)
 
     def synchronize(self, began: float | None = None) -> None:
@@ -82,9 +82,9 @@ class EngineCore:
         num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
         if num_tokens > 2 * num_decoded:
             self._cost_meter.observe_prefill(num_tokens, seconds)
-        self._outputs.note_first_tokens(output.prefills)
+        self._outputs.record_first_tokens(output.prefills)
         self._end(ended)
-        self._outputs.note_running()
+        self._outputs.collect_running()
 
     def _fail(self, ended: list[int]) -> None:
         self.in_flight = None
@@ -111,12 +111,12 @@ class EngineCore:
             ended = [self._scheduler.running.by_row[row] for row in dict.fromkeys(rows)]
             self._scheduler.finish(ended)
             for sequence in ended:
-                self._outputs.end(sequence)
+                self._outputs.finish(sequence)
 
-    def abort(self, answer: Answer) -> None:
+    def abort(self, state: RequestState) -> None:
         """Aborts the unfinished sequences of a request, in any state, while no step is in flight."""
-        self._scheduler.abort(answer.open)
-        for sequence in list(answer.open):
+        self._scheduler.abort(state.unfinished)
+        for sequence in list(state.unfinished):
             self._outputs.abort(sequence)
 
     # -- sleeping ------------------------------------------------------------------------------------------------------

@@ -86,13 +86,13 @@ class StatsLogger:
         self._unused += unused
 
 
-def engine_stats(scheduler: Scheduler, num_open: int, num_requests: int, step_tokens: int, speculation: SpecDecodeStats) -> EngineStats:
-    """Returns the statistics of an engine in which ``num_open`` sequences of ``num_requests`` requests are not finished."""
+def engine_stats(scheduler: Scheduler, num_unfinished: int, num_requests: int, step_tokens: int, speculation: SpecDecodeStats) -> EngineStats:
+    """Returns the statistics of an engine in which ``num_unfinished`` sequences of ``num_requests`` requests are not finished."""
     prefilling = scheduler.running.prefilling
     running = len(scheduler.running) + (len(prefilling.sequences) if prefilling is not None else 0)
     return EngineStats(
         num_requests_running=running,
-        num_requests_waiting=num_open - running,
+        num_requests_waiting=num_unfinished - running,
         kv_cache_usage=scheduler.kv_cache.block_pool.usage,
         num_preemptions=scheduler.counts[Transition.SWAP_OUT] + scheduler.counts[Transition.RECOMPUTE],
         step_tokens=step_tokens,
@@ -104,8 +104,8 @@ def engine_stats(scheduler: Scheduler, num_open: int, num_requests: int, step_to
     )
 
 
-def counts_of(scheduler: Scheduler, open_sequences: Iterable[Sequence]) -> dict[State, int]:
+def counts_of(scheduler: Scheduler, unfinished_sequences: Iterable[Sequence]) -> dict[State, int]:
     """Returns the number of sequences in each state; ``completed`` counts all since the start."""
-    counts = Counter(sequence.state for sequence in open_sequences)
+    counts = Counter(sequence.state for sequence in unfinished_sequences)
     counts[State.COMPLETED] = sum(scheduler.counts[transition] for transition in ENDS.values())
     return {state: counts[state] for state in State}

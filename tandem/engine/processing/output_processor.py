@@ -8,8 +8,8 @@ from tandem.engine.core.scheduler import Scheduler
 from tandem.engine.core.scheduler_output import ScheduledPrefill
 from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.metrics.stats_logger import StatsLogger
-from tandem.engine.processing.answers import Answer, completion_of, finish_of, output_of
 from tandem.engine.processing.outputs import RequestOutput, RequestTimes
+from tandem.engine.processing.request_state import RequestState, finish_reason_of, make_completion_output, make_request_output
 from tandem.engine.processing.streaming import Streams
 from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.text.tokenizer import Tokenizer
@@ -17,11 +17,11 @@ from tandem.types import FinishReason
 
 
 class OutputProcessor:
-    """Collects completions until their request is finished. ``answers``: the unfinished requests by id. ``synchronous``: the ids of those
-    whose steps cannot be launched ahead."""
+    """Collects completions until their request has finished. ``request_states``: the unfinished requests by id. ``synchronous``: the ids of
+    those whose steps cannot be launched ahead."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, logger: StatsLogger) -> None:
-        self.answers: dict[str, Answer] = {}
+        self.request_states: dict[str, RequestState] = {}
         self.synchronous: set[str] = set()
         self._scheduler = scheduler
         self._runner = runner
@@ -30,46 +30,46 @@ class OutputProcessor:
         self._ready: list[RequestOutput] = []
         self._streams = Streams(tokenizer)
 
-    def open_sequences(self) -> list[Sequence]:
+    def unfinished_sequences(self) -> list[Sequence]:
         """Returns the unfinished sequences of all requests."""
-        return [sequence for answer in self.answers.values() for sequence in answer.open]
+        return [sequence for state in self.request_states.values() for sequence in state.unfinished]
 
-    def expect(self, request: Request, sequences: list[Sequence]) -> None:
+    def add_request(self, request: Request, sequences: list[Sequence]) -> None:
         """Adds a request that has arrived, with its ``sequences``."""
         params = request.params
-        answer = Answer(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
-        self.answers[request.id] = answer
+        state = RequestState(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
+        self.request_states[request.id] = state
         if request.is_synchronous:
             self.synchronous.add(request.id)
         if params.prompt_logprobs is not None:
-            answer.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
-            self._runner.prompt_logprobs[request.id] = answer.prompt_logprobs
+            state.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
+            self._runner.prompt_logprobs[request.id] = state.prompt_logprobs
 
-    def note_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+    def record_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Records that a step with these ``chunks`` was scheduled."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
-            times = self.answers[chunk.request_id].times
+            times = self.request_states[chunk.request_id].times
             times.scheduled_s = times.scheduled_s or now
 
-    def note_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
+    def record_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Records that a step has computed ``chunks``, from which requests may have drawn their first token."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
-            times = self.answers[chunk.request_id].times
+            times = self.request_states[chunk.request_id].times
             if chunk.rows and not times.first_token_s:
                 times.first_token_s = now
                 self._logger.record_first_token(now - times.arrival_s)
 
-    def note_running(self) -> None:
+    def collect_running(self) -> None:
         """Collects the new tokens of streamed requests after a step."""
-        self._streams.running(self.answers, self._runner.batch, self._scheduler.kv_cache.weight_version)
+        self._streams.add_running(self.request_states, self._runner.batch, self._scheduler.kv_cache.weight_version)
 
-    def end(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence) -> None:
         """Completes a sequence that has finished and left its row."""
         if sequence.request.params.max_tokens == 0:
             sequence.discard_output()
-        self._complete(sequence, *finish_of(sequence))
+        self._complete(sequence, *finish_reason_of(sequence))
 
     def abort(self, sequence: Sequence) -> None:
         """Completes an aborted sequence, which holds neither row nor blocks, with its tokens so far."""
@@ -79,27 +79,27 @@ class OutputProcessor:
         """Records one completion; the last one finishes the request."""
         move(sequence, ENDS[reason], self._scheduler.counts)
         request = sequence.request
-        answer = self.answers[request.id]
-        completion = completion_of(sequence, reason, stop_reason, self._tokenizer)
-        answer.completions[sequence.index] = completion
-        answer.open.remove(sequence)
-        answer.cached_tokens = max(answer.cached_tokens, sequence.num_cached_tokens)
+        state = self.request_states[request.id]
+        completion = make_completion_output(sequence, reason, stop_reason, self._tokenizer)
+        state.completions[sequence.index] = completion
+        state.unfinished.remove(sequence)
+        state.num_cached_tokens = max(state.num_cached_tokens, sequence.num_cached_tokens)
         is_streamed = request.params.is_streamed
         if is_streamed:
-            self._streams.ended(answer, completion, sequence)
-        if not answer.open:
-            del self.answers[request.id]
+            self._streams.add_finished(state, completion, sequence)
+        if not state.unfinished:
+            del self.request_states[request.id]
             self.synchronous.discard(request.id)
             self._runner.prompt_logprobs.pop(request.id, None)
             if not is_streamed:
-                self._ready.append(output_of(answer, self._tokenizer))
+                self._ready.append(make_request_output(state, self._tokenizer))
 
     @property
-    def has_news(self) -> bool:
-        """Whether ``take`` has something to return."""
-        return bool(self._ready or self._streams.has_news)
+    def has_outputs(self) -> bool:
+        """Whether ``take_outputs`` has something to return."""
+        return bool(self._ready or self._streams.has_outputs)
 
-    def take(self) -> list[RequestOutput]:
-        """Removes and returns the outputs of finished requests, and the new part of streamed ones."""
+    def take_outputs(self) -> list[RequestOutput]:
+        """Returns the outputs of requests that have finished, and the new part of those that are streamed, and forgets them."""
         ready, self._ready = self._ready, []
-        return ready + self._streams.take()
+        return ready + self._streams.take_outputs()

@@ -5,29 +5,26 @@ from dataclasses import replace
 
 from tandem.engine.core.request import Sequence
 from tandem.engine.executor.input_batch import InputBatch
-from tandem.engine.processing.answers import Answer, logprobs_of, output_of
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.processing.request_state import RequestState, make_logprobs, make_request_output
 from tandem.engine.sample.sampling_params import RequestOutputKind
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import WeightVersion
 
 
 class Streams:
-    """Collects the completions with new tokens between two calls of ``take``."""
+    """Collects the completions that have new tokens since the last call of ``take_outputs``."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._news: dict[str, tuple[Answer, list[CompletionOutput]]] = {}
+        self._pending: dict[str, tuple[RequestState, list[CompletionOutput]]] = {}
 
-    def ended(self, answer: Answer, completion: CompletionOutput, sequence: Sequence) -> None:
+    def add_finished(self, state: RequestState, completion: CompletionOutput, sequence: Sequence) -> None:
         """Adds a completion that has finished."""
-        news = completion
-        if _is_delta(sequence):
-            news = _rest(completion, sequence)
-        self._note(answer, news)
+        self._add(state, _rest(completion, sequence) if _is_delta(sequence) else completion)
 
-    def running(self, answers: dict[str, Answer], batch: InputBatch, version: WeightVersion) -> None:
-        """Adds what the streamed rows of ``batch`` have drawn, with the weights ``version`` unless it was read back."""
+    def add_running(self, request_states: dict[str, RequestState], batch: InputBatch, version: WeightVersion) -> None:
+        """Adds the new tokens of the streamed rows of ``batch``. Those that were not read back yet were drawn with the weights ``version``."""
         sequences = list(batch.streamed.values())
         if not sequences:
             return
@@ -37,29 +34,29 @@ class Streams:
             if known > sequence.streamed_tokens:
                 completion = self._completion(sequence, at, drawn, version)
                 sequence.streamed_tokens = known
-                self._note(answers[sequence.request.id], completion)
+                self._add(request_states[sequence.request.id], completion)
 
-    def take(self) -> list[RequestOutput]:
-        """Removes and returns an output for every request with new tokens."""
-        outputs = [self._output(answer, completions) for answer, completions in self._news.values()]
-        self._news.clear()
+    def take_outputs(self) -> list[RequestOutput]:
+        """Returns an output for every request with new tokens, and forgets them."""
+        outputs = [self._output(state, completions) for state, completions in self._pending.values()]
+        self._pending.clear()
         return outputs
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._news)
+    def has_outputs(self) -> bool:
+        return bool(self._pending)
 
-    def _note(self, answer: Answer, completion: CompletionOutput) -> None:
-        self._news.setdefault(answer.request.id, (answer, []))[1].append(completion)
+    def _add(self, state: RequestState, completion: CompletionOutput) -> None:
+        self._pending.setdefault(state.request.id, (state, []))[1].append(completion)
 
-    def _output(self, answer: Answer, completions: Iterable[CompletionOutput]) -> RequestOutput:
-        finished = not answer.open
-        if finished and answer.request.params.output_kind is RequestOutputKind.CUMULATIVE:
-            return output_of(answer, self._tokenizer)
-        with_prompt = not answer.prompt_was_shown
-        answer.prompt_was_shown = answer.request.params.output_kind is RequestOutputKind.DELTA
+    def _output(self, state: RequestState, completions: Iterable[CompletionOutput]) -> RequestOutput:
+        finished = not state.unfinished
+        if finished and state.request.params.output_kind is RequestOutputKind.CUMULATIVE:
+            return make_request_output(state, self._tokenizer)
+        with_prompt = not state.prompt_logprobs_returned
+        state.prompt_logprobs_returned = state.request.params.output_kind is RequestOutputKind.DELTA
         return replace(
-            output_of(answer, self._tokenizer, with_prompt_logprobs=with_prompt),
+            make_request_output(state, self._tokenizer, with_prompt_logprobs=with_prompt),
             outputs=sorted(completions, key=lambda completion: completion.index), finished=finished,
         )
 
@@ -75,7 +72,7 @@ class Streams:
             text = text[shown:] if _is_delta(sequence) else text
         logprobs = None
         if sequence.request.params.logprobs is not None:
-            logprobs = [logprobs_of(entries, self._tokenizer) for entries in sequence.top_logprobs[at : at + len(tokens)]]
+            logprobs = [make_logprobs(entries, self._tokenizer) for entries in sequence.top_logprobs[at : at + len(tokens)]]
         return CompletionOutput(
             index=sequence.index,
             text=text,

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks generate, over the channel between them, and the trainer takes a step."""
+"""Trains a tiny model, then generates with one process and with two tensor-parallel ranks, and compares their tokens."""
 
 import sys
 from pathlib import Path

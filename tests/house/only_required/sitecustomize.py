@@ -1,5 +1,5 @@
-"""Loaded at the start of every Python process with this folder on its path. Hides all packages but those that engine and trainer need:
-the standard library, torch, safetensors, tokenizers and PyYAML, and what torch itself requires, which Tandem may not import either."""
+"""Loaded at the start of every Python process with this folder on its path. Hides all packages except those that engine and trainer need
+(the standard library, torch, safetensors, tokenizers and PyYAML) and the dependencies of torch, which Tandem itself may not import."""
 
 import builtins
 import sys

@@ -1,4 +1,4 @@
-"""A worker for the tests of workers: ``python -m channel_worker --channel FD``."""
+"""The worker process of the tests of workers: ``python -m channel_worker --channel FD``."""
 
 import argparse
 import os
@@ -36,14 +36,14 @@ def hang(meta, blobs, progress):
 
 
 def rubbish(meta, blobs, progress):
-    """Write to the channel what is not a frame."""
+    """Writes bytes to the channel that are not a frame."""
     os.write(CHANNEL, b"<html>" * 100)
     time.sleep(60)
     return {}, {}
 
 
 def orphan(meta, blobs, progress):
-    """Die, leaving a child that holds the channel open."""
+    """Exits and leaves a child that keeps the channel open."""
     if os.fork() == 0:
         time.sleep(2)
         os._exit(0)

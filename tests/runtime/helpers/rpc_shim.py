@@ -1,4 +1,4 @@
-"""A shim for the tests of calls: ``python -m rpc_shim tcp|http`` reads its credential from standard input and prints its port."""
+"""The shim process of the tests of calls: ``python -m rpc_shim tcp|http`` reads its credential from standard input and prints its port."""
 
 import os
 import sys

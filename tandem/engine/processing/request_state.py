@@ -1,4 +1,4 @@
-"""Builds the outputs of a request from its finished sequences."""
+"""The state of an unfinished request, and the outputs that are built from it."""
 
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
@@ -12,31 +12,32 @@ from tandem.types import FinishReason
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """The state of an unfinished request: its ``completions`` so far, and its unfinished sequences, ``open``."""
+class RequestState:
+    """The state of an unfinished request. ``completions[i]``: completion i, ``None`` until it has finished. ``unfinished``: the sequences that
+    have not finished. ``num_cached_tokens``: prompt tokens that the prefix cache held."""
 
     request: Request
     completions: list[CompletionOutput | None]
-    open: set[Sequence]
+    unfinished: set[Sequence]
     times: RequestTimes
-    cached_tokens: int = 0
+    num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_was_shown: bool = False
-    """Whether a stream of deltas has returned the prompt's log-probabilities."""
+    prompt_logprobs_returned: bool = False
+    """Whether a stream of deltas has returned the log-probabilities of the prompt."""
 
 
-def output_of(answer: Answer, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
-    """Returns the output of a request, with its finished completions."""
-    completions = [completion for completion in answer.completions if completion is not None]
-    request, scores = answer.request, answer.prompt_logprobs if with_prompt_logprobs else None
+def make_request_output(state: RequestState, tokenizer: Tokenizer | None, with_prompt_logprobs: bool = True) -> RequestOutput:
+    """Returns the output of a request with the completions that have finished."""
+    completions = [completion for completion in state.completions if completion is not None]
+    request, scores = state.request, state.prompt_logprobs if with_prompt_logprobs else None
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=completions,
-        num_cached_tokens=answer.cached_tokens,
-        times=answer.times,
-        prompt_logprobs=None if scores is None else [None if e is None else logprobs_of(e, tokenizer) for e in scores.entries],
+        num_cached_tokens=state.num_cached_tokens,
+        times=state.times,
+        prompt_logprobs=None if scores is None else [None if e is None else make_logprobs(e, tokenizer) for e in scores.entries],
     )
 
 
@@ -45,7 +46,7 @@ def is_hidden_stop(request: Request, token: int) -> bool:
     return token in request.stop_token_ids and not request.params.include_stop_str_in_output
 
 
-def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
+def finish_reason_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
     """Returns the finish reason of a sequence and its ``stop_reason``: the stop text, or a stop token other than an end-of-sequence token."""
     request = sequence.request
     if not sequence.token_ids:
@@ -58,13 +59,13 @@ def finish_of(sequence: Sequence) -> tuple[FinishReason, int | str | None]:
     return FinishReason.LENGTH, None
 
 
-def completion_of(
+def make_completion_output(
     sequence: Sequence, reason: FinishReason, stop_reason: int | str | None, tokenizer: Tokenizer | None
 ) -> CompletionOutput:
-    """Returns the completion of a finished sequence, all of whose tokens were read back."""
+    """Returns the completion of a finished sequence. All of its tokens must have been read back from the input batch."""
     logprobs = None
     if sequence.request.params.logprobs is not None:
-        logprobs = [logprobs_of(entries, tokenizer) for entries in sequence.top_logprobs]
+        logprobs = [make_logprobs(entries, tokenizer) for entries in sequence.top_logprobs]
     return CompletionOutput(
         index=sequence.index,
         text=_text(sequence, tokenizer),
@@ -90,7 +91,7 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     return text_of(tokenizer, tokens, params.skip_special_tokens)
 
 
-def logprobs_of(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+def make_logprobs(entries: Series[tuple[int, float, int]], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     """Returns the output form of one position's entries (token id, log-probability, rank)."""
 
     def decoded(token: int) -> str | None:
