@@ -63,6 +63,8 @@ class NewModelConfig:
             raise UserError(f"'model.create.moe_intermediate_size' is {self.moe_intermediate_size}; it must be 0 or more")
         if self.num_hidden_layers > MOST_LAYERS:
             raise UserError(f"'model.create.num_hidden_layers' is {self.num_hidden_layers}; it must be at most {MOST_LAYERS}")
+        if not 0 < self.rope_theta < float("inf"):
+            raise UserError(f"'model.create.rope_theta' is {self.rope_theta}; it must be above 0 and finite")
         if not 0 < self.initializer_range < 10:
             raise UserError(f"'model.create.initializer_range' is {self.initializer_range}; it must be above 0 and below 10")
         if self.head_dim % 2:

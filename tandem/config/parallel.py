@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
 AXES = ("data", "tensor", "pipeline", "context", "expert")
+MOST_RANKS = 16384
+"""More than this version can start, and few enough to be laid out and counted before a run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,12 @@ class ParallelConfig:
     def check(self) -> None:
         """Raises ``UserError`` for an invalid mesh."""
         check_at_least_one("parallel", self, *AXES)
+        if self.world > MOST_RANKS:
+            raise UserError(f"'parallel' has {self.world} ranks, data x tensor x pipeline x context; lower them to at most {MOST_RANKS} ranks")
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()
-        for name in ("collective_timeout_s", "heartbeat_timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be above 0, and finite")
+        check_seconds("parallel", self, "collective_timeout_s", "heartbeat_timeout_s")
         if self.ranks_per_node < 0:
             raise UserError(f"'parallel.ranks_per_node' is {self.ranks_per_node}; it must be 0 (all) or more")
 

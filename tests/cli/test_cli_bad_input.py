@@ -87,6 +87,21 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.threads=100000", "at most 1024"),
         ("--trainer.dtype=float64", "float32"),
         ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
+        # Numbers that are numbers, and more than a clock or a count of bytes can hold.
+        ("--rewards.start_deadline_s=1e308", "at most 100000000"),
+        ("--parallel.collective_timeout_s=1000000000000", "at most 100000000"),
+        ("--machine.call_deadline_s=.inf", "at most 100000000"),
+        ("--rollout.engine.rank_timeout_s=.inf", "at most 100000000"),
+        ("--rollout.engine.swap_space=1e308", "at most 1073741824"),
+        ("--machine.memory_gib=.inf", "at most 1073741824"),
+        ("--rollout.prompts_per_step=1000000000000", "at most 16777216"),
+        ("--evaluation.prompts=1000000000000", "at most 16777216"),
+        ("--sft.batch_size=1000000000000", "at most 16777216"),
+        ("--model.create.rope_theta=.inf", "above 0 and finite"),
+        ("--parallel.zero=true", "must be one of 0, 1, 2, 3"),
+        ("--parallel.data=1000000000000", "at most 16384 ranks"),
+        ("--rewards.workers=1000000000000", "from 1 to 1024"),
+        ('--checkpoint.upload="a\\0b"', "null character"),
     ],
 )
 def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, recipe, override, says) -> None:
