@@ -35,6 +35,12 @@ def rl_start_folder(recipe: Recipe, directory: Path) -> Path:
     return initial_folder(recipe.model, directory) if recipe.sft is None else directory / SFT_FOLDER / "model"
 
 
+def folder_to_resume(directory: Path) -> Path:
+    """Returns the folder that ``tandem resume`` takes for what runs in ``directory``: if that is the stage ``sft`` of a run, the run's own."""
+    is_stage = directory.name == SFT_FOLDER and (directory.parent / "config.yaml").is_file()
+    return directory.parent if is_stage else directory
+
+
 def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
     """Writes ``config.yaml`` by one atomic rename."""
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
