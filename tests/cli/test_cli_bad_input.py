@@ -262,6 +262,14 @@ def test_a_run_directory_in_which_nothing_can_be_written_is_refused(command, rec
     assert "a folder cannot be made" in command("train", recipe, "--run.directory=/proc/runs").refusal()
 
 
+def test_an_offload_folder_that_cannot_hold_files_is_refused(command, recipe, tmp_path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for folder in ("file", "file/below"):
+        done = command("train", recipe, "--trainer.sleep_offload=nvme", f"--trainer.offload_folder={tmp_path / folder}")
+        assert "is not a folder" in done.refusal()
+    assert untouched(recipe)
+
+
 def test_the_real_command_refuses_as_the_function_does(recipe) -> None:
     assert "did you mean 'run.seed'?" in real("train", recipe, "--run.sed=1").refusal()
     assert "no command" in real().refusal()

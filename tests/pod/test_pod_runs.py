@@ -131,6 +131,11 @@ def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refuse
     assert "thread" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert difference(run, undisturbed) == [], "a refused resume changes nothing"
     config.write_text(config.read_text().replace("threads: 2", "threads: 1"))
+    (run.directory / "journal.sqlite").rename(tmp_path / "journal")
+    refused = run.resume()
+    assert refused.returncode == 1 and "has checkpoints and no journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert not (run.directory / "journal.sqlite").exists()
+    (tmp_path / "journal").rename(run.directory / "journal.sqlite")
     for folder in (run.directory / "checkpoints").glob("step-*"):
         os.truncate(max(folder.iterdir(), key=lambda path: path.stat().st_size), 1000)
     before = {path: path.read_bytes() for path in (run.directory / "metrics.jsonl", *run.directory.glob("checkpoints/*/*"))}
