@@ -12,7 +12,14 @@ from tandem.config.sft import SFTConfig
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.jobs.checks.check_examples import check_shown
-from tandem.jobs.checks.check_run import check_disk, check_model_on_mesh, check_offload_folder, check_targets, folder_to_check, warn_of_cores
+from tandem.jobs.checks.check_run import (
+    check_disk,
+    check_model_on_mesh,
+    check_offload_folder,
+    check_targets,
+    folder_to_check,
+    warn_of_cores,
+)
 from tandem.layout.placement import check_placement
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.prompts import context_tokens, prompt_source
