@@ -9,6 +9,7 @@ from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
+from tandem.weight_transfer import shared_memory
 
 NO_MODEL = "--sft=null", "--model.create=null"
 
@@ -267,6 +268,12 @@ def test_an_offload_folder_that_cannot_hold_files_is_refused(command, recipe, tm
     for folder in ("file", "file/below"):
         done = command("train", recipe, "--trainer.sleep_offload=nvme", f"--trainer.offload_folder={tmp_path / folder}")
         assert "is not a folder" in done.refusal()
+    assert untouched(recipe)
+
+
+def test_shared_memory_that_cannot_hold_the_weights_is_refused_before_any_work(command, recipe, monkeypatch) -> None:
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
+    assert "of shared memory for its weights and /dev/shm has 0.0 MiB free" in command("train", recipe).refusal(1)
     assert untouched(recipe)
 
 

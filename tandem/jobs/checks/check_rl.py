@@ -27,6 +27,7 @@ from tandem.pod.residents import plan
 from tandem.rl.rewards.pool import RewardPool
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
+from tandem.weight_transfer.shared_memory import check_free
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
         memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
+        check_free(memory.segments)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
