@@ -4,8 +4,8 @@ Samples and scores that the run had already written down are used again, not dra
 deterministic mode the resumed run equals the undisturbed one bit for bit; a machine with other threads, instruction set or
 torch build is refused.
 
-A run of pretraining or sft may go on with other values of the sections parallel and machine, and of trainer.offload,
-trainer.offload_parameters, trainer.offload_activations and trainer.offload_folder.
+A run may go on with other values of the sections parallel and machine, and of trainer.offload, trainer.offload_parameters,
+trainer.offload_activations and trainer.offload_folder; on another mesh its numbers differ in their last bits.
 
 examples:
   tandem resume runs/sort
