@@ -18,7 +18,7 @@ from tandem.jobs.uploads import check_upload_is_free
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.run_lock import RunLock
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 
 def train(
@@ -55,8 +55,9 @@ def resume(
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
         return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
-    except UserError:
-        if overrides:
+    except UserError as error:
+        # A run that failed at work goes on with the new values; one that was refused keeps the old ones.
+        if overrides and not isinstance(error, RunError):
             _write_new_values(before, directory)
         raise
 
