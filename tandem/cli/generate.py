@@ -7,12 +7,12 @@ Prompts come from --prompt, from the lines of a --prompts file, or from standard
 with "prompt", "prompt_token_ids" or "messages".
 
 examples:
-  tandem generate runs/sort/model --prompt "sort 3 1 2 =" --temperature 0
-  tandem generate runs/sort/model --prompt "sort 9 4 4 1 =" --n 4
+  tandem generate runs/sort/model --prompt "86433=" --temperature 0
+  tandem generate runs/sort/model --prompt "9441=" --n 4
   cat prompts.txt | tandem generate runs/sort/model          one prompt per line
   tandem generate runs/sort/model --prompts prompts.jsonl --output answers.jsonl
   tandem generate runs/sort/model --prompt "..." --json      with token ids and log-probabilities
-  tandem generate runs/sort/model --prompt "..." --regex "[0-9]+( [0-9]+)*"
+  tandem generate runs/sort/model --prompt "..." --regex "[0-9]+"
   tandem generate s3://models/qwen3 --prompt "..." --json-schema answer.schema.json
 """
 

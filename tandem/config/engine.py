@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.limits import MOST_GIB, MOST_SECONDS
 from tandem.types.errors import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -158,10 +159,10 @@ class EngineArgs:
         if self.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", self.device):
             raise UserError(f"engine device is '{self.device}'; it must be 'cpu', 'cuda' or 'cuda:N'")
         for name in ("swap_space", "weight_cache_gib"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"engine {name} is {getattr(self, name)}; it must be 0 or more GiB, and finite")
-        if not self.rank_timeout_s > 0:
-            raise UserError(f"engine rank_timeout_s is {self.rank_timeout_s}; it must be above 0 seconds")
+            if not 0 <= getattr(self, name) <= MOST_GIB:
+                raise UserError(f"engine {name} is {getattr(self, name)}; it must be 0 or more GiB, at most {MOST_GIB}")
+        if not 0 < self.rank_timeout_s <= MOST_SECONDS:
+            raise UserError(f"engine rank_timeout_s is {self.rank_timeout_s}; it must be above 0 seconds, at most {MOST_SECONDS}")
         if not 0 <= self.watermark < 1:
             raise UserError(f"engine watermark is {self.watermark}; it must be a share of the blocks, from 0 to below 1")
         if self.preemption_mode == "swap" and not self.swap_space:

@@ -150,7 +150,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:
-        if value not in arguments:
+        # True is equal to 1 in Python, and no choice of numbers.
+        if not any(value == choice and type(value) is type(choice) for choice in arguments):
             near = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1, cutoff=0.5)
             hint_text = f"did you mean '{near[0]}'?" if near else ""
             choices = ", ".join(str(a) for a in arguments)
@@ -207,6 +208,8 @@ def _convert_plain(hint: Any, value: Any, where: str) -> Any:
             raise UserError(f"'{where}' is {value!r}; it must be a number, and finite")
         return number
     if hint is str and isinstance(value, str):
+        if "\0" in value:
+            raise UserError(f"'{where}' is {value!r}, which has a null character; take it out")
         return value
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)

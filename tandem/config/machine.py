@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.engine import AttentionBackend
+from tandem.config.limits import MOST_GIB, check_seconds
 from tandem.types.errors import UserError
 
 MOST_THREADS = 1024
@@ -33,11 +34,10 @@ class MachineConfig:
     def check(self) -> None:
         if not 0 <= self.threads <= MOST_THREADS:
             raise UserError(f"'machine.threads' is {self.threads}; it must be 0 (all cores) or at most {MOST_THREADS}")
-        if self.memory_gib < 0:
-            raise UserError(f"'machine.memory_gib' is {self.memory_gib}; it must be 0 (automatic) or more")
+        if not 0 <= self.memory_gib <= MOST_GIB:
+            raise UserError(f"'machine.memory_gib' is {self.memory_gib}; it must be 0 (automatic) or more, at most {MOST_GIB}")
         if self.device == "cuda" and self.kernels == "cpu":
             raise UserError("'machine.kernels' is 'cpu' and machine.device is 'cuda'; set machine.kernels to auto or reference")
         if self.device == "cpu" and self.attention != "auto":
             raise UserError(f"'machine.attention' is '{self.attention}', which needs a GPU, and machine.device is 'cpu'; set one of them to auto")
-        if self.call_deadline_s <= 0:
-            raise UserError(f"'machine.call_deadline_s' is {self.call_deadline_s}; it must be above 0")
+        check_seconds("machine", self, "call_deadline_s")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.trainer import TrainerConfig
 from tandem.types.errors import UserError
 
@@ -77,9 +77,7 @@ class ParallelConfig:
         if self.data * self.context % self.expert:
             raise UserError(f"'parallel.expert' is {self.expert}; it must divide parallel.data x parallel.context = {self.data * self.context}")
         self._check_pipeline()
-        for name in ("collective_timeout_s", "heartbeat_timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"'parallel.{name}' is {getattr(self, name)}; it must be above 0, and finite")
+        check_seconds("parallel", self, "collective_timeout_s", "heartbeat_timeout_s")
         if self.ranks_per_node < 0:
             raise UserError(f"'parallel.ranks_per_node' is {self.ranks_per_node}; it must be 0 (all) or more")
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_seconds
 from tandem.types.errors import UserError
 
-MOST_WORKERS = 1024
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
+MOST_WORKERS = 1024
+"""More processes than a machine has cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,9 @@ class RewardsConfig:
                 raise UserError(f"two reward functions are named '{label}'; give each a 'name' of its own")
         if self.accuracy_function not in labels:
             raise UserError(f"'rewards.accuracy' is '{self.accuracy}', which is not one of the reward functions: {', '.join(labels)}")
-        check_at_least_one("rewards", self, "workers")
-        if self.workers > MOST_WORKERS:
-            raise UserError(f"'rewards.workers' is {self.workers}; it must be at most {MOST_WORKERS}: each is a process of this machine")
-        for name in ("deadline_s", "sample_deadline_s", "start_deadline_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"'rewards.{name}' is {getattr(self, name)}; it must be above 0 and finite")
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise UserError(f"'rewards.workers' is {self.workers}; it must be from 1 to {MOST_WORKERS}")
+        check_seconds("rewards", self, "deadline_s", "sample_deadline_s", "start_deadline_s")
         if self.sample_deadline_s > self.deadline_s:
             raise UserError(f"'rewards.sample_deadline_s' is {self.sample_deadline_s}, more than rewards.deadline_s ({self.deadline_s})")
         if not 0 <= self.max_fault_share <= 1:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tandem.jobs.run_files import folder_to_resume
 from tandem.runtime.records.run_records import Records
 
 
@@ -18,6 +19,6 @@ class Run:
 
     def stop(self, step: int) -> NoReturn:
         """Stops the run at ``step``, whose checkpoint is saved, after SIGTERM or Ctrl-C. Raises ``KeyboardInterrupt``."""
-        resume = f"tandem resume {shlex.quote(str(self.directory))}"
+        resume = f"tandem resume {shlex.quote(str(folder_to_resume(self.directory)))}"
         self.records.callback.message(f"stopped after step {step}, which is saved: '{resume}' continues")
         raise KeyboardInterrupt

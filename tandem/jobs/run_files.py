@@ -20,6 +20,7 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_lock import RunLock
+from tandem.types import RunError
 
 SFT_FOLDER = "sft"
 """The folder, in that of a run of reinforcement learning, of the supervised fine-tuning that it begins with."""
@@ -33,6 +34,12 @@ def initial_folder(model: ModelConfig, directory: Path) -> Path:
 def rl_start_folder(recipe: Recipe, directory: Path) -> Path:
     """Returns the folder, now or later, of the model that the reinforcement learning of the run in ``directory`` starts from."""
     return initial_folder(recipe.model, directory) if recipe.sft is None else directory / SFT_FOLDER / "model"
+
+
+def folder_to_resume(directory: Path) -> Path:
+    """Returns the folder that ``tandem resume`` takes for what runs in ``directory``: if that is the stage ``sft`` of a run, the run's own."""
+    is_stage = directory.name == SFT_FOLDER and (directory.parent / "config.yaml").is_file()
+    return directory.parent if is_stage else directory
 
 
 def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
@@ -54,7 +61,13 @@ def begun(directory: Path, role: str, callback: Callback, max_steps: int, target
 
 @contextlib.contextmanager
 def opened_files(directory: Path, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
-    """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes."""
+    """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes. Raises ``RunError`` where the journal of a run
+    with checkpoints is missing: a new one would not know what the run began with, nor its evaluations."""
+    if not (directory / "journal.sqlite").exists() and any((directory / "checkpoints").glob("step-*")):
+        raise RunError(
+            f"the run '{directory}' has checkpoints and no journal.sqlite; restore it from a copy, or the run with 'tandem resume NEW_FOLDER --from "
+            "URL' (URL: the run's 'checkpoint.upload'), or start a new run"
+        )
     with ExitStack() as stack:
         journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=fault_point))
         yield journal, stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))

@@ -23,8 +23,10 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     sft = recipe.sft
     assert sft is not None
     trainer = replace(
-        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0
-    )
+        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0, sleep_offload="none",
+        # A folder for the rollout's sleep alone is refused where there is no rollout.
+        offload_folder=recipe.trainer.offload_folder if recipe.trainer.offloads else "",
+    )  # fmt: skip
     return PretrainRecipe(
         algorithm=PretrainConfig("sft"),
         model=ModelConfig(path=str(model), max_length=recipe.model.max_length),

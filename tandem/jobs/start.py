@@ -18,7 +18,8 @@ from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
-from tandem.types import UserError
+from tandem.runtime.records.run_lock import RunLock
+from tandem.types import RunError, UserError
 
 
 def train(
@@ -46,14 +47,29 @@ def resume(
     overrides: Sequence[str] = (),
 ) -> RunResult:
     """Resumes the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: new values of the sections ``parallel`` and
-    ``machine`` and of the keys ``trainer.offload...``; they are written to the run's recipe."""
+    ``machine`` and of the keys ``trainer.offload...``; they are written to the run's recipe, unless the run is refused with them."""
     directory = Path(run_directory)
     recipe = read_recipe(directory, overrides)
     if overrides:
         _check_may_change(overrides)
         _check(recipe)
+    before = _write_new_values(recipe, directory) if overrides else recipe
+    try:
+        return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
+    except UserError as error:
+        # A run that failed at work goes on with the new values; one that was refused keeps the old ones.
+        if overrides and not isinstance(error, RunError):
+            _write_new_values(before, directory)
+        raise
+
+
+def _write_new_values(recipe: AnyRecipe, directory: Path) -> AnyRecipe:
+    """Writes ``recipe`` to the run's folder and returns the one that was there. Raises ``UserError`` where the run is in use: its processes
+    read the file whenever they are replaced."""
+    with RunLock(directory):
+        before = read_recipe(directory)
         write_recipe(recipe, directory)
-    return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
+    return before
 
 
 def _check_may_change(overrides: Sequence[str]) -> None:

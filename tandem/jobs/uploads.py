@@ -50,7 +50,7 @@ def check_upload_is_free(checkpoint: CheckpointConfig) -> None:
     if uploaded_steps(open_storage(checkpoint.upload, create=True)):
         raise UserError(
             f"'checkpoint.upload' is '{checkpoint.upload}', which holds a run's checkpoints; name another place, or continue that run with "
-            f"'tandem resume DIR --from {checkpoint.upload}'"
+            f"'tandem resume DIR --from {shlex.quote(checkpoint.upload)}'"
         )
 
 

@@ -54,7 +54,7 @@ def backward_rectangles(rows: int, vocabulary: int) -> Iterator[tuple[slice, sli
 
 def row_chunks(rows: int, vocabulary: int, logits: int) -> list[slice]:
     """Returns chunks of at most ``logits`` logits, at least ``ROW_TILE`` rows each, for kernels that take whole rows in both passes."""
-    size = max(1, logits // vocabulary // ROW_TILE) * ROW_TILE
+    size = _chunk_rows(vocabulary, logits)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -72,14 +72,16 @@ def logits_bytes(rows: int, vocabulary: int, hidden: int) -> int:
 
 def parallel_logits_bytes(rows: int, part: int) -> int:
     """Returns the same for a tensor-parallel rank that holds ``part`` ids of the vocabulary."""
-    chunk = row_chunks(rows, part, FORWARD_LOGITS)[:1]
-    return sum(4 * PARTS_OF_A_CHUNK * (rows.stop - rows.start) * part for rows in chunk)
+    return 4 * PARTS_OF_A_CHUNK * min(rows, _chunk_rows(part, FORWARD_LOGITS)) * part
 
 
 def gpu_logits_bytes(rows: int, vocabulary: int) -> int:
     """Returns the same for a GPU."""
-    chunk = row_chunks(rows, vocabulary, GPU_LOGITS)[:1]
-    return sum(GPU_LOGIT_BYTES * (rows.stop - rows.start) * vocabulary for rows in chunk)
+    return GPU_LOGIT_BYTES * min(rows, _chunk_rows(vocabulary, GPU_LOGITS)) * vocabulary
+
+
+def _chunk_rows(vocabulary: int, logits: int) -> int:
+    return max(1, logits // vocabulary // ROW_TILE) * ROW_TILE
 
 
 def _blocks(size: int) -> int:

@@ -97,9 +97,12 @@ def crossing(shape: MeshShape, nodes: Sequence[int]) -> list[Axis]:
     if len(nodes) != shape.world:
         raise ValueError(f"{len(nodes)} ranks have a node and the mesh has {shape.world}")
     meshes = [Mesh(shape, rank) for rank in range(shape.world)]
-    # Each group is visited once, by its first rank, so that the time grows with the ranks and not with their square.
-    firsts = {axis: [mesh for mesh in meshes if mesh.coordinate(axis) == 0] for axis in AXES}
-    return [axis for axis in reversed(AXES) if any(len({nodes[rank] for rank in mesh.group(axis)}) > 1 for mesh in firsts[axis])]
+
+    def crosses(axis: Axis) -> bool:
+        # Each group once, by its first rank.
+        return any(len({nodes[rank] for rank in mesh.group(axis)}) > 1 for mesh in meshes if mesh.coordinate(axis) == 0)
+
+    return [axis for axis in reversed(AXES) if crosses(axis)]
 
 
 def describe(shape: MeshShape, nodes: Sequence[int]) -> list[str]:

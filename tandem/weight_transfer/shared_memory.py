@@ -203,6 +203,18 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def check_free(size_bytes: int, folder: Path = FOLDER) -> None:
+    """Raises ``RunError`` where ``folder`` has fewer than ``size_bytes`` free, even without the segments of dead owners."""
+    if _free_bytes(folder) < size_bytes:
+        sweep(folder=folder)
+    free = _free_bytes(folder)
+    if free < size_bytes:
+        raise RunError(
+            f"this run needs {size_bytes / 2**20:,.1f} MiB of shared memory for its weights and {folder} has {free / 2**20:,.1f} MiB free; make {folder} "
+            "larger (in a container: --shm-size) or free what is in it"
+        )
+
+
 def _free_bytes(folder: Path) -> int:
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize

@@ -9,6 +9,7 @@ from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
+from tandem.weight_transfer import shared_memory
 
 NO_MODEL = "--sft=null", "--model.create=null"
 
@@ -88,13 +89,25 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.memory_gib=.inf", "'machine.memory_gib' is inf; it must be a number, and finite"),
         ("--parallel.data=10000000000", "'parallel.data' is 10000000000, in a mesh of 10000000000 ranks"),
         ("--parallel.data=4096", "a step of section 'sft' has 2 demonstrations"),
-        ("--rewards.workers=100000000", "at most 1024"),
         ("--run.max_steps=100000000000000000000", "below 2^63"),
         ("--model.create.rope_theta=-1", "'model.create.rope_theta' is -1; it must be above 0"),
         ("--rollout.engine.tensor_parallel_size=3", "'rollout.engine.tensor_parallel_size' is 3: the model's num_attention_heads 2"),
         ("--rollout.engine.speculative_config={method: draft, model: /nowhere}", "'/nowhere' has no config.json"),
         ("--trainer.dtype=float64", "float32"),
         ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
+        # Numbers that are numbers, and more than a clock or a count of bytes can hold.
+        ("--rewards.start_deadline_s=1e308", "at most 100000000"),
+        ("--parallel.collective_timeout_s=1000000000000", "at most 100000000"),
+        ("--machine.call_deadline_s=1e12", "at most 100000000"),
+        ("--rollout.engine.rank_timeout_s=1e12", "at most 100000000"),
+        ("--rollout.engine.swap_space=1e308", "at most 1073741824"),
+        ("--rollout.prompts_per_step=1000000000000", "at most 16777216"),
+        ("--evaluation.prompts=1000000000000", "at most 16777216"),
+        ("--sft.batch_size=1000000000000", "at most 16777216"),
+        ("--model.create.rope_theta=.inf", "must be a number, and finite"),
+        ("--parallel.zero=true", "must be one of 0, 1, 2, 3"),
+        ("--rewards.workers=1000000000000", "from 1 to 1024"),
+        ('--checkpoint.upload="a\\0b"', "null character"),
     ],
 )
 def test_a_wrong_key_value_or_combination_is_refused_before_any_work(command, recipe, override, says) -> None:
@@ -116,7 +129,7 @@ def test_what_cannot_fit_into_memory_is_refused_by_the_plan_before_any_work(comm
 
 
 def test_samples_of_a_step_that_cannot_fit_into_memory_are_refused_before_any_work(command, recipe) -> None:
-    assert "lower rollout.prompts_per_step" in command("train", recipe, "--rollout.prompts_per_step=10000000000").refusal(1)
+    assert "lower rollout.prompts_per_step" in command("train", recipe, "--rollout.prompts_per_step=16777216").refusal(1)
     assert untouched(recipe)
 
 
@@ -258,6 +271,20 @@ def test_a_run_directory_that_is_a_file_or_below_one_is_refused(command, recipe,
 
 def test_a_run_directory_in_which_nothing_can_be_written_is_refused(command, recipe) -> None:
     assert "a folder cannot be made" in command("train", recipe, "--run.directory=/proc/runs").refusal()
+
+
+def test_an_offload_folder_that_cannot_hold_files_is_refused(command, recipe, tmp_path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for folder in ("file", "file/below"):
+        done = command("train", recipe, "--trainer.sleep_offload=nvme", f"--trainer.offload_folder={tmp_path / folder}")
+        assert "is not a folder" in done.refusal()
+    assert untouched(recipe)
+
+
+def test_shared_memory_that_cannot_hold_the_weights_is_refused_before_any_work(command, recipe, monkeypatch) -> None:
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
+    assert "of shared memory for its weights and /dev/shm has 0.0 MiB free" in command("train", recipe).refusal(1)
+    assert untouched(recipe)
 
 
 def test_the_real_command_refuses_as_the_function_does(recipe) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shlex
 
+import pytest
 import yaml
 from helpers_cli import ROOT
 
@@ -12,7 +13,7 @@ from tandem.cli.main import parser
 from tandem.config.describe import field_descriptions
 from tandem.config.document import document, sections
 from tandem.config.engine import EngineArgs
-from tandem.config.load import build
+from tandem.config.load import build, read_yaml
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.config.rewards import RewardsConfig
@@ -65,6 +66,15 @@ def test_commands_of_pretraining_are_in_order() -> None:
         assert program == "tandem"
         commands.append(parser().parse_args(words).command)
     assert commands == ["tokenize", "tokenize", "train", "resume", "tokenize", "train"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/inference.md", "docs/quantization.md", "docs/recipes.md", "docs/training.md"])
+def test_yaml_in_a_document_is_part_of_a_recipe(name: str) -> None:
+    for block in re.findall(r"```yaml\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.S):
+        recipe = read_yaml(ROOT / "recipes" / "sort.yaml")
+        for section, keys in yaml.safe_load(block).items():
+            recipe[section] = {**recipe.get(section, {}), **keys}
+        build(Recipe, recipe)
 
 
 def test_its_commands_and_its_yaml_are_in_order() -> None:

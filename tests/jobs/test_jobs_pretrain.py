@@ -352,6 +352,9 @@ def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tm
     (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nrollout: {sleep_mode: last}\n")
     with pytest.raises(UserError, match=r"another version of Tandem .'rollout.sleep_mode' is 'last'; it must be one of"):
         resume(run)
+    (run / "config.yaml").write_text("model: {path: x}\nalgorithm: {name: pretrain}\nmachine: {call_deadline_s: 1800.0}\n")
+    with pytest.raises(UserError, match=r"was written by another version of Tandem .'machine.call_deadline_s' cannot be set"):
+        resume(run)
     (run / "checkpoints" / "step-3" / "trainer.json").write_text("{}")
     with pytest.raises(Damaged, match="older version of Tandem"):
         read_manifest(run / "checkpoints" / "step-3")

@@ -21,13 +21,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tandem import LLM, SamplingParams
-from tandem.config.recipe import load_config
+from tandem.config.recipe import Recipe, load_config
 from tandem.data.example_stream import ExampleStream
 from tandem.data.mixture import Mixture
 from tandem.data.shards import ShardReader
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, read_dataset, tokenize
+from tandem.jobs import run_files
 from tandem.jobs.replay.replay_step import replay
+from tandem.jobs.sft import sft_recipe
 from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
@@ -279,6 +281,17 @@ def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed:
         train(load_config(recipe))
     assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_stage_of_a_pod_that_sleeps_in_a_folder_of_its_own_has_a_recipe_that_can_be_read(offload: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "fast-disk")
+    recipe = load_config("recipes/sort.yaml", ["trainer.sleep_offload=nvme", f"trainer.offload_folder={folder}", f"trainer.offload={offload}"])
+    assert isinstance(recipe, Recipe)
+    stage = sft_recipe(recipe, tmp_path, tmp_path / "model", 128)
+    run_files.write_recipe(stage, tmp_path)
+    assert load_config(tmp_path / "config.yaml") == stage
+    assert stage.trainer.offload_folder == ("" if offload == "none" else folder)
 
 
 def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_path: Path) -> None:

@@ -52,3 +52,9 @@ def test_ranks_hold_the_logits_of_their_tokens_or_their_ids() -> None:
     assert head_bytes(shapes, 32_768, ParallelConfig(tensor=2)) == 4 * 4 * 64 * 75_968
     gathered = 2 * 4 * 151_936 * 1024
     assert head_bytes(shapes, 32_768, ParallelConfig(tensor=2, deterministic=True)) == gathered + 4 * 128 * 151_936
+
+
+def test_bytes_of_more_tokens_than_any_memory_holds_are_counted_at_once() -> None:
+    # A list of all the chunks would not fit in memory.
+    assert lm_head.parallel_logits_bytes(10**30, 50) == 4 * 4 * ((4 << 20) // (64 * 50) * 64) * 50
+    assert lm_head.gpu_logits_bytes(10**30, 1 << 20) == 16 * (64 << 20)

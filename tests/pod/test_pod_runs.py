@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from pod_runs import PodRun, difference, finish
 
+from tandem.config.recipe import load_config
+from tandem.jobs.start import train
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.states import RolloutState
+from tandem.runtime.callback import Callback
+from tandem.runtime.records.run_lock import RunLock
 
 
 def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
@@ -76,6 +80,23 @@ def test_interrupted_run_says_so_leaves_nothing_behind_and_is_resumed(undisturbe
     assert difference(run, undisturbed) == []
 
 
+def test_interrupt_while_the_model_is_fine_tuned_names_the_run_and_not_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    said: list[str] = []
+
+    class Interrupting(Callback):
+        def progress(self, name: str, done: float, total: float, text: str = "") -> None:
+            if name == "sft" and not said:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def message(self, text: str) -> None:
+            said.append(text)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config("tiny.yaml", [f"run.directory={tmp_path}", "run.name=mine"]), inline=True, callback=Interrupting())
+    assert f"'tandem resume {tmp_path / 'mine'}'" in said[-1]
+
+
 def test_second_command_on_a_running_directory_is_refused_with_one_line(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")
@@ -96,12 +117,25 @@ def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refuse
     assert again.returncode == 0, again.stderr
     assert difference(run, undisturbed) == []
     config = run.directory / "config.yaml"
+    before = config.read_bytes()
+    with RunLock(run.directory):
+        refused = run.resume("--machine.call_deadline_s=7")
+    assert refused.returncode == 2 and "is in use by process" in refused.stderr
+    assert config.read_bytes() == before, "a worker of the run in use reads it when it is replaced"
+    refused = run.resume("--machine.threads=2")
+    assert refused.returncode == 2 and "thread" in refused.stderr
+    assert config.read_bytes() == before, "a refused resume changes nothing"
     config.write_text(config.read_text().replace("threads: 1", "threads: 2"))
     refused = run.resume()
     assert refused.returncode == 2
     assert "thread" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert difference(run, undisturbed) == [], "a refused resume changes nothing"
     config.write_text(config.read_text().replace("threads: 2", "threads: 1"))
+    (run.directory / "journal.sqlite").rename(tmp_path / "journal")
+    refused = run.resume()
+    assert refused.returncode == 1 and "has checkpoints and no journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert not (run.directory / "journal.sqlite").exists()
+    (tmp_path / "journal").rename(run.directory / "journal.sqlite")
     for folder in (run.directory / "checkpoints").glob("step-*"):
         os.truncate(max(folder.iterdir(), key=lambda path: path.stat().st_size), 1000)
     before = {path: path.read_bytes() for path in (run.directory / "metrics.jsonl", *run.directory.glob("checkpoints/*/*"))}

@@ -14,7 +14,14 @@ from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
-from tandem.jobs.checks.check_run import check_disk, check_model_on_mesh, check_targets, folder_to_check, warn_of_cores
+from tandem.jobs.checks.check_run import (
+    check_disk,
+    check_model_on_mesh,
+    check_offload_folder,
+    check_targets,
+    folder_to_check,
+    warn_of_cores,
+)
 from tandem.jobs.data_run.train_data import dataset_paths
 from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span
@@ -74,6 +81,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         if recipe.trainer.offload_folder:
             check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
+        check_offload_folder(recipe.trainer.offload_folder)
         check_targets(recipe.checkpoint, recipe.registry)
         return [
             *lines,

@@ -13,7 +13,14 @@ from tandem.config.sft import SFTConfig
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.jobs.checks.check_examples import check_shown
-from tandem.jobs.checks.check_run import check_disk, check_model_on_mesh, check_targets, folder_to_check, warn_of_cores
+from tandem.jobs.checks.check_run import (
+    check_disk,
+    check_model_on_mesh,
+    check_offload_folder,
+    check_targets,
+    folder_to_check,
+    warn_of_cores,
+)
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
@@ -23,6 +30,7 @@ from tandem.pod.residents import plan
 from tandem.rl.rewards.pool import RewardPool
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
+from tandem.weight_transfer.shared_memory import check_free
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +70,11 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
         memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
+        check_free(memory.segments)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
+    check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
     with RewardPool(recipe.rewards):
         logger.debug("every reward function loads")

@@ -1,6 +1,7 @@
 """Checks before a run of any job starts. Checks of one kind of job are in ``check_rl``, ``check_data`` and ``check_examples``."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,6 +56,16 @@ def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkp
     total, _, free = shutil.disk_usage(existing)
     if total and free < needed:
         raise RunError(f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; {fix}")
+
+
+def check_offload_folder(folder: str) -> None:
+    """Raises ``UserError`` where ``trainer.offload_folder`` (empty: the run's own) is no folder and cannot be made one, or cannot be written."""
+    if not folder:
+        return
+    existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written" if existing.is_dir() else "is not a folder"
+        raise UserError(f"'trainer.offload_folder' is '{folder}', and '{existing}' {why}; name a folder on a disk that can be written")
 
 
 def warn_of_cores(parallel: ParallelConfig) -> list[str]:
