@@ -62,14 +62,20 @@ def begun(directory: Path, role: str, callback: Callback, max_steps: int, target
 @contextlib.contextmanager
 def opened_files(directory: Path, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
     """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes. Raises ``RunError`` where the journal of a run
-    with checkpoints is missing: a new one would not know what the run began with, nor its evaluations."""
-    if not (directory / "journal.sqlite").exists() and any((directory / "checkpoints").glob("step-*")):
-        raise RunError(
-            f"the run '{directory}' has checkpoints and no journal.sqlite; restore it from a copy, or the run with 'tandem resume NEW_FOLDER --from "
-            "URL' (URL: the run's 'checkpoint.upload'), or start a new run"
-        )
+    with checkpoints is missing or empty: a new one would not know what the run began with, nor its evaluations."""
+    path, has_checkpoints = directory / "journal.sqlite", any((directory / "checkpoints").glob("step-*"))
+
+    def check(is_found: bool, what: str) -> None:
+        if has_checkpoints and not is_found:
+            raise RunError(
+                f"the run '{directory}' has checkpoints and {what} journal.sqlite; restore it from a copy, or the run with 'tandem resume NEW_FOLDER "
+                "--from URL' (URL: the run's 'checkpoint.upload'), or start a new run"
+            )
+
+    check(path.exists(), "no")
     with ExitStack() as stack:
-        journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=fault_point))
+        journal = stack.enter_context(Journal(path, fault_point=fault_point))
+        check(journal.get("numerics") is not None, "an empty")
         yield journal, stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
 
 

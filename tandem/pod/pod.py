@@ -73,9 +73,6 @@ class Pod:
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
             loaded = self.trainer.load(self.start, step)
-            if self.incarnation <= loaded["published"]:
-                # The journal of the run was lost; the published weights have outlived it.
-                self.incarnation = self.journal.next_incarnation(above=loaded["published"])
             self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
             self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}

@@ -30,7 +30,6 @@ from tandem.trainer.rank_process import Rank, start
 from tandem.types import RunError, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.convert import ConvertedWeights, convert
-from tandem.weight_transfer.publication import replaceable
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
 
@@ -106,8 +105,7 @@ class TrainerWorker:
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Load checkpoint ``step`` or the newest before it (``None``: the newest), or the model ``start`` if there is none that is whole.
-        The reply names the ``step``, its ``digest``, the ``kernels``, why checkpoints were passed over (``damaged``) and the incarnation of the
-        ``published`` weights."""
+        The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``)."""
         recipe = self.recipe
         if self.actor is not None:
             self.actor.checkpoints.close()
@@ -119,11 +117,8 @@ class TrainerWorker:
         loaded = checkpoints.load(meta["step"])
         self.steps = 0 if loaded is None else loaded.step
         self.inferred = self.converted = None
-        published = replaceable(self.store)
-        manifest = published[0] if published is not None else None
         return {
             "step": self.steps, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
-            "published": 0 if manifest is None else manifest.version.incarnation,
             "damaged": list(checkpoints.damaged) if loaded is None else [], "passed_over": list(checkpoints.damaged),
         }, {}  # fmt: skip
 

@@ -121,17 +121,6 @@ def test_kill_of_a_tensor_rank_of_the_engine_and_the_run_is_the_same(tmp_path: P
     assert difference(run, quiet) == [] and run.left_behind() == []
 
 
-@pytest.mark.full
-def test_run_that_lost_its_journal_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
-    run = PodRun(tmp_path)
-    assert run.train("--fault", "pod:after:commit_scores:3").returncode == -9
-    for path in run.directory.glob("journal.sqlite*"):
-        path.unlink()
-    done = run.resume()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["step"] for row in run.rows()] == list(range(6)) and run.left_behind() == []
-
-
 def test_undisturbed_run_learns_in_every_step_so_that_equal_bits_mean_something(undisturbed: PodRun) -> None:
     rows = undisturbed.rows()
     assert [row["step"] for row in rows] == list(range(6))

@@ -101,7 +101,10 @@ def test_second_command_on_a_running_directory_is_refused_with_one_line(undistur
     run = PodRun(tmp_path)
     process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")
     wait_for_row(run, 0)
+    # It must not end before the others have asked.
+    process.send_signal(signal.SIGSTOP)
     resumed, trained = run.resume(), run.train()
+    process.send_signal(signal.SIGCONT)
     assert resumed.returncode == 2 and len(resumed.stderr.splitlines()) == 1
     assert f"is in use by process {process.pid}" in resumed.stderr
     assert trained.returncode == 2 and len(trained.stderr.splitlines()) == 1
@@ -134,6 +137,9 @@ def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refuse
     (run.directory / "journal.sqlite").rename(tmp_path / "journal")
     refused = run.resume()
     assert refused.returncode == 1 and "has checkpoints and no journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    (run.directory / "journal.sqlite").touch()
+    refused = run.resume()
+    assert refused.returncode == 1 and "has checkpoints and an empty journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert not (run.directory / "journal.sqlite").exists()
     (tmp_path / "journal").rename(run.directory / "journal.sqlite")
     for folder in (run.directory / "checkpoints").glob("step-*"):

@@ -114,9 +114,9 @@ class Journal:
     def set(self, key: str, value: Any) -> None:
         self._write("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, _json(value)))
 
-    def next_incarnation(self, above: int = 0) -> int:
-        """Counts one more start of a trainer and returns its number, which is larger than all earlier ones of this run and than ``above``."""
-        self.incarnation = max(self.incarnation, above) + 1
+    def next_incarnation(self) -> int:
+        """Counts one more start of a trainer and returns its number, which is larger than all earlier ones of this run."""
+        self.incarnation += 1
         self.set("incarnation", self.incarnation)
         return self.incarnation
 
