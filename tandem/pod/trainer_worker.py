@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
 from tandem.model.create_model import create_model
 from tandem.pod.actor import Actor, build_actor
 from tandem.pod.calls import TRAINER_CALLS
-from tandem.pod.residents import release
+from tandem.pod.release import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -23,8 +25,9 @@ from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.device_speed import DeviceSpeed, device_notes
 from tandem.trainer.logprobs import sequence_logprobs
-from tandem.trainer.offload.sleep import Moved, SleepFile
+from tandem.trainer.offload.sleep import Moved, SleepOffload, make_sleep
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank, start
 from tandem.types import RunError, Sample, WeightVersion
@@ -54,14 +57,17 @@ class TrainerWorker:
 
     def __init__(self, recipe: Recipe, rank: Rank) -> None:
         self.recipe, self.rank, self.directory = recipe, rank, rank.directory
-        self.kernels = select(recipe.machine.kernels)
+        self.device, machine = rank.ranks.device, recipe.machine
+        # The engine's kernels, so that both have the same bits.
+        self.kernels = select(machine.kernels, getattr(torch, recipe.trainer.dtype), self.device, attention=machine.attention)
+        self.speed = DeviceSpeed(self.device, recipe.trainer.multiplies_in)
         self.store = EmbeddedStore(self.directory / "pod" / "store.sqlite")
         self.writer: WeightWriter | None = None
         self.actor: Actor | None = None
         self.steps = 0
         self.inferred: Inferred | None = None
         self.converted: ConvertedWeights | None = None
-        self.sleep: SleepFile | None = None
+        self.sleep: SleepOffload | None = None
         self.in_use: frozenset[int] = frozenset()
 
     def methods(self) -> dict[str, Method]:
@@ -105,7 +111,8 @@ class TrainerWorker:
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Load checkpoint ``step`` or the newest before it (``None``: the newest), or the model ``start`` if there is none that is whole.
-        The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``)."""
+        The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``), and has ``notes`` on the
+        device for the user."""
         recipe = self.recipe
         if self.actor is not None:
             self.actor.checkpoints.close()
@@ -113,12 +120,14 @@ class TrainerWorker:
         checkpoints = self.actor.checkpoints
         if self.sleep is not None:
             self.sleep.close()
-        self.sleep = SleepFile(offload_folder(recipe.trainer, self.directory)) if recipe.trainer.sleep_offload == "nvme" else None
+        self.sleep = make_sleep(recipe.trainer.sleep_offload, self.device, offload_folder(recipe.trainer, self.directory))
         loaded = checkpoints.load(meta["step"])
         self.steps = 0 if loaded is None else loaded.step
         self.inferred = self.converted = None
+        is_same = recipe.rollout_precision == recipe.trainer.precision
+        notes = device_notes(self.device, recipe.trainer, "in trainer and rollout" if is_same else "in the trainer")
         return {
-            "step": self.steps, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
+            "step": self.steps, "notes": notes, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
             "damaged": list(checkpoints.damaged) if loaded is None else [], "passed_over": list(checkpoints.damaged),
         }, {}  # fmt: skip
 
@@ -141,26 +150,26 @@ class TrainerWorker:
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
     def offload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Drops what the next step computes again, gradients and saved inference, and begins to move moments and the reference to the file of
-        ``trainer.sleep_offload: nvme``; ``register`` waits for them, and moves the weights when they are registered.
+        """Drops what the next step computes again, gradients and saved inference, and begins to move moments and the reference where
+        ``trainer.sleep_offload`` says; ``register`` waits for them, and moves the weights when they are registered.
 
-        With ``release``, or with that file, freed memory goes back to the machine. This costs the next step its page faults, which is not worth it
-        where the engine has room anyway. The reply has the bytes of all ranks."""
+        With ``release``, where something moves, and on a GPU, freed memory goes back to the machine. On a CPU this costs the next step its page
+        faults, which is not worth it where the engine has room anyway. The reply has the bytes of all ranks."""
         actor, sleep_offload = self._actor(), self.recipe.trainer.sleep_offload
         dropped, begun = actor.replica.drop_gradients(), 0
         self.inferred = None
         if self.sleep is not None:
             begun = self.sleep.begin_offload(actor.moments_and_reference())
-        if meta["release"] or self.sleep is not None:
-            release()
+        if meta["release"] or self.sleep is not None or self.device.type == "cuda":
+            release(self.device)
         gradients, moments = self._over_ranks(Moved(dropped), Moved(begun))
         reply: dict[str, object] = {"gradient_bytes": gradients.size_bytes, "begun_bytes": moments.size_bytes}
-        if sleep_offload == "cpu":
+        if sleep_offload == "cpu" and self.sleep is None:
             reply["note"] = "trainer.sleep_offload is cpu, and the trainer's state is in the host's memory already: nothing moves"
         return reply, {}
 
     def onload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Brings back what was moved to the file. The reply has the bytes of all ranks and the seconds of the slowest."""
+        """Brings back what was moved. The reply has the bytes of all ranks and the seconds of the slowest."""
         self._actor()
         self.converted = None
         moved = self._over_ranks(self.sleep.onload() if self.sleep is not None else Moved())[0]
@@ -172,8 +181,8 @@ class TrainerWorker:
         return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the weights move to the
-        file of ``trainer.sleep_offload: nvme``. The reply has the bytes that are in it since the last onload began, and the seconds of writing."""
+        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the weights move where
+        ``trainer.sleep_offload`` says. The reply has the bytes that are there since the last onload began, and the seconds of writing."""
         version = WeightVersion(*meta["version"])
         self._expect(version.step)
         if self.converted is None:
@@ -190,7 +199,7 @@ class TrainerWorker:
         if self.sleep is not None:
             self.sleep.begin_offload(actor.state())
             moved = self._over_ranks(self.sleep.wait())[0]
-            release()
+            release(self.device)
             reply |= {"offload_bytes": moved.size_bytes, "offload_seconds": moved.seconds}
         return reply, {}
 
@@ -220,7 +229,8 @@ class TrainerWorker:
         self.inferred = None
         exhausted = actor.guard.skipped_in_a_row if actor.guard.is_exhausted else 0
         return {
-            "metrics": result.metrics, "tokens": result.tokens, "verdict": result.verdict, "exhausted": exhausted, "committed": self._committed(),
+            "metrics": result.metrics, "device": self.speed.memory(), "tokens": result.tokens, "verdict": result.verdict,
+            "exhausted": exhausted, "committed": self._committed(),
         }, {}  # fmt: skip
 
     # -- parts -------------------------------------------------------------------------------------------------------

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from tandem.config.trainer import TrainerConfig
-from tandem.pod.residents import release
+from tandem.pod.release import release
 from tandem.runtime.process.processes import memory_of
-from tandem.trainer.offload.sleep import SleepFile
+from tandem.trainer.offload.sleep import FilePlace, SleepOffload
 from tandem.trainer.optimizers.make import make_optimizer
 from tandem.types import RunError
 
-CONFIG = TrainerConfig(learning_rate=1e-2)
+CONFIG, CPU = TrainerConfig(learning_rate=1e-2), torch.device("cpu")
 
 
 def resident_bytes() -> int:
-    release()
+    release(CPU)
     return memory_of(os.getpid()).rss_bytes
 
 
@@ -25,7 +25,7 @@ def test_storages_leave_memory_once_and_come_back_under_their_views(tmp_path):
     whole = torch.arange(6 * 2**20, dtype=torch.float32)
     view, small, mapped = whole[5:].view(-1), torch.full((3,), 7.0), torch.frombuffer(bytearray(64), dtype=torch.float32)
     expected = whole.clone()
-    file = SleepFile(tmp_path)
+    file = SleepOffload(FilePlace(tmp_path))
     before = resident_bytes()
     assert file.begin_offload([whole, view, small, mapped]) == whole.nbytes + small.nbytes
     assert file.begin_offload([view]) == 0
@@ -47,7 +47,7 @@ def test_storages_leave_memory_once_and_come_back_under_their_views(tmp_path):
 def test_training_that_slept_between_two_steps_has_the_bits_of_one_that_did_not(optimizer, make_model, tmp_path):
     def train(sleeps: bool) -> dict[str, torch.Tensor]:
         model = make_model(torch.float32)
-        made, file = make_optimizer(model, replace(CONFIG, optimizer=optimizer)), SleepFile(tmp_path)
+        made, file = make_optimizer(model, replace(CONFIG, optimizer=optimizer)), SleepOffload(FilePlace(tmp_path))
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for parameter in model.parameters():
@@ -72,4 +72,4 @@ def test_a_disk_without_room_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(RunError, match=r"No space left on device.*trainer.offload_folder"):
-        SleepFile(tmp_path).begin_offload([torch.zeros(8)])
+        SleepOffload(FilePlace(tmp_path)).begin_offload([torch.zeros(8)])
