@@ -86,7 +86,7 @@ class Recipe:
         if name != "auto" and self.machine.device != "cuda":
             raise UserError(f"'machine.attention' is '{name}', which needs a GPU; a pod uses one only with machine.device cuda: set that, or this to auto")
         if name != "auto" and self.trainer.dtype != "bfloat16":
-            # With fp32 weights the engine's cache has the dtype that the kernels multiply in, but its other tensors are fp32.
+            # The bits of a backend are compared, and refused, in the dtype of the engine's weights.
             raise UserError(
                 f"'machine.attention' is '{name}', which in a pod needs an engine in 16 bits, and trainer.dtype is '{self.trainer.dtype}'; set "
                 "trainer.dtype to bfloat16, or machine.attention to auto"

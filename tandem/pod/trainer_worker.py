@@ -5,15 +5,17 @@ strings and returns the same, so that it can cross a process boundary or not, an
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
+from tandem.layout.flops import step_flops
 from tandem.model.create_model import create_model
 from tandem.pod.actor import Actor, build_actor
 from tandem.pod.calls import TRAINER_CALLS
@@ -27,10 +29,11 @@ from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.device_speed import DeviceSpeed, device_notes
 from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.offload.sleep import Moved, SleepOffload, make_sleep
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank, start
-from tandem.types import RunError, Sample, WeightVersion
+from tandem.types import RunError, Sample, TrainSequence, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
@@ -219,6 +222,7 @@ class TrainerWorker:
         reference = inferred.reference_logprobs if inferred is not None else None
         with actor.tracer.span("load the batch"):
             batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
+        began = perf_counter()
         result = update_policy(
             actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
             temperature=recipe.rollout.temperature, guard=actor.guard,
@@ -229,7 +233,7 @@ class TrainerWorker:
         self.inferred = None
         exhausted = actor.guard.skipped_in_a_row if actor.guard.is_exhausted else 0
         return {
-            "metrics": result.metrics, "device": self.speed.memory(), "tokens": result.tokens, "verdict": result.verdict,
+            "metrics": result.metrics, "device": self._speed(batch.sequences, perf_counter() - began), "tokens": result.tokens, "verdict": result.verdict,
             "exhausted": exhausted, "committed": self._committed(),
         }, {}  # fmt: skip
 
@@ -244,6 +248,11 @@ class TrainerWorker:
                 on_progress=lambda done, total: progress({"done": done, "total": total}),
             )  # fmt: skip
         return Inferred(step, samples, logprobs)
+
+    def _speed(self, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:
+        """This rank's share of the model's operations in a policy update of ``seconds``, and the peak memory of its GPU."""
+        flops = self.recipe.algorithm.epochs * step_flops(self._actor().replica.model.shapes, map(forward_tokens, sequences))
+        return {**self.speed.memory(), **self.speed.rates(flops / self.rank.ranks.world.size, seconds)}
 
     def _committed(self) -> list[list[int | str]]:
         """(step, digest) of the checkpoint that was committed since this was asked, in a list of at most one."""

@@ -12,7 +12,9 @@ from pretrain_recipe import write_recipe
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe, load_config
 from tandem.jobs.checks.check_rl import RunPlan, check_rl_run
+from tandem.jobs.replay.comparison import same_device
 from tandem.jobs.replay.replay_data import replay_data_step
+from tandem.jobs.sft import sft_recipe
 from tandem.jobs.start import resume, train
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine import gpus
@@ -79,6 +81,19 @@ def test_the_engine_stays_on_a_gpu_that_has_room_for_both_and_a_gpu_too_small_fo
             pod_plan(monkeypatch, free, *overrides)
     slept = pod_plan(monkeypatch, 1 << 40, "--trainer.sleep_offload=cpu").pod
     assert slept.gpu is not None and slept.gpu.trainer_idle == 0 and slept.gpu.trainer == gpu.trainer
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_the_stage_before_reinforcement_learning_and_a_replay_take_the_pods_device(tmp_path: Path, device: str) -> None:
+    recipe = load_config(ROOT / "recipes" / "sort.yaml", [f"--machine.device={device}"])
+    assert isinstance(recipe, Recipe)
+    expected = "cuda" if device == "cuda" else "cpu"
+    assert sft_recipe(recipe, tmp_path, tmp_path, 32).machine.device == expected
+    assert same_device(recipe.machine, tmp_path, expected).device == expected  # type: ignore[arg-type]
+    other = {"cpu": "cuda", "cuda": "cpu"}.get(device)
+    if other is not None:
+        with pytest.raises(UserError, match=f"was run on '{other}' and machine.device is '{device}', whose results are not bit-identical"):
+            same_device(recipe.machine, tmp_path, other)  # type: ignore[arg-type]
 
 
 def test_mfu_is_model_flops_over_the_published_peak(monkeypatch: pytest.MonkeyPatch) -> None:

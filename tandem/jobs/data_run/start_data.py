@@ -30,6 +30,7 @@ from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.machine.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.machine.numerics import numerics_record
+from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import MetricsFile
@@ -40,7 +41,7 @@ from tandem.trainer.device_speed import device_notes
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.rank_process import Rank, rank_alone, rank_device
+from tandem.trainer.rank_process import Rank, rank_alone
 
 
 def execute_data_run(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> RunResult:
