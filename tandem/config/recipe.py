@@ -84,7 +84,10 @@ class Recipe:
     def _check_attention(self) -> None:
         name = self.machine.attention
         if name != "auto" and self.machine.device != "cuda":
-            raise UserError(f"'machine.attention' is '{name}', which needs a GPU; a pod uses one only with machine.device cuda: set that, or this to auto")
+            raise UserError(
+                f"'machine.attention' is '{name}', which needs a GPU; a pod uses one only with machine.device cuda: set it so, or machine.attention "
+                "to auto"
+            )
         if name != "auto" and self.trainer.dtype != "bfloat16":
             # The bits of a backend are compared, and refused, in the dtype of the engine's weights.
             raise UserError(

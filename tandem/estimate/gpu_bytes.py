@@ -27,9 +27,9 @@ def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int,
 
 
 def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
-    """Returns the bytes that the layers save for the backward pass: 16 bits per element, except for the residual stream and attention's
-    log-sum-exp."""
-    if trainer.precision == "fp32":
+    """Returns the bytes that the layers save for the backward pass: 16 bits per element, except for the residual stream (an upper bound for
+    weights in 16 bits) and attention's log-sum-exp."""
+    if trainer.multiplies_in == "fp32":
         return saved_bytes(shapes, trainer, tokens)
     hidden, layers = shapes.hidden_size, []
     for layer in range(shapes.num_hidden_layers):

@@ -16,7 +16,8 @@ from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
-from tandem.pod.prompts import prompt_source
+from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
@@ -97,6 +98,10 @@ def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]
 def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
     """Yields a pod that reads the run's checkpoints and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
+    shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+    planned = plan(
+        recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
+    )
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}))
         journal = stack.enter_context(Journal(scratch / "journal.sqlite"))
@@ -104,8 +109,8 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callba
         stack.callback(trainer.close)
         stack.callback(rollout.close)
         yield Pod(
-            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), recipe.trainer.dtype), journal,
-            Records(journal, None, callback), sleep_mode="keep", max_restarts=0,
+            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
+            Records(journal, None, callback), sleep_mode=planned.sleep_mode, max_restarts=0,
         )  # fmt: skip
 
 
