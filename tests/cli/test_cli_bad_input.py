@@ -85,7 +85,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.kernels=gpu", "must be one of"),
         ("--machine.threads=-1", "machine.threads"),
         ("--machine.threads=100000", "at most 1024"),
-        ("--trainer.dtype=float64", "float32"),
+        ("--trainer.dtype=float64", "tis_cap"),
+        ("--trainer.dtype=float16", "bfloat16"),
+        ("--rollout.engine.device=cuda", "machine.device"),
         ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
     ],
 )
