@@ -5,6 +5,7 @@ from typing import Literal
 
 from tandem.config.engine import AttentionBackend
 from tandem.config.limits import MOST_GIB, check_seconds
+from tandem.config.trainer import TrainDtype
 from tandem.types.errors import UserError
 
 MOST_THREADS = 1024
@@ -21,13 +22,14 @@ class MachineConfig:
     memory_gib: float = 0.0
     """Memory limit of the run on this machine, in GiB. 0: 80 % of the free memory at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`cuda` gives each rank a GPU, `auto` uses GPUs if there are any; a pod computes on the CPU. See `training.md`, On GPUs."""
+    """`cuda` gives each rank a GPU, which in a pod the engine's ranks share. `auto` uses GPUs if there are any, in a pod the CPU. See
+    `training.md`, On GPUs."""
     kernels: Literal["auto", "cpu", "reference"] = "auto"
     """`cpu` selects the C++ kernels, `reference` plain torch; `auto` selects the C++ kernels if a compiler is installed, and Triton's on a
     GPU."""
     attention: AttentionBackend = "auto"
-    """Attention over packed sequences: `auto` is the kernels' own, or torch's in 16 bits on a GPU; `torch`, `flash3`, `flash4` and
-    `xformers` are those packages' kernels, on a GPU with a 16-bit `trainer.precision`."""
+    """Attention over packed sequences: `auto` is the kernels' own, or in training on data torch's in 16 bits on a GPU; `torch`, `flash3`,
+    `flash4` and `xformers` are those packages' kernels, on a GPU with a 16-bit `trainer.precision` or, in a pod, `trainer.dtype`."""
     call_deadline_s: float = 1800.0
     """Seconds that one phase of a pod's step may take; then the run names the blocked worker and ends."""
 
@@ -41,3 +43,8 @@ class MachineConfig:
         if self.device == "cpu" and self.attention != "auto":
             raise UserError(f"'machine.attention' is '{self.attention}', which needs a GPU, and machine.device is 'cpu'; set one of them to auto")
         check_seconds("machine", self, "call_deadline_s")
+
+    def check_dtype(self, dtype: TrainDtype) -> None:
+        """Raises ``UserError`` if the kernels cannot compute in ``trainer.dtype``."""
+        if self.kernels == "cpu" and dtype != "float32":
+            raise UserError(f"'machine.kernels' is 'cpu', which computes in float32, and trainer.dtype is '{dtype}'; set machine.kernels to auto")

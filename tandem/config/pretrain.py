@@ -142,10 +142,11 @@ class PretrainRecipe:
                 f"'parallel.data' is {self.parallel.data} and a step has {self.data.global_batch_size} sequences; raise "
                 "data.global_batch_size, so that every rank has one"
             )
-        if self.machine.attention != "auto" and self.trainer.precision == "fp32":
+        if self.machine.attention != "auto" and self.trainer.multiplies_in == "fp32":
             raise UserError(
                 f"'machine.attention' is '{self.machine.attention}', which computes in 16 bits, and trainer.precision is 'fp32'; set trainer.precision to "
                 "bf16 or fp16, or machine.attention to auto"
             )
+        self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)

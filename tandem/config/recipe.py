@@ -70,12 +70,8 @@ class Recipe:
         self._check_engine(longest)
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
-        if self.machine.attention != "auto":
-            raise UserError(f"'machine.attention' is '{self.machine.attention}', which needs a GPU; a pod computes on the CPU: set it to auto")
-        if self.machine.device == "cuda":
-            raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
-        if self.trainer.dtype != "float32":
-            raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; the rollout engine holds float32 weights: set it to float32")
+        self._check_attention()
+        self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
 
@@ -85,11 +81,27 @@ class Recipe:
         precision = self.trainer.precision
         return "fp32" if precision == "fp8" or self.rollout.differs_from_trainer() else precision
 
+    def _check_attention(self) -> None:
+        name = self.machine.attention
+        if name != "auto" and self.machine.device != "cuda":
+            raise UserError(
+                f"'machine.attention' is '{name}', which needs a GPU; a pod uses one only with machine.device cuda: set it so, or machine.attention "
+                "to auto"
+            )
+        if name != "auto" and self.trainer.dtype != "bfloat16":
+            # The bits of a backend are compared, and refused, in the dtype of the engine's weights.
+            raise UserError(
+                f"'machine.attention' is '{name}', which in a pod needs an engine in 16 bits, and trainer.dtype is '{self.trainer.dtype}'; set "
+                "trainer.dtype to bfloat16, or machine.attention to auto"
+            )
+
     def _check_engine(self, max_model_len: int) -> None:
         """Checks the options of the engine. ``max_model_len``: the context in tokens, 0 if only the model's folder defines it."""
         different = self.rollout.differs_from_trainer()
         if not different and self.trainer.precision != self.rollout_precision:
             different = f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in {self.rollout_precision}"
+        if not different and self.trainer.dtype == "float64":
+            different = "'trainer.dtype' is 'float64', whose sums depend on the other requests of a batch in their last bits"
         is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
         if different and not is_corrected:
             raise UserError(

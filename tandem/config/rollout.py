@@ -41,6 +41,7 @@ class RolloutConfig:
         "engine.download_dir": "the engine takes its weights from the trainer",
         "engine.weight_cache_gib": "the engine takes its weights from the trainer",
         "engine.dtype": "the rollout uses trainer.dtype and trainer.precision",
+        "engine.device": "trainer and rollout share machine.device",
         "engine.seed": "run.seed is the seed of every request",
         "engine.max_model_len": "model.max_length is the context of trainer and rollout",
         "engine.kernels": "trainer and rollout both use machine.kernels, because their bits must agree",
@@ -69,8 +70,6 @@ class RolloutConfig:
         engine = self.engine
         if engine.quantization is not None:
             return f"'rollout.engine.quantization' is '{engine.quantization}'"
-        if engine.device != "cpu":
-            return f"'rollout.engine.device' is '{engine.device}' and the trainer's is 'cpu'"
         if not engine.deterministic and engine.tensor_parallel_size > 1:
             return f"'rollout.engine.deterministic' is false with tensor_parallel_size {engine.tensor_parallel_size}"
         return ""

@@ -9,6 +9,7 @@ from tandem.types.errors import UserError
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 OptimizerName = Literal["adamw", "muon", "adamw8bit"]
+TrainDtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class TrainerConfig:
     """Coefficient of the load-balancing loss of a mixture of experts. 0: off."""
     router_bias_rate: float = 0.0
     """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001), which a Hugging Face folder cannot store. 0: off."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Dtype of weights, gradients and moments; `float32` in a pod."""
+    dtype: TrainDtype = "float32"
+    """Dtype of weights, activations, gradients and moments. A pod's engine computes in the same one. `bfloat16` takes half the memory of
+    `float32` and rounds every update to 8 bits; 16-bit products over fp32 weights are `precision`."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Precision of linear layers: `fp32`, `bf16`, `fp16` with dynamic loss scaling, or `fp8`; weights, moments and gradients stay in fp32."""
     loss_scale: float = 65536.0
@@ -75,6 +77,11 @@ class TrainerConfig:
     they are there already), `nvme` in a file. Gradients are always dropped. Bits do not change."""
     offload_folder: str = ""
     """Folder of the offload files. Empty: the run's folder."""
+
+    @property
+    def multiplies_in(self) -> Literal["fp32", "bf16", "fp16", "fp8"]:
+        """The precision of products, whatever the weights' dtype."""
+        return "bf16" if self.dtype == "bfloat16" else self.precision
 
     @property
     def offloads(self) -> bool:
@@ -102,6 +109,16 @@ class TrainerConfig:
         check_at_least_one("trainer", self, "micro_batch_tokens")
         if self.precision != "fp32" and self.dtype != "float32":
             raise UserError(f"'trainer.precision' is '{self.precision}', whose weights are float32; trainer.dtype is '{self.dtype}'")
+        if self.dtype == "float16":
+            # The same reason for which torch.amp refuses to unscale fp16 gradients.
+            raise UserError(
+                "'trainer.dtype' is 'float16', in which squared gradients below 6e-8 are 0, so that AdamW divides by 0; set trainer.dtype to "
+                "bfloat16, or to float32 with trainer.precision fp16"
+            )
+        if self.optimizer == "adamw8bit" and self.dtype != "float32":
+            raise UserError(
+                f"'trainer.dtype' is '{self.dtype}' and trainer.optimizer 'adamw8bit' decodes its moments to float32; set trainer.dtype to float32"
+            )
         if not 1 <= self.loss_scale <= 2**24 or math.frexp(self.loss_scale)[0] != 0.5:
             raise UserError(f"'trainer.loss_scale' is {self.loss_scale}; it must be a power of two from 1 to 2^24")
         check_at_least_one("trainer", self, "loss_scale_growth_steps")

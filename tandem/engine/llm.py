@@ -46,8 +46,8 @@ class LLM:
             tokenizer: A folder, a ``Tokenizer``, or ``None`` for the model's own. Without one, prompts are token ids.
             weight_version: What the engine calls these weights; by default ``FIRST_VERSION``, or ``DUMMY_VERSION`` for random ones.
             digest_weights: Keep digests of the weights in ``engine.weight_digests``.
-            precision: ``trainer.precision`` of the trainer whose bits the engine is to have: fp32 weights and a KV cache in fp32, products emulated
-                in 16 bits. On a CPU only. Use ``dtype`` to hold and compute a model in 16 bits.
+            precision: ``trainer.precision`` of the trainer whose bits the engine is to have: fp32 weights and products in 16 bits, which on a CPU
+                are emulated. Use ``dtype`` to hold and compute a model in 16 bits.
             options: Every other field of ``tandem.config.engine.EngineArgs``, for example ``max_num_seqs=64``. ``dtype`` may be a ``torch.dtype``.
 
         Raises:

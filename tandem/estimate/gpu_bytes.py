@@ -27,9 +27,9 @@ def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int,
 
 
 def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:
-    """Returns the bytes that the layers save for the backward pass: 16 bits per element, except for the residual stream and attention's
-    log-sum-exp."""
-    if trainer.precision == "fp32":
+    """Returns the bytes that the layers save for the backward pass: 16 bits per element, except for the residual stream (an upper bound for
+    weights in 16 bits) and attention's log-sum-exp."""
+    if trainer.multiplies_in == "fp32":
         return saved_bytes(shapes, trainer, tokens)
     hidden, layers = shapes.hidden_size, []
     for layer in range(shapes.num_hidden_layers):
@@ -48,4 +48,17 @@ def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) ->
 
 def host_bytes_beside_gpu(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     """Returns the pinned memory of all ranks together: the staged copy of a checkpoint, and moments offloaded to the host."""
-    return checkpoint_bytes(shapes, trainer) + (optimizer_bytes(shapes, trainer.optimizer) if trainer.offload == "cpu" else 0)
+    return checkpoint_bytes(shapes, trainer) + (optimizer_bytes(shapes, trainer.optimizer, trainer.dtype) if trainer.offload == "cpu" else 0)
+
+
+def frozen_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
+    """Returns the bytes of one rank's part of a frozen copy of the weights, such as the reference model."""
+    replicas = parallel.data * parallel.context if parallel.zero == 3 else 1
+    return weight_bytes(shapes, trainer.dtype) // (parallel.tensor * parallel.pipeline * replicas)
+
+
+def state_bytes_on_gpu(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int = 0) -> int:
+    """Returns the bytes that one rank keeps on its GPU from step to step: weights, moments unless they are offloaded, and a ``frozen`` copy."""
+    moments = 0 if trainer.offload != "none" else state_bytes(shapes, trainer) // parallel.tensor
+    weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
+    return cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen

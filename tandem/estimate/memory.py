@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.gpu_bytes import frozen_bytes, host_bytes_beside_gpu, state_bytes_on_gpu
 from tandem.estimate.model_bytes import cut_by_zero, kv_bytes_per_token, weight_bytes
 from tandem.estimate.peak_bytes import KEPT_SHARE, TRAINING_PROCESS_BYTES, peak_bytes, staging_bytes
 from tandem.estimate.training_bytes import state_bytes
@@ -19,13 +20,13 @@ PROCESS_BYTES = 260 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class PodMemory:
-    """Predicted resident bytes, summed over the processes of a sidecar. ``trainer``: while it trains; ``trainer_idle``: offloaded; ``rollout``:
-    while it generates; ``segments``: the two shared weight buffers, which the others do not count."""
+    """Predicted bytes of each phase: resident bytes summed over the processes of a sidecar, or those of a GPU. ``trainer``: while it trains;
+    ``trainer_idle``: offloaded; ``rollout``: while it generates; ``segments``: the two shared weight buffers, which the others do not count."""
 
     trainer: int
     trainer_idle: int
     rollout: int
-    segments: int
+    segments: int = 0
 
     @property
     def together(self) -> int:
@@ -37,18 +38,21 @@ class PodMemory:
         """Bytes at the worst moment when the engine's process ends before the trainer trains."""
         return max(self.trainer, self.trainer_idle + self.rollout) + self.segments
 
+    def needed(self, sleep_mode: str) -> int:
+        """Returns the bytes at the worst moment where the engine ``keep``s its memory between steps, or its process ``terminate``s."""
+        return self.together if sleep_mode == "keep" else self.largest_phase
+
 
 def predict(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1,
 ) -> PodMemory:
-    """Returns the plan of one pod on one machine.
+    """Returns the plan of one pod on the CPUs of one machine.
 
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor. ``swap_bytes``:
     the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache."""
     weights = weight_bytes(shapes, trainer.dtype)
-    replicas = parallel.data * parallel.context if parallel.zero == 3 else 1
-    frozen = weights // (parallel.tensor * parallel.pipeline * replicas) if reference else 0
+    frozen = frozen_bytes(shapes, trainer, parallel) if reference else 0
     training = peak_bytes(shapes, trainer, tokens, parallel) + frozen
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     return PodMemory(
@@ -59,9 +63,22 @@ def predict(
     )
 
 
-def sleep_mode(plan: PodMemory, available_bytes: int) -> str:
-    """``keep`` where trainer and engine fit together in ``available_bytes``, else ``terminate``."""
-    return "keep" if plan.together <= available_bytes else "terminate"
+def predict_beside_gpus(
+    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1
+) -> PodMemory:
+    """Returns the plan of the host memory of a pod on GPUs: processes, what is staged and pinned, and the segments. Arguments as in ``predict``."""
+    weights, frozen = weight_bytes(shapes, trainer.dtype), frozen_bytes(shapes, trainer, parallel) if reference else 0
+    # Pinned memory is kept for the next rollout.
+    asleep = state_bytes_on_gpu(shapes, trainer, parallel, frozen) if trainer.sleep_offload == "cpu" else 0
+    training = parallel.world * (TRAINING_PROCESS_BYTES + asleep) + host_bytes_beside_gpu(shapes, trainer)
+    return PodMemory(
+        trainer=training, trainer_idle=training, rollout=engine_ranks * PROCESS_BYTES + weights + swap_bytes, segments=2 * weights
+    )
+
+
+def fits_together(plan: PodMemory, available_bytes: int) -> bool:
+    """Returns whether trainer and engine fit together in ``available_bytes``."""
+    return plan.together <= available_bytes
 
 
 def _idle_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int) -> int:

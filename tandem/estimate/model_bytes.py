@@ -23,14 +23,16 @@ def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheD
     return 2 * shapes.num_hidden_layers * (shapes.key_value_size * DTYPE_BYTES[stored] + shapes.num_key_value_heads * scale)
 
 
-def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw") -> int:
-    """Bytes of an optimizer's state: two fp32 moments of each parameter with ``adamw``; one of the layers' matrices with ``muon``; and
-    with ``adamw8bit`` two moments in 8 bits with an fp32 scale for every 256 of them, the embedding, the head and whatever is small excepted."""
+def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw", dtype: str = "float32") -> int:
+    """Returns the bytes of an optimizer's state: two moments of each parameter, in the ``dtype`` of the weights, with ``adamw``; one of the
+    layers' matrices with ``muon``; and with ``adamw8bit`` (of fp32 weights) two moments in 8 bits with an fp32 scale for every 256 of them, the
+    embedding, the head and whatever is small excepted."""
+    itemsize = DTYPE_BYTES[dtype]
     if optimizer == "adamw":
-        return 2 * 4 * parameter_count(shapes)
+        return 2 * itemsize * parameter_count(shapes)
     held = held_parameters(shapes)
     if optimizer == "muon":
-        return sum(4 * count * (1 if is_hidden else 2) for count, is_hidden in held)
+        return sum(itemsize * count * (1 if is_hidden else 2) for count, is_hidden in held)
     return sum(2 * (count + 4 * -(-count // _CODED_BLOCK)) if is_hidden and count >= _FEWEST_CODED else 8 * count for count, is_hidden in held)
 
 

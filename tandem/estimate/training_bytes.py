@@ -102,7 +102,7 @@ def _paged_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parallel
 
 def state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     """Returns the bytes that the optimizer of one process holds in memory from one step to the next."""
-    return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer)
+    return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer, trainer.dtype)
 
 
 def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
@@ -110,16 +110,17 @@ def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Paralle
     ZeRO shards its momentum, the directions of a layer too."""
     if trainer.offload == "nvme":
         return 0
-    largest = 4 * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
+    itemsize = DTYPE_BYTES[trainer.dtype]
+    largest = itemsize * max(count for count, is_hidden in held_parameters(shapes) if is_hidden)
     if trainer.optimizer == "muon":
-        layer = 4 * max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_hidden_layers))
+        layer = itemsize * max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_hidden_layers))
         return 4 * largest + (layer // parallel.tensor if parallel.zero else 0)
     return 3 * largest // parallel.tensor if trainer.optimizer == "adamw8bit" else 0
 
 
 def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     """Returns the bytes of one checkpoint: weights and the optimizer's state, without the tokenizer's files."""
-    return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer)
+    return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer, trainer.dtype)
 
 
 def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
@@ -130,7 +131,7 @@ def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, pa
     # Without ZeRO every rank that holds the same weights updates all of them.
     copies = 1 if parallel.zero else parallel.data * parallel.context
     if trainer.offload == "nvme":
-        total += (copies * optimizer_bytes(shapes, trainer.optimizer) + checkpoint_bytes(shapes, trainer)) * here // world
+        total += (copies * optimizer_bytes(shapes, trainer.optimizer, trainer.dtype) + checkpoint_bytes(shapes, trainer)) * here // world
     if trainer.offload_parameters == "nvme":
         layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
         total += 2 * DTYPE_BYTES[trainer.dtype] * sum(count for held in layers for count, _ in held) * here // world

@@ -145,4 +145,5 @@ class RLRun(Run):
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
+        row.update(pod.device_metrics)
         self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))

@@ -12,6 +12,7 @@ from tandem.config.recipe import Recipe
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.run_files import SFT_FOLDER, write_recipe
 from tandem.runtime.callback import Callback
+from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPlan
 
 CHECKPOINT_STEPS = 100
@@ -37,7 +38,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
         trainer=trainer,
         evaluation=HeldOutConfig(every_steps=sft.steps),
         checkpoint=CheckpointConfig(every_steps=min(sft.steps, CHECKPOINT_STEPS), keep=1),
-        machine=recipe.machine,
+        machine=replace(recipe.machine, device=pod_device(recipe.machine)),
         parallel=recipe.parallel,
     )
 

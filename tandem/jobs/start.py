@@ -47,7 +47,8 @@ def resume(
     overrides: Sequence[str] = (),
 ) -> RunResult:
     """Resumes the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: new values of the sections ``parallel`` and
-    ``machine`` and of the keys ``trainer.offload...``; they are written to the run's recipe, unless the run is refused with them."""
+    ``machine`` and of the keys ``trainer.offload...`` and ``trainer.sleep_offload``; they are written to the run's recipe, unless the run is refused
+    with them."""
     directory = Path(run_directory)
     recipe = read_recipe(directory, overrides)
     if overrides:
@@ -76,11 +77,11 @@ def _check_may_change(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.lstrip("-").split("=")[0]
         # Offloading does not change results.
-        may_change = key.split(".")[0] in ("parallel", "machine") or key.startswith("trainer.offload")
+        may_change = key.split(".")[0] in ("parallel", "machine") or key.startswith("trainer.offload") or key == "trainer.sleep_offload"
         if not may_change:
             raise UserError(
-                f"'{override}' cannot change when a run is resumed: a run may continue with other values of 'parallel', 'machine' and "
-                "trainer.offload..., everything else stays; leave it out or start a new run"
+                f"'{override}' cannot change when a run is resumed: a run may continue with other values of 'parallel', 'machine', "
+                "trainer.offload... and trainer.sleep_offload, everything else stays; leave it out or start a new run"
             )
 
 

@@ -25,6 +25,7 @@ from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.callback import Callback
+from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.stop_signals import SignalRequests
@@ -40,6 +41,7 @@ def execute_rl(
     recipe: Recipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
+    device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size)
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
         journal, metrics = stack.enter_context(opened_files(directory, faults.point("controller", directory) if faults else no_fault))
@@ -52,14 +54,10 @@ def execute_rl(
         # The stage before had logs of its own.
         setup("controller", directory / "logs")
         shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
-        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
-        journal.set("memory", asdict(memory))
-        if recipe.trainer.precision != "fp32":
-            where = "trainer and rollout" if recipe.rollout_precision == recipe.trainer.precision else "the trainer"
-            callback.message(
-                f"trainer.precision {recipe.trainer.precision} is emulated in {where}: operands are rounded to it and multiplied in fp32, "
-                "which shows its numbers and not its speed"
-            )
+        planned = plan(
+            recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
+        )
+        journal.set("memory", asdict(planned.host))
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
@@ -74,18 +72,18 @@ def execute_rl(
                 uploader.add(step)
 
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, "float32"), journal, records, sleep_mode,
-            recipe.run.max_restarts, on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, recipe.trainer.dtype), journal, records,
+            planned.sleep_mode, recipe.run.max_restarts, on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
         )
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)
         continue_from(
             step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
-            device="cpu", journal_loaded=pod.journal_loaded, resumed=resumed,
+            device=device, journal_loaded=pod.journal_loaded, resumed=resumed,
         )  # fmt: skip
         trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message)))
         run = RLRun(
-            directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=memory,
+            directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=planned.host,
             trigger=trigger, uploader=uploader,
         )  # fmt: skip
         records.begin_rows()

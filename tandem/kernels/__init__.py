@@ -46,7 +46,7 @@ def select(
 ) -> Kernels:
     """Returns the kernels for ``choice``. ``auto`` selects the C++ kernels for fp32 on a CPU if they can be built, and Triton's on a CUDA
     device if they are installed (else it logs why not), otherwise the reference. ``deterministic``: guarantees the invariance law of
-    ``api``, which only Triton's kernels can relax. ``attention``: ``auto`` is their own, else packed attention of another package
+    ``api``, which only kernels on a CUDA device can relax. ``attention``: ``auto`` is their own, else packed attention of another package
     (``attention_backends``). Raises ``UserError`` if a requested ``cpu``, ``triton`` or ``attention`` is unavailable."""
     kernels = _select(choice, dtype, torch.device(device).type == "cuda", deterministic)
     if attention == "auto":
@@ -61,12 +61,13 @@ def select(
 def _select(choice: KernelChoice, dtype: torch.dtype, on_gpu: bool, deterministic: bool) -> Kernels:
     from tandem.kernels import reference
 
+    plain = reference.ReferenceKernels(tiled=False if on_gpu and not deterministic else None)
     if choice == "triton" or (choice == "auto" and on_gpu and dtype != torch.float64):
         from tandem.kernels import triton
 
-        return triton.load(deterministic) if choice == "triton" else triton.load_or_none(deterministic) or reference.ReferenceKernels()
+        return triton.load(deterministic) if choice == "triton" else triton.load_or_none(deterministic) or plain
     if choice == "reference" or (choice == "auto" and (on_gpu or dtype != torch.float32)):
-        return reference.ReferenceKernels()
+        return plain
     from tandem.kernels import cpu
 
-    return cpu.load() if choice == "cpu" else cpu.load_or_none() or reference.ReferenceKernels()
+    return cpu.load() if choice == "cpu" else cpu.load_or_none() or plain

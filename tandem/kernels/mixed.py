@@ -22,8 +22,8 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfl
 
 
 def in_precision(kernels: Kernels, precision: Precision, device: torch.device) -> Kernels:
-    """Returns ``kernels`` under ``precision``; ``fp32`` leaves them unchanged. With emulated precision a decoder that infers with them has
-    the bits of one that trains."""
+    """Returns ``kernels`` under ``precision``; ``fp32`` leaves them unchanged. Except for ``fp8``, a decoder that infers with them has the bits of
+    one that trains, if ``kernels`` keep the invariance law of ``api``."""
     if precision == "fp32":
         return kernels
     mixed: Any = MixedKernels(kernels, precision, is_emulated(precision, device))
@@ -46,6 +46,11 @@ def whole_precision(kernels: Kernels) -> Kernels:
     return inner
 
 
+def activation_dtype(kernels: Kernels, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of activations between the linear layers of a model with weights of ``dtype``."""
+    return kernels.dtype if isinstance(kernels, MixedKernels) and kernels.is_native else dtype
+
+
 def head_kernels(kernels: Kernels) -> Kernels:
     """Returns the kernels for the output head: mixed ones round its operands, but not the logits."""
     head: Kernels = getattr(kernels, "head", kernels)
@@ -53,8 +58,9 @@ def head_kernels(kernels: Kernels) -> Kernels:
 
 
 class MixedKernels:
-    """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands, as do the packed products, which are always
-    emulated; everything else is ``inner``'s. ``rounds_results``: products are rounded too.
+    """Kernels whose ``linear``, ``grouped_linear`` and ``token_logprobs`` round their operands, as do the packed products, which for ``fp8``
+    are always emulated; everything else is ``inner``'s. ``rounds_results``: emulated products are rounded too. ``is_native``: ``inner``
+    multiplies in the compute dtype.
 
     ``bf16``, ``fp16``: x, weight, result and the gradients of x and of the result are rounded to nearest; the gradient of a weight is the
     fp32 product (on 16-bit units rounded too, as under ``torch.autocast``). ``fp8`` (Micikevicius et al., 2022): x and weight in e4m3, the
@@ -65,6 +71,7 @@ class MixedKernels:
         self.inner, self.precision, self.emulated, self.rounds_results = inner, precision, emulated, rounds_results
         self.name = inner.name
         self.dtype = COMPUTE_DTYPE[precision]
+        self.is_native = not emulated and precision != "fp8"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -77,7 +84,7 @@ class MixedKernels:
             # bf16 represents every fp8 value.
             x, weight = self._input(x), self._weight(weight)
         if not self.emulated:
-            return torch.nn.functional.linear(x.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+            return self.inner.linear(x.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         out = self.inner.linear(self._input(x), self._weight(weight), bias)
         return self._output(out)
 
@@ -101,11 +108,13 @@ class MixedKernels:
 
     def pack(self, weight: Tensor) -> PackedWeight:
         """Does ``inner.pack`` with the rounded weight."""
-        return self.inner.pack(self._weight(weight.detach()))
+        return self.inner.pack(self._packed(weight))
 
     def linear_packed(self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None) -> Tensor:
-        """Does ``linear`` as emulated, with its bits. No gradient."""
+        """Does ``linear`` with its bits. No gradient."""
         with torch.no_grad():
+            if self.is_native:
+                return self.inner.linear_packed(x.to(self.dtype), weight, None if bias is None else bias.to(self.dtype))
             return self._output(self.inner.linear_packed(self._input(x), weight, bias))
 
     def gated_mlp_packed(
@@ -117,12 +126,17 @@ class MixedKernels:
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         """Does ``inner.pack_groups`` with the rounded weights."""
-        return self.inner.pack_groups(self._weight(weight.detach()))
+        return self.inner.pack_groups(self._packed(weight))
 
     def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
-        """Does ``grouped_linear`` as emulated, with its bits. No gradient."""
+        """Does ``grouped_linear`` with its bits. No gradient."""
         with torch.no_grad():
+            if self.is_native:
+                return self.inner.grouped_linear_packed(x.to(self.dtype), weight, bounds)
             return self._output(self.inner.grouped_linear_packed(self._input(x), weight, bounds))
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.dtype) if self.is_native else self._weight(weight.detach())
 
     def _input(self, x: Tensor) -> Tensor:
         if self.precision == "fp8":

@@ -34,7 +34,8 @@ class Pod:
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
-    is there. ``records`` times and shows each phase; ``journal`` is theirs.
+    is there. ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update. ``records`` times and shows
+    each phase; ``journal`` is theirs.
     """
 
     trainer: TrainerSidecar
@@ -58,6 +59,7 @@ class Pod:
     in_use: Callable[[], Collection[int]] = tuple
     recoveries: int = 0
     memory: dict[str, float] = field(default_factory=dict)
+    device_metrics: dict[str, float] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     transitions: Transitions = field(init=False)
 
@@ -77,6 +79,8 @@ class Pod:
             self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
+        for note in loaded["notes"]:
+            self._tell_once(note)
         for why in loaded["passed_over"]:
             self.journal.record_event("checkpoint_damaged", {"reason": why})
             self.records.callback.message(why)
@@ -193,6 +197,7 @@ class Pod:
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
         self._measure("train", self.trainer.memory())
+        self.device_metrics = trained["device"]
         self._commit([tuple(each) for each in trained["committed"]])
         metrics: dict[str, float] = trained["metrics"]
         if trained["verdict"] == "skipped":

@@ -13,6 +13,7 @@ from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
 from tandem.rl.rollout.dispatch import request_key
 from tandem.rl.rollout.groups import samples_of, sampling_params
+from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
@@ -47,6 +48,8 @@ class RolloutWorker:
             seed=recipe.run.seed,
             max_model_len=length,
             kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm.group_size, length),
+            dtype=recipe.trainer.dtype,
+            device=pod_device(machine),
             kernels=machine.kernels,
             attention=machine.attention,
         )

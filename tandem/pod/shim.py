@@ -19,6 +19,7 @@ from tandem.config.recipe import Recipe
 from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
+from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
@@ -70,7 +71,8 @@ class Shim:
 
     def _start(self) -> WorkerGroup:
         self.starts += 1
-        options, parallel = self.options, build(Recipe, read_yaml(self.run / "config.yaml")).parallel
+        options, recipe = self.options, build(Recipe, read_yaml(self.run / "config.yaml"))
+        parallel = recipe.parallel
         is_trainer = self.role == "trainer"
         shape = mesh_of(parallel) if is_trainer else MeshShape()
         settings = GroupSettings(
@@ -79,6 +81,7 @@ class Shim:
             directory=self.run,
             folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{self.starts}",
             threads=max(1, options.threads // shape.world),
+            device=pod_device(recipe.machine),
             faults=options.faults,
             hang_timeout_s=parallel.collective_timeout_s,
             heartbeat_timeout_s=parallel.heartbeat_timeout_s,

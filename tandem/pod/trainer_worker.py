@@ -5,17 +5,21 @@ strings and returns the same, so that it can cross a process boundary or not, an
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
+
+import torch
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select
+from tandem.layout.flops import step_flops
 from tandem.model.create_model import create_model
 from tandem.pod.actor import Actor, build_actor
 from tandem.pod.calls import TRAINER_CALLS
-from tandem.pod.residents import release
+from tandem.pod.release import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -23,11 +27,13 @@ from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.device_speed import DeviceSpeed, device_notes
 from tandem.trainer.logprobs import sequence_logprobs
-from tandem.trainer.offload.sleep import Moved, SleepFile
+from tandem.trainer.micro_batch import forward_tokens
+from tandem.trainer.offload.sleep import Moved, SleepOffload, make_sleep
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank, start
-from tandem.types import RunError, Sample, WeightVersion
+from tandem.types import RunError, Sample, TrainSequence, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
@@ -54,14 +60,17 @@ class TrainerWorker:
 
     def __init__(self, recipe: Recipe, rank: Rank) -> None:
         self.recipe, self.rank, self.directory = recipe, rank, rank.directory
-        self.kernels = select(recipe.machine.kernels)
+        self.device, machine = rank.ranks.device, recipe.machine
+        # The engine's kernels, so that both have the same bits.
+        self.kernels = select(machine.kernels, getattr(torch, recipe.trainer.dtype), self.device, attention=machine.attention)
+        self.speed = DeviceSpeed(self.device, recipe.trainer.multiplies_in)
         self.store = EmbeddedStore(self.directory / "pod" / "store.sqlite")
         self.writer: WeightWriter | None = None
         self.actor: Actor | None = None
         self.steps = 0
         self.inferred: Inferred | None = None
         self.converted: ConvertedWeights | None = None
-        self.sleep: SleepFile | None = None
+        self.sleep: SleepOffload | None = None
         self.in_use: frozenset[int] = frozenset()
 
     def methods(self) -> dict[str, Method]:
@@ -105,7 +114,8 @@ class TrainerWorker:
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Load checkpoint ``step`` or the newest before it (``None``: the newest), or the model ``start`` if there is none that is whole.
-        The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``)."""
+        The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``), and has ``notes`` on the
+        device for the user."""
         recipe = self.recipe
         if self.actor is not None:
             self.actor.checkpoints.close()
@@ -113,12 +123,14 @@ class TrainerWorker:
         checkpoints = self.actor.checkpoints
         if self.sleep is not None:
             self.sleep.close()
-        self.sleep = SleepFile(offload_folder(recipe.trainer, self.directory)) if recipe.trainer.sleep_offload == "nvme" else None
+        self.sleep = make_sleep(recipe.trainer.sleep_offload, self.device, offload_folder(recipe.trainer, self.directory))
         loaded = checkpoints.load(meta["step"])
         self.steps = 0 if loaded is None else loaded.step
         self.inferred = self.converted = None
+        is_same = recipe.rollout_precision == recipe.trainer.precision
+        notes = device_notes(self.device, recipe.trainer, "in trainer and rollout" if is_same else "in the trainer")
         return {
-            "step": self.steps, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
+            "step": self.steps, "notes": notes, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
             "damaged": list(checkpoints.damaged) if loaded is None else [], "passed_over": list(checkpoints.damaged),
         }, {}  # fmt: skip
 
@@ -141,26 +153,26 @@ class TrainerWorker:
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
     def offload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Drops what the next step computes again, gradients and saved inference, and begins to move moments and the reference to the file of
-        ``trainer.sleep_offload: nvme``; ``register`` waits for them, and moves the weights when they are registered.
+        """Drops what the next step computes again, gradients and saved inference, and begins to move moments and the reference where
+        ``trainer.sleep_offload`` says; ``register`` waits for them, and moves the weights when they are registered.
 
-        With ``release``, or with that file, freed memory goes back to the machine. This costs the next step its page faults, which is not worth it
-        where the engine has room anyway. The reply has the bytes of all ranks."""
+        With ``release``, where something moves, and on a GPU, freed memory goes back to the machine. On a CPU this costs the next step its page
+        faults, which is not worth it where the engine has room anyway. The reply has the bytes of all ranks."""
         actor, sleep_offload = self._actor(), self.recipe.trainer.sleep_offload
         dropped, begun = actor.replica.drop_gradients(), 0
         self.inferred = None
         if self.sleep is not None:
             begun = self.sleep.begin_offload(actor.moments_and_reference())
-        if meta["release"] or self.sleep is not None:
-            release()
+        if meta["release"] or self.sleep is not None or self.device.type == "cuda":
+            release(self.device)
         gradients, moments = self._over_ranks(Moved(dropped), Moved(begun))
         reply: dict[str, object] = {"gradient_bytes": gradients.size_bytes, "begun_bytes": moments.size_bytes}
-        if sleep_offload == "cpu":
+        if sleep_offload == "cpu" and self.sleep is None:
             reply["note"] = "trainer.sleep_offload is cpu, and the trainer's state is in the host's memory already: nothing moves"
         return reply, {}
 
     def onload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Brings back what was moved to the file. The reply has the bytes of all ranks and the seconds of the slowest."""
+        """Brings back what was moved. The reply has the bytes of all ranks and the seconds of the slowest."""
         self._actor()
         moved = self._over_ranks(self.sleep.onload() if self.sleep is not None else Moved())[0]
         return {"bytes": moved.size_bytes, "seconds": moved.seconds}, {}
@@ -173,8 +185,8 @@ class TrainerWorker:
         return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the weights move to the
-        file of ``trainer.sleep_offload: nvme``. The reply has the bytes that are in it since the last onload began, and the seconds of writing."""
+        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the weights move where
+        ``trainer.sleep_offload`` says. The reply has the bytes that are there since the last onload began, and the seconds of writing."""
         version = WeightVersion(*meta["version"])
         self._expect(version.step)
         if self.converted is None:
@@ -191,7 +203,7 @@ class TrainerWorker:
         if self.sleep is not None:
             self.sleep.begin_offload(actor.state())
             moved = self._over_ranks(self.sleep.wait())[0]
-            release()
+            release(self.device)
             reply |= {"offload_bytes": moved.size_bytes, "offload_seconds": moved.seconds}
         return reply, {}
 
@@ -211,6 +223,7 @@ class TrainerWorker:
         reference = inferred.reference_logprobs if inferred is not None else None
         with actor.tracer.span("load the batch"):
             batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
+        began = perf_counter()
         result = update_policy(
             actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
             temperature=recipe.rollout.temperature, guard=actor.guard,
@@ -221,7 +234,8 @@ class TrainerWorker:
         self.inferred = None
         exhausted = actor.guard.skipped_in_a_row if actor.guard.is_exhausted else 0
         return {
-            "metrics": result.metrics, "tokens": result.tokens, "verdict": result.verdict, "exhausted": exhausted, "committed": self._committed(),
+            "metrics": result.metrics, "device": self._speed(batch.sequences, perf_counter() - began), "tokens": result.tokens, "verdict": result.verdict,
+            "exhausted": exhausted, "committed": self._committed(),
         }, {}  # fmt: skip
 
     # -- parts -------------------------------------------------------------------------------------------------------
@@ -235,6 +249,11 @@ class TrainerWorker:
                 on_progress=lambda done, total: progress({"done": done, "total": total}),
             )  # fmt: skip
         return Inferred(step, samples, logprobs)
+
+    def _speed(self, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:
+        """This rank's share of the model's operations in a policy update of ``seconds``, and the peak memory of its GPU."""
+        flops = self.recipe.algorithm.epochs * step_flops(self._actor().replica.model.shapes, map(forward_tokens, sequences))
+        return {**self.speed.memory(), **self.speed.rates(flops / self.rank.ranks.world.size, seconds)}
 
     def _committed(self) -> list[list[int | str]]:
         """(step, digest) of the checkpoint that was committed since this was asked, in a list of at most one."""

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.training_bytes import saved_bytes, waiting_passes
@@ -89,8 +91,9 @@ def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: 
     spans = spans_of(parallel, read_shapes(settings.start))
     make = load_model if is_filled else unfilled_model
     model = make(
-        settings.start, kernels, device=ranks.device, parallel=ranks.model_parallel(), spans=own_spans(parallel, spans, stages.rank)
-    )
+        settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device, parallel=ranks.model_parallel(),
+        spans=own_spans(parallel, spans, stages.rank),
+    )  # fmt: skip
     model.kernels = in_precision(kernels, settings.trainer.precision, model.device)
     model.kv_cache_dtype = settings.kv_cache_dtype
     return model, Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tandem.kernels.reference_dtype import compute_dtype
 from tandem.types import TrainSequence
 
 Number = TypeVar("Number", int, float)
@@ -26,7 +27,7 @@ class MicroBatch:
     ``tokens[T]``, ``positions[T]`` int64; ``cu_seqlens[S + 1]`` int32 and ``max_seqlen`` mark the sequences.
     ``rows[R]`` int64, ascending: which of the T hidden states predict; ``targets[R]`` int64: what they predict.
     ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no
-    KL) and ``old_logprobs`` (``None``: the rollout's) have R entries in the model's dtype. ``sequence_of_row[R]``
+    KL) and ``old_logprobs`` (``None``: the rollout's) have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits. ``sequence_of_row[R]``
     int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask. ``ids``: of the S sequences."""
 
     ids: tuple[str, ...]
@@ -72,7 +73,7 @@ def collate(
     device: torch.device | str = "cpu",
     old_logprobs: Mapping[str, Sequence[float]] | None = None,
 ) -> MicroBatch:
-    """Returns one micro-batch of ``sequences``, each of which has a counted token.
+    """Returns one micro-batch of ``sequences``, each of which has a counted token, for a model of ``dtype``.
 
     ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. Raises ``ValueError`` for a sequence whose
     fields are inconsistent."""
@@ -106,7 +107,7 @@ def collate(
         return on_device(_tensor(array("q", values), torch.int64), device)
 
     def real(values: Sequence[float]) -> Tensor:
-        return on_device(_tensor(array("d", values), dtype), device)
+        return on_device(_tensor(array("d", values), compute_dtype(dtype)), device)
 
     return MicroBatch(
         ids=tuple(s.id for s in sequences),
@@ -140,10 +141,10 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> MicroBatch:
     """Returns a micro-batch of one token that predicts nothing, for a rank without data in a pass that all ranks must take part in."""
-    none, real = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=dtype, device=device)
+    none, real = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=compute_dtype(dtype), device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    sums = torch.ones(1, dtype=dtype, device=device)
+    sums = torch.ones(1, dtype=real.dtype, device=device)
     return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, real, real, none, sums)
 
 

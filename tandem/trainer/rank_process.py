@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.collectives.communicator import Communicator, connect, join
+from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat, HeartbeatTable
 from tandem.runtime.process.rank_settings import RankSettings
@@ -61,15 +62,6 @@ def rank_alone(directory: Path, device: torch.device | str = "cpu", threads: int
     """Returns this process as the only rank, without a supervisor."""
     ranks = alone(device)
     return Rank(ranks, directory, ranks.world, fault_point=fault_point, threads=threads)
-
-
-def rank_device(kind: str, rank: int) -> torch.device:
-    """Returns the device of ``rank``: all ranks of a run are on one machine, and rank r uses GPU r."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def start(settings: RankSettings, deterministic: bool = False, sequence: bool = False) -> Rank:

@@ -93,7 +93,9 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--model.create.rope_theta=-1", "'model.create.rope_theta' is -1; it must be above 0"),
         ("--rollout.engine.tensor_parallel_size=3", "'rollout.engine.tensor_parallel_size' is 3: the model's num_attention_heads 2"),
         ("--rollout.engine.speculative_config={method: draft, model: /nowhere}", "'/nowhere' has no config.json"),
-        ("--trainer.dtype=float64", "float32"),
+        ("--trainer.dtype=float64", "tis_cap"),
+        ("--trainer.dtype=float16", "bfloat16"),
+        ("--rollout.engine.device=cuda", "machine.device"),
         ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
         # Numbers that are numbers, and more than a clock or a count of bytes can hold.
         ("--rewards.start_deadline_s=1e308", "at most 100000000"),

@@ -44,7 +44,7 @@ def test_every_option_of_the_engine_is_reached_from_the_recipe() -> None:
         "cache_implementation": "static", "kv_cache_tokens": 4096, "kv_cache_dtype": "int8", "preemption_mode": "swap", "swap_space": 0.5,
         "watermark": 0.1, "tensor_parallel_size": 2, "rank_timeout_s": 9.0, "enable_lora": True, "max_loras": 3, "max_lora_rank": 4,
         "async_scheduling": False, "enforce_eager": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
-        "quantization": "int8+head", "deterministic": False, "device": "cuda:0",
+        "quantization": "int8+head", "deterministic": False,
     }
     engine = recipe({"engine": given}, {"tis_cap": 2.0, "old_logprobs": "recompute"}).rollout.engine
     assert {name: value for name, value in to_mapping(engine).items() if name in given} == {
@@ -64,7 +64,7 @@ def test_what_the_rollout_decides_itself_is_refused_by_name_with_the_reason(key:
 
 
 @pytest.mark.parametrize(
-    "different", [{"quantization": "int8"}, {"quantization": "bf16"}, {"device": "cuda"}, {"deterministic": False, "tensor_parallel_size": 2}]
+    "different", [{"quantization": "int8"}, {"quantization": "bf16"}, {"deterministic": False, "tensor_parallel_size": 2}]
 )
 def test_an_engine_with_other_log_probabilities_needs_importance_sampling(different: dict[str, Any]) -> None:
     for algorithm in ({}, {"tis_cap": 2.0}, {"old_logprobs": "recompute"}):
@@ -120,10 +120,36 @@ def test_a_recipe_is_read_back_from_what_is_saved_with_a_run() -> None:
 def test_an_attention_backend_is_refused_where_it_cannot_compute(backend: str) -> None:
     recipes = Path(__file__).parents[2] / "recipes"
     for name, overrides, says in (
-        ("sort", (), "a pod computes on the CPU"),
+        ("sort", (), "a pod uses one only with machine.device cuda"),
+        ("sort", ("machine.device=cuda", "trainer.precision=bf16"), "in a pod needs an engine in 16 bits, and trainer.dtype is 'float32'"),
         ("pretrain", (), "computes in 16 bits, and trainer.precision is 'fp32'"),
         ("pretrain", ("machine.device=cpu",), "needs a GPU, and machine.device is 'cpu'"),
     ):
         with pytest.raises(UserError, match=f"'machine.attention' is '{backend}', which .*{says}"):
             load_config(recipes / f"{name}.yaml", [f"machine.attention={backend}", *overrides])
     load_config(recipes / "pretrain.yaml", [f"machine.attention={backend}", "trainer.precision=bf16"])
+    load_config(recipes / "pretrain.yaml", [f"machine.attention={backend}", "trainer.dtype=bfloat16"])
+    load_config(recipes / "sort.yaml", [f"machine.attention={backend}", "trainer.dtype=bfloat16", "machine.device=cuda"])
+
+
+@pytest.mark.parametrize("name", ["sort", "pretrain"])
+def test_a_dtype_is_refused_only_where_it_cannot_train(name: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    for overrides, says in (
+        (["trainer.dtype=float16"], "in which squared gradients below 6e-8 are 0"),
+        (["trainer.dtype=bfloat16", "trainer.optimizer=adamw8bit"], "decodes its moments to float32"),
+        (["trainer.dtype=bfloat16", "trainer.precision=bf16"], "whose weights are float32"),
+        (["trainer.dtype=bfloat16", "machine.kernels=cpu"], "'machine.kernels' is 'cpu', which computes in float32"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_config(path, overrides)
+    for optimizer in ("adamw", "muon"):
+        load_config(path, ["trainer.dtype=bfloat16", f"trainer.optimizer={optimizer}"])
+
+
+def test_a_pod_in_float64_is_corrected_and_one_in_16_bits_is_not() -> None:
+    data = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    build(Recipe, {**data, "trainer": {"dtype": "bfloat16"}})
+    with pytest.raises(UserError, match=r"'trainer.dtype' is 'float64', .*set algorithm.tis_cap"):
+        build(Recipe, {**data, "trainer": {"dtype": "float64"}})
+    build(Recipe, {**data, "trainer": {"dtype": "float64"}, "algorithm": {"tis_cap": 2.0, "old_logprobs": "recompute"}})

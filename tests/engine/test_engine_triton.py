@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+import tandem.kernels.mixed as mixed
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import Kernels, select
+from tandem.kernels.mixed import Precision, in_precision
 from tandem.model.attention import PackedContext
 from tandem.model.huggingface.model_folder import load_model
 
@@ -55,3 +57,17 @@ def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_refe
         tokens = [*answer.prompt_token_ids, *found.token_ids]
         assert found.raw_logprobs == trainer_logprobs(make_folder(architecture), kernels, tokens, len(answer.prompt_token_ids))
     engine.check_integrity()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_engine_and_trainer_agree_over_triton_in_16_bits(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    """As on a GPU with 16-bit units: fp32 weights and residual stream, products and cache in 16 bits."""
+    monkeypatch.setattr(mixed, "is_emulated", lambda precision, device: False)
+    params = SamplingParams(max_tokens=3, seed=3, temperature=0.8, ignore_eos=True)
+    (answer,) = make_llm(kernels="triton", precision=precision, max_num_batched_tokens=16).generate(["sort 4 1 9 2 8 of"], params, request_keys=[0])
+    found, kernels = answer.outputs[0], in_precision(select("triton"), precision, torch.device("cpu"))
+    tokens = [*answer.prompt_token_ids, *found.token_ids]
+    assert found.raw_logprobs == trainer_logprobs(make_folder(), kernels, tokens, len(answer.prompt_token_ids))

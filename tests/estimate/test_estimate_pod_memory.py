@@ -2,7 +2,7 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.memory import predict, sleep_mode
+from tandem.estimate.memory import fits_together, predict
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
 
@@ -36,5 +36,5 @@ def test_trainer_without_its_turn_has_weights_moments_reference_and_a_staged_che
 
 def test_engine_stays_where_both_fit_together() -> None:
     plan = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=False)
-    assert sleep_mode(plan, plan.together) == "keep" and sleep_mode(plan, plan.together - 1) == "terminate"
+    assert fits_together(plan, plan.together) and not fits_together(plan, plan.together - 1)
     assert plan.largest_phase < plan.together

@@ -10,16 +10,19 @@ from package_data import make_datasets
 from pretrain_recipe import write_recipe
 
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.recipe import load_config
-from tandem.jobs.data_run import device_speed
-from tandem.jobs.data_run.device_speed import DeviceSpeed
+from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.checks.check_rl import RunPlan, check_rl_run
+from tandem.jobs.replay.comparison import same_device
 from tandem.jobs.replay.replay_data import replay_data_step
+from tandem.jobs.sft import sft_recipe
 from tandem.jobs.start import resume, train
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine import gpus
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
-from tandem.types import UserError
+from tandem.trainer import device_speed
+from tandem.trainer.device_speed import DeviceSpeed
+from tandem.types import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +38,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(gpus, "probe", lambda: gpus.Probe((gpus.Gpu("NVIDIA H200", 1 << 37, 1 << 37),) * count, "torch is built without CUDA"))
 
 
-@pytest.mark.parametrize("recipe", ["pretrain.yaml", "sft.yaml"])
+@pytest.mark.parametrize("recipe", ["pretrain.yaml", "sft.yaml", "sort.yaml"])
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str) -> None:
     pretend(monkeypatch, 0)
     said = refused(tmp_path, recipe)
@@ -44,19 +47,53 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest.Monk
 
 def test_fewer_gpus_than_ranks_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, 1)
-    assert "this run has 2 ranks; torch finds 1 GPUs" in refused(tmp_path, "pretrain.yaml", "--parallel.data=2")
+    for recipe, key in (("pretrain.yaml", "parallel.data"), ("sort.yaml", "parallel.data"), ("sort.yaml", "rollout.engine.tensor_parallel_size")):
+        assert "this run has 2 ranks; torch finds 1 GPUs" in refused(tmp_path, recipe, f"--{key}=2")
 
 
 @pytest.mark.parametrize("name", ["offload_parameters", "offload_activations"])
 def test_what_cannot_leave_a_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     pretend(monkeypatch, 1)
-    said = refused(tmp_path, "pretrain.yaml", "--trainer.offload=nvme", f"--trainer.{name}=nvme")
-    assert said.startswith(f"'trainer.{name}' is 'nvme'") and "machine.device to cpu" in said
+    for recipe in ("pretrain.yaml", "sort.yaml"):
+        said = refused(tmp_path, recipe, "--trainer.offload=nvme", f"--trainer.{name}=nvme")
+        assert said.startswith(f"'trainer.{name}' is 'nvme'") and "machine.device to cpu" in said
 
 
-def test_a_pod_is_refused_a_gpu_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'machine.device' is 'cuda'; a pod trains and rolls out on the CPU"):
-        load_config(ROOT / "recipes" / "sort.yaml", ["--machine.device=cuda"])
+def pod_plan(monkeypatch: pytest.MonkeyPatch, free_bytes: int, *overrides: str) -> RunPlan:
+    """The plan of a pod on one GPU with ``free_bytes`` that a process can use."""
+    gpu = gpus.Gpu("NVIDIA H200", -int(-(free_bytes + gpus.CONTEXT_BYTES) // gpus.ROOM_SHARE), 1 << 37)
+    monkeypatch.setattr(gpus, "probe", lambda: gpus.Probe((gpu,)))
+    recipe = load_config(ROOT / "recipes" / "sort.yaml", ["--machine.device=cuda", *overrides])
+    assert isinstance(recipe, Recipe)
+    return check_rl_run(recipe)
+
+
+def test_the_engine_stays_on_a_gpu_that_has_room_for_both_and_a_gpu_too_small_for_turns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On this machine host memory is enough.
+    gpu = pod_plan(monkeypatch, 1 << 40).pod.gpu
+    assert gpu is not None and gpu.together == gpu.trainer + gpu.rollout > gpu.largest_phase == max(gpu.trainer, gpu.trainer_idle + gpu.rollout)
+    assert pod_plan(monkeypatch, gpu.together).pod.sleep_mode == "keep"
+    plan = pod_plan(monkeypatch, gpu.together - (1 << 20))
+    assert plan.pod.sleep_mode == "terminate"
+    assert f"device: 1 x NVIDIA H200, predicted {gpu.largest_phase / 2**20:,.0f} MiB of each" in plan.lines()
+    for free, overrides in ((gpu.largest_phase - (1 << 20), ()), (gpu.together - (1 << 20), ("--rollout.sleep_mode=keep",))):
+        with pytest.raises(RunError, match=r"GiB of each GPU and GPU 0 \(NVIDIA H200\) has .* trainer.sleep_offload to cpu"):
+            pod_plan(monkeypatch, free, *overrides)
+    slept = pod_plan(monkeypatch, 1 << 40, "--trainer.sleep_offload=cpu").pod
+    assert slept.gpu is not None and slept.gpu.trainer_idle == 0 and slept.gpu.trainer == gpu.trainer
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_the_stage_before_reinforcement_learning_and_a_replay_take_the_pods_device(tmp_path: Path, device: str) -> None:
+    recipe = load_config(ROOT / "recipes" / "sort.yaml", [f"--machine.device={device}"])
+    assert isinstance(recipe, Recipe)
+    expected = "cuda" if device == "cuda" else "cpu"
+    assert sft_recipe(recipe, tmp_path, tmp_path, 32).machine.device == expected
+    assert same_device(recipe.machine, tmp_path, expected).device == expected  # type: ignore[arg-type]
+    other = {"cpu": "cuda", "cuda": "cpu"}.get(device)
+    if other is not None:
+        with pytest.raises(UserError, match=f"was run on '{other}' and machine.device is '{device}', whose results are not bit-identical"):
+            same_device(recipe.machine, tmp_path, other)  # type: ignore[arg-type]
 
 
 def test_mfu_is_model_flops_over_the_published_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pretrain_recipe import write_recipe
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.runtime.callback import Callback
 from tandem.trainer.bad_batch import read_batch
 from tandem.types import RunError, UserError
@@ -52,6 +53,8 @@ CHOICES = {
     "bf16": ("trainer.precision=bf16",),
     "fp16": ("trainer.precision=fp16", "trainer.loss_scale=16777216", "trainer.loss_scale_growth_steps=2"),
     "fp8": ("trainer.precision=fp8",),
+    "bfloat16": ("trainer.dtype=bfloat16",),
+    "float64": ("trainer.dtype=float64",),
 }
 
 
@@ -69,6 +72,8 @@ def test_each_choice_learns_and_a_run_cut_short_goes_on_to_the_same_bits(choice:
     whole = rows(run)
     losses = [row["train/loss"] for row in whole]
     assert losses[-1] < losses[0] - 0.2 and losses != [row["train/loss"] for row in plain]
+    dtype = {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(choice, torch.float32)
+    assert {tensor.dtype for _, tensor in read_tensors(run / "model")} == {dtype}
     assert abs(losses[0] - plain[0]["train/loss"]) < (0.05 if choice == "fp8" else 0.01), "the same model before the first step"
     wanted = {name: (run / name).read_bytes() for name in ("model/model.safetensors", "checkpoints/step-7/rank-00000.safetensors")}
     for folder in ("model", "checkpoints/step-7", "checkpoints/step-6"):

@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from pod_runs import PodRun
+
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.pod.states import TrainerState
 
 FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")
 
@@ -25,6 +29,38 @@ def test_rollout_and_trainer_of_16_bits_agree_bit_for_bit(precision: str, undist
     assert ("train/loss_scale" in rows[0]) == (precision == "fp16")
     # Samples and gradients differ from those in fp32.
     assert rows[0]["actor/grad_norm"] != undisturbed.rows()[0]["actor/grad_norm"]
+
+
+def test_rollout_and_trainer_of_16_bit_weights_agree_bit_for_bit_and_half_the_bytes_travel(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    train(run, "--trainer.dtype=bfloat16", "--run.max_steps=2", "--sft.steps=4")
+    rows = run.rows()
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows] == [(0.0, 0.0)] * 2
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert {tensor.dtype for _, tensor in read_tensors(run.directory / "model")} == {torch.bfloat16}
+    registered = [next(t.detail["bytes"] for t in of.transitions() if t.state == TrainerState.REGISTER) for of in (run, undisturbed)]
+    assert 2 * registered[0] == registered[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [
+    "--parallel.data=2 --parallel.tensor=2 --model.create.num_key_value_heads=2",
+    "--parallel.data=2 --parallel.zero=3 --trainer.optimizer=muon",
+    "--rollout.engine.tensor_parallel_size=2 --model.create.num_key_value_heads=2",
+    "--rollout.engine.kv_cache_dtype=int8 --rollout.temperature=0.7",
+    "--model.create.architecture=qwen3_moe --model.create.num_experts=4 --trainer.sleep_offload=nvme",
+])  # fmt: skip
+def test_16_bit_weights_agree_on_meshes_caches_experts_and_temperatures(settings: str, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    train(run, "--trainer.dtype=bfloat16", *settings.split())
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in run.rows()] == [(0.0, 0.0)] * 3
+
+
+@pytest.mark.full
+def test_a_pod_in_float64_is_corrected_and_hardly_needs_it(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    train(run, "--trainer.dtype=float64", "--algorithm.tis_cap=2.0", "--algorithm.old_logprobs=recompute")
+    assert all(row["mismatch_max_abs"] < 1e-10 for row in run.rows())
 
 
 @pytest.mark.full

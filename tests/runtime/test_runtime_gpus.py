@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.machine import MachineConfig
 from tandem.runtime.machine import gpus
-from tandem.runtime.machine.gpus import Gpu, Probe, check_gpu_memory, chosen_device
+from tandem.runtime.machine.gpus import Gpu, Probe, check_gpu_memory, check_pod_device, chosen_device, pod_device
 from tandem.types import RunError, UserError
 
 GIB = 1 << 30
@@ -48,6 +48,20 @@ def test_too_few_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for device in ("cuda", "auto"):
         with pytest.raises(UserError, match=f"^'machine.device' is '{device}' and this run has 4 ranks; torch finds 2 GPUs"):
             chosen_device(MachineConfig(device=device), 4)  # type: ignore[arg-type]
+
+
+def test_a_pod_uses_gpus_only_if_it_is_told_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, 2)
+    for device, expected in (("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
+        machine = MachineConfig(device=device)  # type: ignore[arg-type]
+        assert pod_device(machine) == check_pod_device(machine, 2, 1) == check_pod_device(machine, 1, 2) == expected
+
+
+def test_a_pod_needs_as_many_gpus_as_its_larger_sidecar_has_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, 2)
+    for ranks, engine_ranks, key in ((4, 2, "the product of section 'parallel'"), (1, 4, "rollout.engine.tensor_parallel_size")):
+        with pytest.raises(UserError, match=f"this run has 4 ranks; torch finds 2 GPUs, and each rank takes one: lower {key}, or set"):
+            check_pod_device(MachineConfig(device="cuda"), ranks, engine_ranks)
 
 
 def test_kernels_of_the_cpu_are_refused_on_a_gpu() -> None:

@@ -23,6 +23,7 @@ import tandem.model.parallel.vocabulary_parallel as vocabulary_parallel
 import tandem.trainer.micro_batch as micro_batch
 import tandem.trainer.optimizers.adamw_host as adamw_host
 import tandem.trainer.parallel.pipeline as pipeline_room
+from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels.attention_backends import with_attention
@@ -34,18 +35,23 @@ from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.collectives.communicator import GROUPS, HOST_GROUPS, Communicator
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.offload.streams import SerialStreams
 from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.parallel.replica import make_replica
+from tandem.trainer.parallel.replica import FrozenReplica, Replica, make_replica
 from tandem.trainer.parallel.router_balance import make_balance
+from tandem.trainer.parallel.zero_frozen import FrozenShards
 from tandem.trainer.step import train_step
-from tandem.types import TrainSequence
+from tandem.types import Batch, TrainSequence
+from tandem.weight_transfer.convert import OwnPart
 
 QWEN3 = ModelShapes("qwen3", 96, 64, 2, 4, 2, 16, 128, 128, True, qk_norm=True)
 LLAMA = replace(QWEN3, architecture="llama", qk_norm=False, tie_word_embeddings=False, attention_bias=True)
@@ -77,6 +83,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pipeline 2, first": {"pipeline": 2},
     "pipeline 2, last": {"pipeline": 2, "rank": 1},
     "experts on stages": {"shapes": QWEN3_MOE, "pipeline": 2, "router_balance_loss": 0.01, "router_bias_rate": 0.001},
+    "pod": {"pod": True},
+    "pod, bf16": {"pod": True, "precision": "bf16"},
+    "pod, bfloat16 weights": {"pod": True, "dtype": "bfloat16"},
+    "pod, zero 3": {"pod": True, "data": 2, "zero": 3},
+    "pod, tensor 2": {"pod": True, "tensor": 2, "deterministic": True},
     "pipeline 2 x tensor 2 x data 2": {"pipeline": 2, "tensor": 2, "data": 2, "rank": 5, "precision": "bf16"},
 }
 waits: list[str] = []
@@ -172,8 +183,32 @@ def sequences() -> list[TrainSequence]:
     return [TrainSequence(str(n), tuple(draw.randrange(90) for _ in range(n)), 1, (0.0,) + (1.0,) * (n - 1)) for n in (9, 17, 33, 5, 26)]
 
 
+def pod_step(replica: Replica, trainer: TrainerConfig) -> None:
+    """What the calls of a pod do on a GPU in one step: the reference's pass, the policy update, offload, convert and the reads of register."""
+    ranks, model = replica.ranks, replica.model
+    frozen = Decoder(model.shapes, model.kernels, dtype=model.dtype, device=GPU, parallel=ranks.model_parallel())
+    shards = FrozenShards(frozen, ranks, is_filled=False) if replica.shards_weights else None
+    reference = FrozenReplica(ranks, frozen.requires_grad_(False), None, shards)
+    drawn = [
+        replace(s, advantages=s.loss_mask, rollout_logprobs=tuple(-x for x in s.loss_mask), sampling_logprobs=tuple(-x for x in s.loss_mask))
+        for s in sequences()
+    ]
+    logprobs = sequence_logprobs(reference, drawn, 40)
+    batch = Batch(0, tuple(replace(s, reference_logprobs=logprobs[s.id]) for s in drawn), 12)
+    algorithm = AlgorithmConfig(kl_coef=0.1, old_logprobs="recompute", tis_cap=2.0, minibatches=2)
+    result = update_policy(replica, batch, algorithm, replace(trainer, micro_batch_tokens=40), total_steps=4, guard=GradScaler(trainer), temperature=0.7)
+    assert result.updated and "mismatch_kl" in result.metrics
+    replica.drop_gradients()
+    assert all(p.grad is None for p in model.parameters())
+    assert {x.device.type for x in (*replica.weights(), *replica.moments(), *reference.weights())} == {"cuda"}
+    shards_of_rank = ReplicaState(replica).weight_shards()
+    parts = [OwnPart(0, 0, 0, shard, None) for shard in shards_of_rank]
+    assert parts and all(part.read().device.type == "cpu" for part in parts)
+
+
 def run(given: dict[str, Any]) -> dict[str, Any]:
     given = dict(given)
+    is_pod = given.pop("pod", False)
     shapes, rank = given.pop("shapes", QWEN3), given.pop("rank", 0)
     trainer = TrainerConfig(**{name: given.pop(name) for name in list(given) if name in TrainerConfig.__dataclass_fields__})
     attention = given.pop("attention", None)
@@ -191,7 +226,8 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     spans = spans_of(parallel, shapes)
     stages = groups["pipeline"]
     own = own_spans(parallel, spans, stages.rank) if stages.size > 1 else ()
-    model = Decoder(shapes, in_precision(kernels, trainer.precision, GPU), device=GPU, parallel=ranks.model_parallel(), spans=own)
+    dtype = getattr(torch, trainer.dtype)
+    model = Decoder(shapes, in_precision(kernels, trainer.precision, GPU), dtype=dtype, device=GPU, parallel=ranks.model_parallel(), spans=own)
     model.router_balance, model.recompute = make_balance(model, trainer, ranks), trainer.recompute
     pipeline = Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None
     replica = make_replica(model, trainer, ranks, parallel.zero, pipeline)
@@ -210,6 +246,8 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         assert result.updated
     replica.infer(micro_batches)
     replica.reshard()
+    if is_pod:
+        pod_step(replica, trainer)
     moments = sorted({x.device.type for x in replica.optimizer.state().moments.values()})
     weights = sorted({p.device.type for p in model.parameters()})
     return {"waits": counted, "weights": weights, "moments": moments}

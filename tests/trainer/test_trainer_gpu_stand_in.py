@@ -11,11 +11,12 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-QUICK = ("bf16", "offload", "pipeline 2 x tensor 2 x data 2")
+QUICK = ("bf16", "offload", "pipeline 2 x tensor 2 x data 2", "pod")
 REST = (
     "fp32", "flash", "biases", "experts", "fp16", "fp8", "recompute", "muon", "adamw8bit", "data 2", "zero 1", "zero 2", "zero 3",
     "zero 2, muon", "zero 3, adamw8bit", "tensor 2", "tensor 2, muon",
-    "tensor 2, deterministic", "context 2", "experts on stages", "pipeline 2, first", "pipeline 2, last",
+    "tensor 2, deterministic", "context 2", "experts on stages", "pipeline 2, first", "pipeline 2, last", "pod, bf16",
+    "pod, bfloat16 weights", "pod, zero 3", "pod, tensor 2",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tandem.config.engine import AttentionBackend
 from tandem.kernels import KernelChoice, select
-from tandem.kernels.mixed import Precision, in_precision, is_emulated
+from tandem.kernels.mixed import Precision, in_precision
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, read_shapes
 from tandem.model.initialise import initialise
@@ -52,12 +52,11 @@ def load_decoder(
         quantization: How plain matrices are rounded whenever the decoder is packed. A quantised checkpoint has its own format.
         deterministic: Whether kernels keep the same bits for every batch.
         attention: The attention backend of whole prompts, as in ``EngineArgs``.
-        precision: The precision of the trainer whose bits the decoder reproduces; emulated, on a CPU only.
+        precision: The precision of the trainer whose bits the decoder reproduces.
 
     Raises:
         UserError: Options that cannot be combined.
     """
-    assert precision == "fp32" or is_emulated(precision, device), "the trainer's precision is emulated on a CPU"
     chosen = in_precision(select(kernels, dtype, device, deterministic, attention), precision, device)
     ranks = () if group is None else (group.shard_spec.size, group.shard_spec.deterministic)
     stored = check_quantization(model, quantization, *ranks)

@@ -27,6 +27,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
 from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
@@ -55,8 +56,8 @@ class RankSettings:
     precision: Precision = "fp32"
 
     def device_of(self, rank: int) -> torch.device:
-        """Returns the device of ``rank``: the shared CPU, or a separate GPU."""
-        return torch.device(self.device if self.device == "cpu" else f"{self.device.split(':')[0]}:{rank}")
+        """Returns the device of ``rank``: the shared CPU, or a separate GPU, which becomes the current one."""
+        return rank_device(self.device.split(":")[0], rank)
 
     def join(self, rank: int, rendezvous: Path) -> RankGroup:
         """Joins the process group of all ranks."""

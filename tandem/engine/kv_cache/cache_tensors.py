@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.kernels import KVLayer, empty_cache, stored_dtype
+from tandem.kernels.mixed import activation_dtype
 from tandem.model.decoder import Decoder
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -18,8 +19,9 @@ from tandem.types.kv_cache import KVCacheDtype
 def make_cache(decoder: Decoder, blocks: int, kv_cache_dtype: KVCacheDtype = "auto") -> list[KVLayer]:
     """Returns an empty cache of ``blocks`` blocks for the layers of ``decoder`` and the heads on its rank."""
     local, weights = decoder.local, decoder.embed_tokens
+    computed = activation_dtype(decoder.kernels, weights.dtype)
     sizes = (blocks, local.num_key_value_heads, local.head_dim)
-    return empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, weights.dtype), weights.device)
+    return empty_cache(sizes, local.num_hidden_layers, stored_dtype(kv_cache_dtype, computed), weights.device)
 
 
 def host_pool(caches: Sequence[KVLayer], blocks: int) -> list[KVLayer]:

@@ -17,6 +17,7 @@ from tandem.jobs.checks.check_examples import check_demonstrations, check_exampl
 from tandem.jobs.checks.check_run import (
     check_disk,
     check_model_on_mesh,
+    check_offload,
     check_offload_folder,
     check_targets,
     folder_to_check,
@@ -29,7 +30,7 @@ from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.machine.available_memory import available_bytes
-from tandem.runtime.machine.gpus import Device, check_gpu_memory, chosen_device, probe
+from tandem.runtime.machine.gpus import check_gpu_memory, chosen_device, describe_gpus
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
@@ -39,7 +40,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     and on the machine."""
     check_placement(recipe.parallel)
     device = chosen_device(recipe.machine, recipe.parallel.world)
-    _check_offload(recipe.trainer, device)
+    check_offload(recipe.trainer, device)
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         shapes = read_shapes(folder)
@@ -64,7 +65,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         batches = parallel.world * batch_bytes(recipe.data, parallel)
         if device == "cuda":
             check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
-            lines = [*lines, *_describe_gpus(parallel.world, on_gpu)]
+            lines = [*lines, describe_gpus(parallel.world, on_gpu)]
             needed = parallel.world * TRAINING_PROCESS_BYTES + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
         else:
             needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
@@ -93,22 +94,6 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             *describe(mesh_of(parallel), parallel.nodes()),
             *_describe_pipeline(recipe.data, recipe.trainer, parallel, spans),
         ]
-
-
-def _check_offload(trainer: TrainerConfig, device: Device) -> None:
-    """Raises ``UserError`` where a run on GPUs offloads weights or activations, which only the CPU supports; moments can be offloaded on both."""
-    for name in ("offload_parameters", "offload_activations"):
-        if device == "cuda" and getattr(trainer, name) != "none":
-            instead = "shard the weights with parallel.zero 3" if name == "offload_parameters" else "set trainer.recompute to full"
-            raise UserError(
-                f"'trainer.{name}' is '{getattr(trainer, name)}', which is supported on the CPU only, and this run uses a GPU; set it to none and "
-                f"{instead}, or set machine.device to cpu"
-            )
-
-
-def _describe_gpus(ranks: int, needed: int) -> list[str]:
-    names = sorted({gpu.name for gpu in probe().gpus[:ranks]})
-    return [f"device: {ranks} x {', '.join(names)}, predicted {needed / 2**20:,.0f} MiB of each"]
 
 
 def _for_ranks(parallel: ParallelConfig) -> str:

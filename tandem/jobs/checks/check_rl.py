@@ -10,12 +10,12 @@ from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
     check_disk,
     check_model_on_mesh,
+    check_offload,
     check_offload_folder,
     check_targets,
     folder_to_check,
@@ -26,8 +26,9 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.prompts import context_tokens, prompt_source
-from tandem.pod.residents import plan
+from tandem.pod.residents import PodPlan, plan
 from tandem.rl.rewards.pool import RewardPool
+from tandem.runtime.machine.gpus import check_pod_device
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 from tandem.weight_transfer.shared_memory import check_free
@@ -40,16 +41,16 @@ class RunPlan:
     """What a run will need, known before it begins: memory of every phase, whether the engine stays between steps, the
     most that its checkpoints and models take on the disk, and what a person is warned of."""
 
-    memory: PodMemory
-    sleep_mode: str
+    pod: PodPlan
     disk_bytes: int
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For a person, one line a figure."""
-        mebibytes = {name: getattr(self.memory, name) / 2**20 for name in ("trainer", "rollout", "segments")}
+        mebibytes = {name: getattr(self.pod.host, name) / 2**20 for name in ("trainer", "rollout", "segments")}
         return [
-            f"between steps: {self.sleep_mode} the engine",
+            f"between steps: {self.pod.sleep_mode} the engine",
+            *self.pod.describe_gpus(),
             *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
             *self.warnings,
@@ -59,6 +60,7 @@ class RunPlan:
 def check_rl_run(recipe: Recipe) -> RunPlan:
     """Refuses, before any work, what the recipe's own checks cannot see: files and folders that are not what it says,
     prompts that do not fit, a machine that is too small."""
+    check_offload(recipe.trainer, check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size))
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         if recipe.model.create is None:
@@ -69,8 +71,10 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        memory, sleep_mode = plan(recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context)
-        check_free(memory.segments)
+        planned = plan(
+            recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
+        )
+        check_free(planned.host.segments)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
@@ -80,9 +84,10 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         logger.debug("every reward function loads")
     kept, models = recipe.checkpoint.keep + 1, 3
     weights = weight_bytes(shapes, recipe.trainer.dtype)
-    disk_bytes = kept * (weights + optimizer_bytes(shapes)) + models * weights
+    disk_bytes = kept * (weights + optimizer_bytes(shapes, recipe.trainer.optimizer, recipe.trainer.dtype)) + models * weights
     check_disk(Path(recipe.run.directory), disk_bytes)
-    return RunPlan(memory, sleep_mode, disk_bytes, tuple(warn_of_cores(recipe.parallel)))
+    warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
+    return RunPlan(planned, disk_bytes, tuple(warnings))
 
 
 def _check_folder(folder: Path) -> None:

@@ -17,6 +17,7 @@ from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.shapes import ModelShapes
 from tandem.model.new_model import folder_without_weights
 from tandem.model_registry.open import open_registry
+from tandem.runtime.machine.gpus import Device
 from tandem.runtime.process.processes import available_cores
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
@@ -40,6 +41,17 @@ def check_model_on_mesh(shapes: ModelShapes, parallel: ParallelConfig, trainer: 
     check_layout(shapes, parallel)
     check_balance(shapes, trainer)
     return spans_of(parallel, shapes)
+
+
+def check_offload(trainer: TrainerConfig, device: Device) -> None:
+    """Raises ``UserError`` where a run on GPUs offloads weights or activations, which only the CPU supports; moments can be offloaded on both."""
+    for name in ("offload_parameters", "offload_activations"):
+        if device == "cuda" and getattr(trainer, name) != "none":
+            instead = "shard the weights with parallel.zero 3" if name == "offload_parameters" else "set trainer.recompute to full"
+            raise UserError(
+                f"'trainer.{name}' is '{getattr(trainer, name)}', which is supported on the CPU only, and this run uses a GPU; set it to none and "
+                f"{instead}, or set machine.device to cpu"
+            )
 
 
 def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:

@@ -12,7 +12,6 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
-from tandem.jobs.data_run.device_speed import DeviceSpeed
 from tandem.jobs.data_run.train_data import TrainData
 from tandem.jobs.run import Run
 from tandem.layout.flops import step_flops
@@ -20,6 +19,7 @@ from tandem.model.decoder import Decoder
 from tandem.runtime.process.processes import memory_of
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.bad_batch import dump_batch
+from tandem.trainer.device_speed import DeviceSpeed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
@@ -66,7 +66,7 @@ class DataRun(Run):
 
     @cached_property
     def device_speed(self) -> DeviceSpeed:
-        return DeviceSpeed(self.model.device, self.recipe.trainer.precision)
+        return DeviceSpeed(self.model.device, self.recipe.trainer.multiplies_in)
 
     def batches(self) -> Loader[Pieces]:
         """Returns a loader of this rank's share of the batches from ``first_step`` on, which reads ahead."""

@@ -10,10 +10,10 @@ import torch
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.trainer import TrainerConfig
 from tandem.estimate.peak_bytes import peak_bytes
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.data_run import DataRun
-from tandem.jobs.data_run.device_speed import DeviceSpeed
 from tandem.jobs.data_run.train_data import open_data
 from tandem.jobs.pretrain import pretrain
 from tandem.jobs.registered import Registered
@@ -23,7 +23,6 @@ from tandem.jobs.try_commands import data_commands
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
-from tandem.kernels.mixed import is_emulated
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.callback import Callback
@@ -31,16 +30,18 @@ from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.machine.heap import freed_memory_kept, large_memory_given_back
 from tandem.runtime.machine.numerics import numerics_record
+from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_replica
+from tandem.trainer.device_speed import device_notes
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.rank_process import Rank, rank_alone, rank_device
+from tandem.trainer.rank_process import Rank, rank_alone
 
 
 def execute_data_run(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> RunResult:
@@ -150,26 +151,22 @@ def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: C
 
 def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callback: Callback) -> tuple[Replica, Kernels]:
     """Loads this rank's part of the model to start from, and makes its optimizer."""
-    trainer, on_gpu = settings.trainer, ranks.device.type == "cuda"
-    if on_gpu:
-        callback.message(DeviceSpeed(ranks.device, trainer.precision).describe())
-    if is_emulated(trainer.precision, ranks.device):
-        callback.message(
-            f"trainer.precision {trainer.precision} is emulated here: operands are rounded to it and multiplied in fp32, "
-            "which shows its numbers and not its speed"
-        )
-    if trainer.offload == "cpu" and not on_gpu:
+    trainer = settings.trainer
+    for note in device_notes(ranks.device, trainer):
+        callback.message(note)
+    if trainer.offload == "cpu" and ranks.device.type == "cpu":
         callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
-    kernels = _kernels(machine, trainer.precision, ranks.device, read_shapes(settings.start).head_dim)
+    kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start).head_dim)
     return build_replica(settings, ranks, kernels), kernels
 
 
-def _kernels(machine: MachineConfig, precision: str, device: torch.device, head_dim: int) -> Kernels:
+def _kernels(machine: MachineConfig, trainer: TrainerConfig, device: torch.device, head_dim: int) -> Kernels:
+    dtype: torch.dtype = getattr(torch, trainer.dtype)
     if device.type != "cuda" or machine.attention != "auto":
-        return select(machine.kernels, device=device, deterministic=device.type != "cuda", attention=machine.attention)
+        return select(machine.kernels, dtype, device, deterministic=device.type != "cuda", attention=machine.attention)
     # A run on data has no engine whose bits must match, so 16-bit products and attention may come from torch's libraries.
-    fast = fast_attention(head_dim) if machine.kernels == "auto" and precision != "fp32" else None
-    return select(machine.kernels, device=device, deterministic=False, attention=fast or "auto")
+    fast = fast_attention(head_dim) if machine.kernels == "auto" and trainer.multiplies_in != "fp32" else None
+    return select(machine.kernels, dtype, device, deterministic=False, attention=fast or "auto")
 
 
 def _make_start_model(model: ModelConfig, seed: int, directory: Path, callback: Callback) -> None:

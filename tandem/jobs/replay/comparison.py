@@ -7,10 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from tandem.config.machine import MachineConfig
 from tandem.config.recipe import AnyRecipe
 from tandem.config.registry import RegistryConfig
 from tandem.jobs.run_files import write_recipe
+from tandem.runtime.machine.gpus import Device
 from tandem.runtime.records.journal import Journal
+from tandem.types import UserError
 
 Part = Literal["rollout", "rewards", "train"]
 PARTS: tuple[Part, ...] = ("rollout", "rewards", "train")
@@ -30,6 +33,16 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """Returns a line for each value of ``recorded`` that is not bit-identical in ``now``; NaN equals NaN."""
     pairs = [(name, value, now.get(name)) for name, value in recorded.items()]
     return [f"{name}: recorded {a!r}, now {b!r}" for name, a, b in pairs if not (a == b or (a != a and b != b))]
+
+
+def same_device(machine: MachineConfig, directory: Path, recorded: Device | None) -> MachineConfig:
+    """Returns ``machine`` with the device that the run in ``directory`` ``recorded``. Raises ``UserError`` where it names another one."""
+    device: Device = recorded or "cpu"
+    if machine.device not in ("auto", device):
+        raise UserError(
+            f"'{directory}' was run on '{device}' and machine.device is '{machine.device}', whose results are not bit-identical; remove the override"
+        )
+    return replace(machine, device=device)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.data_run.supervise import group_settings, run_on_ranks
-from tandem.jobs.replay.comparison import Comparison, differences, scratch_run
+from tandem.jobs.replay.comparison import Comparison, differences, same_device, scratch_run
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
-from tandem.runtime.machine.gpus import Device, chosen_device
+from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.worker_group import GroupSettings, RanksLost
 from tandem.runtime.records.journal import Journal
@@ -44,7 +44,8 @@ def replay_data_step(recipe: PretrainRecipe, directory: Path, step: int, *, inli
             facts = {key: journal.get(key) for key in ("data", "numerics", "mesh", "device")}
             mesh_changes = [event.detail["step"] for event in journal.events() if event.kind == "mesh"]
         shape = MeshShape(**(facts["mesh"] or {}))
-        recipe = replace(recipe, machine=_same_device(recipe.machine, directory, facts["device"] or "cpu", shape.world))
+        recipe = replace(recipe, machine=same_device(recipe.machine, directory, facts["device"]))
+        chosen_device(recipe.machine, shape.world)
         if kept:
             return _kept_step(recipe, directory, step, kept, facts, shape, say)
         if mesh_changes and step < mesh_changes[-1]:
@@ -59,17 +60,6 @@ def replay_data_step(recipe: PretrainRecipe, directory: Path, step: int, *, inli
                 say(f"step {between}, an earlier one, differs from its record")
         wanted = _numbers(rows[step])
         return Comparison("train", len(wanted), tuple(differences(wanted, replayed[step])))
-
-
-def _same_device(machine: MachineConfig, directory: Path, recorded: Device, ranks: int) -> MachineConfig:
-    """Returns ``machine`` with the device of the run. Raises ``UserError`` where this machine does not have it."""
-    if machine.device not in ("auto", recorded):
-        raise UserError(
-            f"'{directory}' was run on '{recorded}' and machine.device is '{machine.device}', whose results are not bit-identical; remove the "
-            "override"
-        )
-    chosen_device(machine := replace(machine, device=recorded), ranks)
-    return machine
 
 
 def _kept_files(directory: Path, step: int) -> list[Path]:

@@ -6,22 +6,25 @@ scores), or the trainer (other metrics).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem.config.recipe import Recipe
-from tandem.jobs.replay.comparison import Comparison, Part, differences, scratch_run
+from tandem.jobs.replay.comparison import Comparison, Part, differences, same_device, scratch_run
 from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
-from tandem.pod.prompts import prompt_source
+from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.step_metrics import sample_metrics
 from tandem.runtime.callback import Callback
+from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import check_numerics, numerics_record
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
@@ -41,6 +44,8 @@ def replay_rl_step(
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
         samples, scores, row = _recorded(directory, journal, step)
+        recipe = replace(recipe, machine=same_device(recipe.machine, directory, journal.get("device")))
+        check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback))
@@ -93,6 +98,10 @@ def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]
 def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
     """Yields a pod that reads the run's checkpoints and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
+    shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
+    planned = plan(
+        recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
+    )
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}))
         journal = stack.enter_context(Journal(scratch / "journal.sqlite"))
@@ -100,8 +109,8 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callba
         stack.callback(trainer.close)
         stack.callback(rollout.close)
         yield Pod(
-            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(read_shapes(start), "float32"), journal,
-            Records(journal, None, callback), sleep_mode="keep", max_restarts=0,
+            TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
+            Records(journal, None, callback), sleep_mode=planned.sleep_mode, max_restarts=0,
         )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ its whole life, so a separate process lists the GPUs."""
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ Device = Literal["cpu", "cuda"]
 DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Device files of NVIDIA's driver; the second one in the Windows Subsystem for Linux."""
 PROBE_S = 120.0
+PARALLEL = "the product of section 'parallel'"
 
 
 class Gpu(NamedTuple):
@@ -46,16 +48,28 @@ def probe() -> Probe:
     return Probe(tuple(Gpu(*each) for each in answer["gpus"]), answer["why"])
 
 
-def chosen_device(machine: MachineConfig, ranks: int) -> Device:
-    """Returns the device of a run of ``ranks`` ranks on this machine, each of which takes one GPU. Raises ``UserError`` where
-    ``machine.device`` is ``cuda`` and there are too few GPUs, and where ``machine.attention`` needs a GPU and there is none."""
-    device = _device(machine, ranks)
+def pod_device(machine: MachineConfig) -> Device:
+    """Returns the device of a pod, without a look at the machine: ``auto`` is the CPU."""
+    return "cuda" if machine.device == "cuda" else "cpu"
+
+
+def check_pod_device(machine: MachineConfig, ranks: int, engine_ranks: int) -> Device:
+    """Returns ``pod_device`` of a pod of ``ranks`` trainer ranks and ``engine_ranks`` tensor-parallel ones, of which rank r uses GPU r in both.
+    Raises ``UserError`` if there are too few GPUs."""
+    lower = PARALLEL if ranks >= engine_ranks else "rollout.engine.tensor_parallel_size"
+    return chosen_device(replace(machine, device=pod_device(machine)), max(ranks, engine_ranks), lower)
+
+
+def chosen_device(machine: MachineConfig, ranks: int, lower: str = PARALLEL) -> Device:
+    """Returns the device of a run of ``ranks`` ranks on this machine, each of which takes one GPU. ``lower``: the key that says how many. Raises
+    ``UserError`` where ``machine.device`` is ``cuda`` and there are too few GPUs, and where ``machine.attention`` needs a GPU and there is none."""
+    device = _device(machine, ranks, lower)
     if device == "cpu" and machine.attention != "auto":
         raise UserError(f"'machine.attention' is '{machine.attention}', which needs a GPU, and none is found; set it to auto")
     return device
 
 
-def _device(machine: MachineConfig, ranks: int) -> Device:
+def _device(machine: MachineConfig, ranks: int, lower: str) -> Device:
     if machine.device == "cpu" or (machine.device == "auto" and (machine.kernels == "cpu" or not any(path.exists() for path in DRIVER))):
         return "cpu"
     probed = probe()
@@ -67,7 +81,7 @@ def _device(machine: MachineConfig, ranks: int) -> Device:
         raise UserError(f"'machine.device' is 'cuda' and no GPU is found: {probed.why}; use a machine with one, or set machine.device to cpu")
     raise UserError(
         f"'machine.device' is '{machine.device}' and this run has {ranks} ranks; torch finds {len(probed.gpus)} GPUs, and each rank takes one: lower "
-        "the product of section 'parallel', or set machine.device to cpu"
+        f"{lower}, or set machine.device to cpu"
     )
 
 
@@ -75,15 +89,33 @@ ROOM_SHARE, CONTEXT_BYTES = 0.95, 1 << 30
 """The share of a GPU's free memory that a run can use, less a constant for CUDA, its libraries and NCCL's buffers; fragments are lost."""
 
 
-def check_gpu_memory(needed: int, ranks: int) -> None:
+def _room(gpu: Gpu) -> int:
+    """Returns the bytes that one process can use of ``gpu``."""
+    return int(ROOM_SHARE * gpu.free_bytes) - CONTEXT_BYTES
+
+
+def least_room(ranks: int) -> int:
+    """Returns the bytes that a process can use on each of the first ``ranks`` GPUs."""
+    return min(_room(gpu) for gpu in probe().gpus[:ranks])
+
+
+FIX = "lower trainer.micro_batch_tokens, set trainer.recompute to full, trainer.offload to cpu, or shard the model with section 'parallel'"
+
+
+def check_gpu_memory(needed: int, ranks: int, fix: str = FIX) -> None:
     """Raises ``RunError`` where one of the first ``ranks`` GPUs has fewer than ``needed`` bytes free."""
     for number, gpu in enumerate(probe().gpus[:ranks]):
-        free = int(ROOM_SHARE * gpu.free_bytes) - CONTEXT_BYTES
+        free = _room(gpu)
         if needed > free:
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB of each GPU and GPU {number} ({gpu.name}) has {max(free, 0) / 2**30:.2f} GiB free; lower "
-                "trainer.micro_batch_tokens, set trainer.recompute to full, trainer.offload to cpu, or shard the model with section 'parallel'"
+                f"this run needs {needed / 2**30:.2f} GiB of each GPU and GPU {number} ({gpu.name}) has {max(free, 0) / 2**30:.2f} GiB free; {fix}"
             )
+
+
+def describe_gpus(ranks: int, needed: int) -> str:
+    """Returns a line on the GPUs of ``ranks`` ranks and the bytes that are predicted of each."""
+    names = sorted({gpu.name for gpu in probe().gpus[:ranks]})
+    return f"device: {ranks} x {', '.join(names)}, predicted {needed / 2**20:,.0f} MiB of each"
 
 
 def _main() -> None:

@@ -34,7 +34,7 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         for name, value in _DEFAULTS.items():
             mallopt(name, value)
-        _give_back()
+        give_back()
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return mallopt
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Returns free memory to the system, if the C library can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

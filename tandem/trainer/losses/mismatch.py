@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels.reference_dtype import compute_dtype
 from tandem.trainer.losses.kl import LOG_RATIO_LIMIT
 from tandem.trainer.micro_batch import counted_indices
 from tandem.types import TrainSequence
@@ -29,10 +30,10 @@ def mismatch_k3(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 def recorded_mismatch(sequences: Sequence[TrainSequence], logprobs: Sequence[Tensor], dtype: torch.dtype) -> Mismatch:
     """Compares the trainer's raw ``logprobs`` (float64 [n] a sequence, its counted tokens in order) with ``rollout_logprobs``, rounded to
-    ``dtype`` as in a micro-batch. Sequences without recorded log-probabilities are left out."""
+    the log-probabilities of a model of ``dtype``, as in a micro-batch. Sequences without recorded log-probabilities are left out."""
     pairs = [(s, values) for s, values in zip(sequences, logprobs, strict=True) if s.rollout_logprobs]
     if not pairs:
         return Mismatch()
-    recorded = torch.tensor([s.rollout_logprobs[i] for s, _ in pairs for i in counted_indices(s)], dtype=torch.float64).to(dtype).double()
+    recorded = torch.tensor([s.rollout_logprobs[i] for s, _ in pairs for i in counted_indices(s)], dtype=torch.float64).to(compute_dtype(dtype)).double()
     computed = torch.cat([values for _, values in pairs])
     return Mismatch(mismatch_k3(computed, recorded).sum().item(), (computed - recorded).abs().max().item())

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
+from tandem.trainer.offload.host_memory import host_zeros
 from tandem.trainer.offload.pages import Pages
 from tandem.trainer.offload.streams import Streams, streams_of
 from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state
-from tandem.types import RunError
 
 PIECE = 1 << 22
 """Elements of a moment on the GPU at a time; 16 MiB, enough for the bus's full speed."""
@@ -120,16 +120,3 @@ class HostAdamW(HeldGradients):
 
     def _views(self) -> dict[str, Tensor]:
         return {f"{kind}/{name}": view for kind, held in self._held.items() for name, view in self._pages.views(held)}
-
-
-def host_zeros(numbers: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Returns zeros in host memory. ``pinned``: page-locked, so that GPU copies are asynchronous; registered instead of taken from torch's
-    pinned allocator, which rounds up to a power of two. Raises ``RunError`` if the memory cannot be pinned."""
-    zeros = torch.zeros(numbers, dtype=dtype, device="cpu")
-    if pinned and zeros.nbytes:
-        runtime = torch.cuda.cudart()
-        failed = int(runtime.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
-        if failed:
-            raise RunError(f"{zeros.nbytes / 2**30:.2f} GiB of host memory cannot be pinned for a GPU (CUDA error {failed}); raise 'ulimit -l', or set "
-                           "trainer.offload to none")  # fmt: skip
-    return zeros

@@ -1,7 +1,9 @@
-"""The training speed and the peak memory of a rank's device, for the rows of a run."""
+"""The training speed and the peak memory of a rank's device, for the rows of a run, and what a run says of it at its start."""
 
 import torch
 
+from tandem.config.trainer import TrainerConfig
+from tandem.kernels.mixed import is_emulated
 from tandem.layout.flops import Peak, peak_of
 
 AGAINST_BF16 = ("bf16", "fp16")
@@ -9,7 +11,7 @@ AGAINST_BF16 = ("bf16", "fp16")
 
 
 class DeviceSpeed:
-    """Measures ``device`` under ``trainer.precision``."""
+    """Measures ``device`` for products in ``precision``."""
 
     def __init__(self, device: torch.device, precision: str) -> None:
         self._device, self._precision = device, precision
@@ -39,3 +41,14 @@ class DeviceSpeed:
         if self._precision not in AGAINST_BF16:
             return f"computing on {name} in {self._precision}; perf/mfu is of bf16 and fp16 only, so rows have none"
         return f"computing on {name}; perf/mfu is of {self.peak.bf16_tflops} TFLOP/s ({self.peak.source})"
+
+
+def device_notes(device: torch.device, trainer: TrainerConfig, where: str = "here") -> list[str]:
+    """Returns lines for the start of a run: the GPU, and that ``trainer.precision`` is emulated ``where``."""
+    notes = [DeviceSpeed(device, trainer.multiplies_in).describe()] if device.type == "cuda" else []
+    if is_emulated(trainer.precision, device):
+        notes.append(
+            f"trainer.precision {trainer.precision} is emulated {where}: operands are rounded to it and multiplied in fp32, which shows its numbers and not "
+            "its speed"
+        )
+    return notes

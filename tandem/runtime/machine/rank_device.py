@@ -1,0 +1,13 @@
+"""The device of one rank's process."""
+
+import torch
+
+
+def rank_device(kind: str, rank: int) -> torch.device:
+    """Returns the device of ``rank``, for ``cuda`` GPU ``rank``, since all ranks of a run are on one machine. Makes it this thread's current
+    device, on which Triton launches programs wherever their tensors are."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
