@@ -76,7 +76,7 @@ class Recipe:
             raise UserError("'machine.device' is 'cuda'; a pod trains and rolls out on the CPU: set it to auto or cpu")
         if self.trainer.dtype != "float32":
             raise UserError(f"'trainer.dtype' is '{self.trainer.dtype}'; the rollout engine holds float32 weights: set it to float32")
-        self.trainer.check_schedule(self.run.max_steps)
+        self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         check_mesh(self.parallel, self.trainer)
 
     @property
