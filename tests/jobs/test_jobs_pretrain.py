@@ -355,3 +355,14 @@ def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tm
     (run / "checkpoints" / "step-3" / "trainer.json").write_text("{}")
     with pytest.raises(Damaged, match="older version of Tandem"):
         read_manifest(run / "checkpoints" / "step-3")
+    for folder, recipe in (("pod", "model: {path: x}\ntask: {name: sort}\n"), ("data", "algorithm: {name: sft}\nmodel: {path: x}\ntask: {name: sort}\n")):
+        for checkpoint in ("checkpoints/step-3", "sft/checkpoints/step-3"):
+            run = tmp_path / f"{folder} {checkpoint.count('/')}"
+            (run / checkpoint).mkdir(parents=True)
+            (run / checkpoint / "trainer.json").write_text("{}")
+            (run / "config.yaml").write_text(recipe)
+            before = sorted(run.rglob("*"))
+            message = r"^'.*' was written by an older version of Tandem .its checkpoint 'step-3'.*resume it with that version, or start a new run$"
+            with pytest.raises(UserError, match=message):
+                resume(run)
+            assert sorted(run.rglob("*")) == before
