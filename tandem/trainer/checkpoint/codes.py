@@ -110,9 +110,9 @@ class StoredCodes:
         wholes, parts, at = dict(parameters(shapes)), [], 0
         for name in names:
             slices = shard_slices(shapes, name, wholes[name], shard_spec)
-            box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
-            parts.append(Part(parameter, at, name, wholes[name], box))
-            at += box.numel
+            offsets = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+            parts.append(Part(parameter, at, name, wholes[name], offsets))
+            at += offsets.numel
         return parts
 
 

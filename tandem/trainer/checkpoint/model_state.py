@@ -34,8 +34,8 @@ def parts_of(decoder: Decoder) -> list[Part]:
         start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
         assert view.is_contiguous()
         slices = shard_slices(decoder.shapes, name, shapes[name], decoder.shard_spec)
-        box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
-        parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
+        offsets = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+        parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], offsets))
     return parts
 
 

@@ -72,11 +72,11 @@ class Contents:
             for shard in shards:
                 left = [shard.offsets]
                 for index, placed in self.stored[shard.key]:
-                    for common in [overlap for box in left if (overlap := intersection(box, placed.piece.offsets)) is not None]:
+                    for common in [overlap for part in left if (overlap := intersection(part, placed.piece.offsets)) is not None]:
                         if index.rank not in files:
                             files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index))
                         _copy(files[index.rank], placed, common, shard)
-                    left = [rest for box in left for rest in difference(box, placed.piece.offsets)]
+                    left = [rest for part in left for rest in difference(part, placed.piece.offsets)]
             return sum(file.read_bytes for file in files.values())
 
     def check(self, shards: Sequence[Shard]) -> None:
