@@ -19,11 +19,11 @@ from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.files import TRACKER, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
 from tandem.text.tokenizer import TOKENIZER_FILES
-from tandem.trainer.checkpoint.manifest import MANIFEST, Damaged, verify
+from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, verify
+from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version, is_of_older_version
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS
-from tandem.trainer.checkpoint.older_version import checkpoint_of_older_version, is_of_older_version
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.types import RunError, UserError
 
 Layout = Literal["huggingface", "megatron", "tandem"]

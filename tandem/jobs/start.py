@@ -18,7 +18,7 @@ from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
-from tandem.trainer.checkpoint.older_version import checkpoint_of_older_version
+from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version
 from tandem.types import UserError
 
 

@@ -17,9 +17,9 @@ from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
+from tandem.trainer.checkpoint.format.shard import Key, Piece, divide
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
-from tandem.trainer.checkpoint.shard import Key, Piece, divide
 from tandem.types.errors import RunError
 from tandem.weight_transfer.manifest import are_partition, place
 

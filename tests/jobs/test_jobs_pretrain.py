@@ -32,7 +32,7 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.storage.files import open_storage
-from tandem.trainer.checkpoint.manifest import Damaged, read_manifest
+from tandem.trainer.checkpoint.format.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError
 
 CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")

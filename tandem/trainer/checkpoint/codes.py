@@ -18,8 +18,8 @@ from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets, intersection, is_covered
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.optimizers.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 from tandem.types import UserError
 

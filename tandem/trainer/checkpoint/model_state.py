@@ -15,8 +15,8 @@ from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
+from tandem.trainer.checkpoint.format.shard import Key, Shard, flat_shards
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
 from tandem.trainer.optimizers.adamw import MOMENTS, Optimizer, OptimizerState
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.trainer.checkpoint.commit import MARKER, file_digest
-from tandem.trainer.checkpoint.digests import bytes_digest
-from tandem.trainer.checkpoint.older_version import MANIFEST, is_of_older_version
-from tandem.trainer.checkpoint.rank_file import RankIndex, damaged_chunk, read_index
+from tandem.trainer.checkpoint.format.commit import MARKER, file_digest
+from tandem.trainer.checkpoint.format.digests import bytes_digest
+from tandem.trainer.checkpoint.format.older_version import MANIFEST, is_of_older_version
+from tandem.trainer.checkpoint.format.rank_file import RankIndex, damaged_chunk, read_index
 from tandem.types import RunError
 
 FORMAT = "tandem-shards-1"
