@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
-from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 
 ALONE = Communicator("world", 0, 1, None, 60.0)
 STATES = ("weights", "exp_avg", "exp_avg_sq")

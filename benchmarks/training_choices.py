@@ -73,7 +73,7 @@ def prepare(folder: Path) -> None:
         tokenize(settings)
 
 
-def recipe(folder: Path, name: str, chosen: dict[str, str], steps: int, threads: int) -> PretrainRecipe:
+def recipe(folder: Path, name: str, chosen: dict[str, Any], steps: int, threads: int) -> PretrainRecipe:
     sections: dict[str, Any] = {
         "algorithm": {"name": "pretrain"},
         "model": {
@@ -101,9 +101,10 @@ def offload_rows(folder: Path, steps: int, threads: int) -> list[str]:
     """The second table, a row a choice."""
     lines, first = [], None
     for name, chosen in OFFLOADS.items():
-        sections = to_mapping(recipe(folder, "large", {**chosen, "schedule": "constant"}, steps, threads))
+        sections = to_mapping(recipe(folder, "large", {**chosen, "schedule": "constant", "decay_steps": 0}, steps, threads))
         sections["model"]["create"] |= LARGE
         sections["data"] |= {"sequence_length": 512, "global_batch_size": 4, "held_out": ""}
+        sections["evaluation"] = {}
         file, directory = folder / "large.yaml", folder / "large"
         file.write_text(yaml.safe_dump(sections), encoding="utf-8")
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

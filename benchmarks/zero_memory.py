@@ -64,7 +64,6 @@ def recipe(work: Path, name: str, steps: int) -> dict[str, Any]:
         **MODELS[name]}},
         "data": {"train": [{"path": str(work / "data")}], "sequence_length": TOKENS, "global_batch_size": 4},
         "trainer": {"learning_rate": 1.0e-4, "micro_batch_tokens": TOKENS},
-        "evaluation": {"every_steps": 1000},
         "checkpoint": {"every_steps": max(1, steps - 1), "keep": 1},
         "run": {"max_steps": steps, "seed": 3, "directory": str(work)},
         "parallel": {"heartbeat_timeout_s": 600.0},

@@ -81,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
     from tandem.engine.llm import LLM
 
     adapter, rank = _adapter(options.lora)
-    args = engine_args(options, model=options.model, seed=options.seed, enable_lora=adapter is not None, max_lora_rank=rank)
+    lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": rank}
+    args = engine_args(options, model=options.model, seed=options.seed, **lora)
     with LLM.from_engine_args(args) as llm, _writer(options) as out:
         inputs = [_input(llm, entry, options) for entry in asked]
         with _progress() as on_progress:

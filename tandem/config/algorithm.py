@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.limits import check_at_least_one
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 AlgorithmName = Literal["grpo", "dr_grpo", "rloo"]
@@ -85,3 +86,15 @@ class AlgorithmConfig:
         check_at_least_one("algorithm", self, "minibatches", "epochs")
         if self.length_constant < 0:
             raise UserError(f"'algorithm.length_constant' is {self.length_constant}; it must be 0 (automatic) or more")
+        self._refuse_unread()
+
+    def _refuse_unread(self) -> None:
+        if self.name != "grpo":
+            refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "advantage_epsilon", fix="set algorithm.name to grpo")
+        if self.loss_agg_mode != "seq-mean-token-sum-norm":
+            reason, fix = f"algorithm.loss_agg_mode is '{self.loss_agg_mode}'", "set algorithm.loss_agg_mode to seq-mean-token-sum-norm"
+            refuse_unread("algorithm", self, reason, "length_constant", fix=fix)
+        if self.kl_coef == 0:
+            refuse_unread("algorithm", self, "algorithm.kl_coef is 0", "kl_estimator", fix="raise algorithm.kl_coef")
+        if self.tis_cap is None:
+            refuse_unread("algorithm", self, "algorithm.tis_cap is empty", "tis_level", fix="set algorithm.tis_cap (2.0 is usual)")

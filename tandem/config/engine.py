@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.limits import MOST_GIB, MOST_SECONDS
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -48,6 +49,9 @@ class SpeculativeConfig:
             raise UserError("speculative_config method is 'draft' and no model is given; name the folder of a small model of the same vocabulary")
         if self.method == "ngram" and self.model is not None:
             raise UserError(f"speculative_config model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
+        if self.method == "draft":
+            fix = "choose method 'ngram'"
+            refuse_unread("speculative_config", self, "method is 'draft'", "prompt_lookup_max", "prompt_lookup_min", fix=fix)
 
     def batch_limit(self, device: str) -> int:
         """Returns the largest number of decoding sequences in a step that uses draft tokens, on a device of type ``device``."""
@@ -182,6 +186,11 @@ class EngineArgs:
             )
         if self.max_model_len is not None:
             self.check_length(self.max_model_len)
+        if not self.enable_lora:
+            refuse_unread("engine", self, "engine.enable_lora is false", "max_loras", "max_lora_rank", fix="set engine.enable_lora to true")
+        if self.preemption_mode == "recompute":
+            reason = "engine.preemption_mode is 'recompute', which swaps nothing out"
+            refuse_unread("engine", self, reason, "swap_space", fix="set engine.preemption_mode to auto or swap")
 
     def _check_async_scheduling(self) -> None:
         if not self.async_scheduling:

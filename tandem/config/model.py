@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.config.limits import check_at_least_one
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 MOST_LAYERS = 1000
@@ -69,6 +70,9 @@ class NewModelConfig:
             raise UserError(f"'model.create.rope_theta' is {self.rope_theta:g}; it must be above 0")
         if self.head_dim % 2:
             raise UserError(f"'model.create.head_dim' is {self.head_dim}; rotary embedding needs an even number")
+        if self.tokenizer:
+            reason = f"the vocabulary is that of model.create.tokenizer, '{self.tokenizer}'"
+            refuse_unread("model.create", self, reason, "characters", fix="leave model.create.tokenizer empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.trainer import TrainerConfig
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
@@ -80,6 +81,17 @@ class ParallelConfig:
         check_seconds("parallel", self, "collective_timeout_s", "heartbeat_timeout_s")
         if self.ranks_per_node < 0:
             raise UserError(f"'parallel.ranks_per_node' is {self.ranks_per_node}; it must be 0 (all) or more")
+        self._refuse_unread()
+
+    def _refuse_unread(self) -> None:
+        if self.pipeline == 1:
+            fix = "raise parallel.pipeline"
+            refuse_unread("parallel", self, "parallel.pipeline is 1", "schedule", "pipeline_layers", fix=fix)
+        if self.tensor == 1:
+            refuse_unread("parallel", self, "parallel.tensor is 1", "sequence_parallel", "deterministic", fix="raise parallel.tensor")
+        if self.ranks_of_a_node == self.world:
+            reason = f"all ranks ({self.world}) are on one machine"
+            refuse_unread("parallel", self, reason, "across_nodes", fix="lower parallel.ranks_per_node")
 
     def _check_pipeline(self) -> None:
         check_at_least_one("parallel", self, "virtual_stages")

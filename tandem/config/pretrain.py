@@ -14,6 +14,7 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 
@@ -131,6 +132,12 @@ class PretrainRecipe:
                 f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft; pretraining splits documents and leaves "
                 "none out: remove the key"
             )
+        if self.task is not None:
+            refuse_unread("data", self.data, "task.name takes the place of the datasets", "held_out", "cache")
+        if not self.data.held_out:
+            reason = "data.held_out is empty" if self.task is None else "there is no held-out data beside the demonstrations of a task"
+            fix = "set data.held_out" if self.task is None else ""
+            refuse_unread("evaluation", self.evaluation, reason, "every_steps", "sequences", fix=fix)
         longest = self.model.max_length or (self.model.create.max_position_embeddings if self.model.create else 0)
         if longest and self.data.sequence_length > longest:
             raise UserError(

@@ -72,7 +72,7 @@ class Recipe:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         self._check_attention()
         self.machine.check_dtype(self.trainer.dtype)
-        self.trainer.check_schedule(self.run.max_steps)
+        self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         check_mesh(self.parallel, self.trainer)
 
     @property

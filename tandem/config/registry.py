@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 
@@ -26,3 +27,5 @@ class RegistryConfig:
             raise UserError("'registry.path' and 'registry.uri' are both set; a model is registered in one registry, so leave one of them empty")
         if set("/@") & set(self.name):
             raise UserError(f"'registry.name' is '{self.name}'; '/' and '@' separate the version and the stage; choose a name without them")
+        if not self.is_on:
+            refuse_unread("registry", self, "there is no registry", "name", fix="set registry.path or registry.uri")

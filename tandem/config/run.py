@@ -35,3 +35,8 @@ class RunConfig:
             raise UserError(f"'run.max_restarts' is {self.max_restarts}; it must be 0 (none) or more")
         if self.trace_steps and min(self.trace_steps) < 0:
             raise UserError(f"'run.trace_steps' has {min(self.trace_steps)}; steps are counted from 0")
+        if self.trace_steps and max(self.trace_steps) >= self.max_steps:
+            raise UserError(
+                f"'run.trace_steps' has {max(self.trace_steps)}, a step that is never run: run.max_steps is {self.max_steps} and steps are counted "
+                "from 0; lower it or raise run.max_steps"
+            )

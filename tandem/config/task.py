@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 BUILT_IN_TASKS = ("sort", "addition", "jsonl")
@@ -51,6 +52,11 @@ class TaskConfig:
             raise UserError(f"'task.name' is '{self.name}'; {hint}")
         self._check_foreign_keys()
         self._check_digits()
+        if self.eval_path:
+            reason = "the prompts of task.eval_path are held out"
+            refuse_unread("task", self, reason, "held_out_share", fix="leave task.eval_path empty")
+        if self.name != "jsonl":
+            refuse_unread("task", self, f"task.name is '{self.name}'", "prompt_key", "answer_key", fix="set task.name to jsonl")
         if self.name == "jsonl" and not self.path:
             raise UserError("'task.path' is missing; task 'jsonl' needs the file to read")
         if self.name == "jsonl" and not self.prompt_key:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.limits import check_at_least_one
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -142,9 +143,24 @@ class TrainerConfig:
                 f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
                 "trainer.offload_activations or trainer.sleep_offload"
             )
+        self._refuse_unread()
 
-    def check_schedule(self, total_steps: int) -> None:
-        """Raises ``UserError`` for a schedule that does not fit in ``total_steps``, which is ``run.max_steps``."""
+    def _refuse_unread(self) -> None:
+        if self.optimizer != "muon":
+            reason = f"trainer.optimizer is '{self.optimizer}'"
+            refuse_unread("trainer", self, reason, "muon_momentum", "muon_iterations", fix="set trainer.optimizer to muon")
+        if self.precision != "fp16":
+            reason = f"trainer.precision is '{self.precision}'"
+            refuse_unread("trainer", self, reason, "loss_scale", "loss_scale_growth_steps", fix="set trainer.precision to fp16")
+        if self.schedule != "wsd":
+            refuse_unread("trainer", self, f"trainer.schedule is '{self.schedule}'", "decay_steps", fix="set trainer.schedule to wsd")
+
+    def check_schedule(self, total_steps: int, sft_schedule: Schedule = "constant") -> None:
+        """Raises ``UserError`` for a schedule that does not fit in ``total_steps``, which is ``run.max_steps``, and for a ``min_lr_ratio``
+        that is read neither by it nor by ``sft_schedule``, that of section ``sft``."""
+        if self.schedule == sft_schedule == "constant":
+            fix = "set trainer.schedule to linear, cosine or wsd"
+            refuse_unread("trainer", self, "the learning rate is constant after the warm-up", "min_lr_ratio", fix=fix)
         if self.schedule != "constant" and total_steps <= self.warmup_steps:
             raise UserError(
                 f"'run.max_steps' is {total_steps}; trainer.schedule '{self.schedule}' ends there and needs more than "

@@ -19,10 +19,11 @@ from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.files import TRACKER, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
 from tandem.text.tokenizer import TOKENIZER_FILES
-from tandem.trainer.checkpoint.manifest import MANIFEST, Damaged, verify
+from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, verify
+from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version, is_of_older_version
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.types import RunError, UserError
 
 Layout = Literal["huggingface", "megatron", "tandem"]
@@ -61,6 +62,10 @@ def layout_of(folder: Path) -> Layout:
         return "megatron"
     if (folder / "config.json").is_file():
         return "huggingface"
+    if is_of_older_version(folder):
+        raise UserError(_of_older_version(folder))
+    if (checkpoint := checkpoint_of_older_version(folder)) is not None:
+        raise UserError(f"'{folder}' is a run of an older version of Tandem; convert its model or a checkpoint, for example '{checkpoint}'")
     raise UserError(f"'{folder}' has no {MANIFEST}, no {TRACKER} and no config.json; give a model or a checkpoint")
 
 
@@ -73,6 +78,8 @@ def convert(
     if target.exists():
         raise UserError(f"'{target}' exists and is not overwritten; choose another folder or remove it")
     of = of or layout_of(source)
+    if of == "tandem" and is_of_older_version(source):
+        raise UserError(_of_older_version(source))
     model = _READERS[of](source, config)
     mesh = mesh or MegatronMesh()
     if to == "megatron":
@@ -93,6 +100,12 @@ def convert(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return Converted(of, to, len(model.weights), sum(tensor.numel() for tensor in model.weights.values()))
+
+
+def _of_older_version(folder: Path) -> str:
+    # Such a checkpoint has the weights of a Hugging Face folder and, usually, its config.
+    fix = "give --from huggingface, which reads its weights" if (folder / "config.json").is_file() else "convert it with that version"
+    return f"the checkpoint '{folder}' was written by an older version of Tandem; {fix}"
 
 
 def _companions(model: Source, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.model import ModelConfig
-from tandem.config.pretrain import DataConfig, HeldOutConfig, PretrainConfig, PretrainRecipe
+from tandem.config.pretrain import DataConfig, PretrainConfig, PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.run_files import SFT_FOLDER, write_recipe
@@ -23,10 +23,12 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     """Returns the recipe of the stage of the run in ``directory``. ``model``: the folder of the model that it starts from."""
     sft = recipe.sft
     assert sft is not None
+    given = recipe.trainer
+    # The recipe is saved and read again, so it has no key that the stage does not read.
     trainer = replace(
-        recipe.trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0, sleep_offload="none",
+        given, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0, sleep_offload="none",
         # A folder for the rollout's sleep alone is refused where there is no rollout.
-        offload_folder=recipe.trainer.offload_folder if recipe.trainer.offloads else "",
+        min_lr_ratio=given.min_lr_ratio if sft.schedule != "constant" else 0.0, offload_folder=given.offload_folder if given.offloads else "",
     )  # fmt: skip
     return PretrainRecipe(
         algorithm=PretrainConfig("sft"),
@@ -36,7 +38,6 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
         demonstrations=sft.demonstrations,
         run=replace(recipe.run, name=SFT_FOLDER, directory=str(directory), max_steps=sft.steps, trace_steps=()),
         trainer=trainer,
-        evaluation=HeldOutConfig(every_steps=sft.steps),
         checkpoint=CheckpointConfig(every_steps=min(sft.steps, CHECKPOINT_STEPS), keep=1),
         machine=replace(recipe.machine, device=pod_device(recipe.machine)),
         parallel=recipe.parallel,

@@ -13,12 +13,13 @@ from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import write_recipe
+from tandem.jobs.run_files import SFT_FOLDER, write_recipe
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.run_lock import RunLock
+from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version
 from tandem.types import RunError, UserError
 
 
@@ -86,17 +87,23 @@ def _check_may_change(overrides: Sequence[str]) -> None:
 
 
 def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Returns the recipe of the run in ``directory``. Raises ``UserError`` where there is none."""
+    """Returns the recipe of the run in ``directory``. Raises ``UserError`` where there is none, and for a run of an older version."""
     if not (directory / "config.yaml").is_file():
         raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
     path, model = directory / "config.yaml", directory / "model"
     read_yaml(path)
+    start = f"start a new run with --model.path={shlex.quote(str(model))}" if model.is_dir() else "start a new run"
     try:
         recipe = load_config(path)
     except UserError as error:
         # A recipe is valid when it is written.
-        start = f"start a new run with --model.path={shlex.quote(str(model))}" if model.is_dir() else "start a new run"
         raise UserError(f"'{directory}' was written by another version of Tandem ({error}); resume it with that version, or {start}") from None
+    for run in (directory, directory / SFT_FOLDER):
+        if (checkpoint := checkpoint_of_older_version(run)) is not None:
+            raise UserError(
+                f"'{directory}' was written by an older version of Tandem (its checkpoint '{checkpoint.name}' has the layout of version 0.1); resume it "
+                f"with that version, or {start}"
+            )
     return load_config(path, overrides) if overrides else recipe
 
 

@@ -116,11 +116,11 @@ def _interleaved(shape: PipelineShape, rank: int) -> list[Operation]:
     return [operation for operation in ordered if operation.micro_batch < shape.micro_batches]
 
 
-def _alternating(forwards: list[Operation], backwards: list[Operation], warm_up: int) -> list[Operation]:
-    """Returns ``warm_up`` forwards, then one forward and one backward alternately, then the remaining backwards."""
-    warm_up = min(warm_up, len(forwards))
-    pairs = zip(forwards[warm_up:], backwards, strict=False)
-    return forwards[:warm_up] + [operation for pair in pairs for operation in pair] + backwards[len(forwards) - warm_up :]
+def _alternating(forwards: list[Operation], backwards: list[Operation], num_warmup: int) -> list[Operation]:
+    """Returns ``num_warmup`` forwards, then one forward and one backward alternately, then the remaining backwards."""
+    num_warmup = min(num_warmup, len(forwards))
+    pairs = zip(forwards[num_warmup:], backwards, strict=False)
+    return forwards[:num_warmup] + [operation for pair in pairs for operation in pair] + backwards[len(forwards) - num_warmup :]
 
 
 def simulate(

@@ -56,7 +56,7 @@ def flat_range(shape: tuple[int, ...], offsets: ShardOffsets) -> range | None:
     return range(first, first + offsets.numel)
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardOffsets]:
+def offsets_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardOffsets]:
     """Yields the elements ``start .. stop - 1`` of a tensor's row-major memory as rectangular parts, in memory order: at most 2 n - 1 of
     them for n axes."""
     if start >= stop:
@@ -68,8 +68,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Sh
     size = math.prod(inner)
 
     def of_one_row(row: int, first: int, last: int) -> Iterator[ShardOffsets]:
-        for box in boxes_of_range(inner, first, last):
-            yield ShardOffsets((row, *box.start), (row + 1, *box.stop))
+        for part in offsets_of_range(inner, first, last):
+            yield ShardOffsets((row, *part.start), (row + 1, *part.stop))
 
     first, last = start // size, stop // size
     if first == last:

@@ -8,8 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.config.model import NewModelConfig
+from tandem.config.unread import refuse_unread
 from tandem.layout.shapes import ExpertShapes, ModelShapes
-from tandem.model.family import family_to_create
+from tandem.model.family import all_families, family_to_create
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import config_json
 from tandem.text.characters import make_character_tokenizer
@@ -22,7 +23,11 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
     normalised gates. Raises ``UserError`` for a family that is unknown or has no such model."""
     family = family_to_create(config.architecture)
     experts = None
-    if family.experts is not None:
+    if family.experts is None:
+        fix = f"choose an architecture with experts ({', '.join(name for name, each in all_families().items() if each.experts is not None)})"
+        reason = f"{family.model_type} models have no experts"
+        refuse_unread("model.create", config, reason, "num_experts", "num_experts_per_tok", "moe_intermediate_size", fix=fix)
+    else:
         inner = config.moe_intermediate_size or config.intermediate_size
         experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names)
     biases = family.biases(ConfigReader({}, "model.create"))

@@ -17,9 +17,9 @@ from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
+from tandem.trainer.checkpoint.format.shard import Key, Piece, divide
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
-from tandem.trainer.checkpoint.shard import Key, Piece, divide
 from tandem.types.errors import RunError
 from tandem.weight_transfer.manifest import are_partition, place
 
@@ -144,7 +144,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class _Owned(NamedTuple):
     whole: tuple[int, ...]
     dtype: torch.dtype
-    boxes: list[tuple[ShardOffsets, int]]
+    parts: list[tuple[ShardOffsets, int]]
 
 
 def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
@@ -153,24 +153,24 @@ def _owners(everyone: Sequence[Sequence[Piece]]) -> dict[str, _Owned]:
     owned_by_name: dict[str, _Owned] = {}
     chosen = [None] if len(everyone) == 1 else divide(everyone)
     for rank, (pieces, own) in enumerate(zip(everyone, chosen, strict=True)):
-        for key, whole, box, dtype in pieces:
-            if own is None or (key, box) in own:
+        for key, whole, offsets, dtype in pieces:
+            if own is None or (key, offsets) in own:
                 owned = owned_by_name.get(key.name)
                 if owned is None:
                     owned_by_name[key.name] = owned = _Owned(whole, dtype, [])
                 elif (owned.whole, owned.dtype) != (whole, dtype):
                     raise RunError(f"rank {rank} holds '{key.name}' as {dtype} {list(whole)}, others as {owned.dtype} {list(owned.whole)}")
-                owned.boxes.append((box, rank))
+                owned.parts.append((offsets, rank))
     for owned in owned_by_name.values():
-        if len(owned.boxes) > 1 and sum(box.numel for box, _ in owned.boxes) > math.prod(owned.whole):
-            owned.boxes[:] = _disjoint(owned.boxes)
+        if len(owned.parts) > 1 and sum(offsets.numel for offsets, _ in owned.parts) > math.prod(owned.whole):
+            owned.parts[:] = _disjoint(owned.parts)
     return owned_by_name
 
 
-def _disjoint(boxes: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffsets, int]]:
+def _disjoint(parts: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffsets, int]]:
     taken: list[tuple[ShardOffsets, int]] = []
-    for box, rank in sorted(boxes):
-        left = [box]
+    for offsets, rank in sorted(parts):
+        left = [offsets]
         for before, _ in taken:
             left = [rest for part in left for rest in difference(part, before)]
         taken += [(rest, rank) for rest in left]
@@ -185,8 +185,8 @@ def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor
     placed = []
     for name, dtype, size, offset in zip(names, dtypes, sizes, place(sizes), strict=True):
         at, parts = offset, []
-        for box, rank in sorted(owned[name].boxes):
-            parts.append(Part(rank, box, at))
-            at += box.numel * DTYPE_BYTES[dtype]
+        for offsets, rank in sorted(owned[name].parts):
+            parts.append(Part(rank, offsets, at))
+            at += offsets.numel * DTYPE_BYTES[dtype]
         placed.append(PlacedTensor(name, dtype, owned[name].whole, offset, size, tuple(parts)))
     return placed

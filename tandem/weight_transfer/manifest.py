@@ -37,7 +37,7 @@ def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
     return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in parameters(shapes))
 
 
-def box_of(part: PartEntry) -> ShardOffsets:
+def offsets_of(part: PartEntry) -> ShardOffsets:
     return ShardOffsets(part.start, part.stop)
 
 
@@ -46,7 +46,7 @@ def part_offsets(entry: TensorEntry) -> list[int]:
     if len(entry.parts) == 1:
         return [entry.offset_bytes]
     itemsize = DTYPE_BYTES[entry.dtype]
-    sizes = [box_of(part).numel * itemsize for part in entry.parts]
+    sizes = [offsets_of(part).numel * itemsize for part in entry.parts]
     return list(accumulate(sizes[:-1], initial=entry.offset_bytes))
 
 
@@ -134,7 +134,7 @@ def check(manifest: WeightManifest) -> None:
         for part in entry.parts:
             if not _DIGEST.fullmatch(part.digest):
                 raise ValueError(f"the weights' manifest: {where} with digest {part.digest!r}")
-        if not are_partition(entry.shape, [box_of(part) for part in entry.parts]):
+        if not are_partition(entry.shape, [offsets_of(part) for part in entry.parts]):
             raise ValueError(f"the weights' manifest: the parts of {where} do not cover its shape {list(entry.shape)} once, in order")
         if entry.offset_bytes % ALIGNMENT_BYTES or entry.offset_bytes < ends.get(entry.segment, 0):
             raise ValueError(f"the weights' manifest: {where} is unaligned or overlaps another")
@@ -143,20 +143,20 @@ def check(manifest: WeightManifest) -> None:
         raise ValueError("the weights' manifest does not match its own digest")
 
 
-def are_partition(shape: tuple[int, ...], boxes: Sequence[ShardOffsets]) -> bool:
-    """Returns whether ``boxes`` contain every element of a tensor of ``shape`` exactly once and are in the order of their ``start``."""
+def are_partition(shape: tuple[int, ...], parts: Sequence[ShardOffsets]) -> bool:
+    """Returns whether ``parts`` contain every element of a tensor of ``shape`` exactly once and are in the order of their ``start``."""
     whole = whole_offsets(shape)
-    if len(boxes) == 1:
-        return boxes[0] == whole
-    for box in boxes:
-        if len(box.start) != len(shape) or len(box.stop) != len(shape) or intersection(box, whole) != box:
+    if len(parts) == 1:
+        return parts[0] == whole
+    for part in parts:
+        if len(part.start) != len(shape) or len(part.stop) != len(shape) or intersection(part, whole) != part:
             return False
-    starts = [box.start for box in boxes]
-    if starts != sorted(starts) or sum(box.numel for box in boxes) != whole.numel:
+    starts = [part.start for part in parts]
+    if starts != sorted(starts) or sum(part.numel for part in parts) != whole.numel:
         return False
-    ranges = [flat_range(shape, box) for box in boxes]
+    ranges = [flat_range(shape, part) for part in parts]
     if None not in ranges:
         # Runs of row-major memory with the right total cover it exactly once if none begins before the end of the previous one.
-        ends = list(accumulate(box.numel for box in boxes))
+        ends = list(accumulate(part.numel for part in parts))
         return [run.stop for run in ranges if run is not None] == ends
-    return all(intersection(a, b) is None for a, b in combinations(boxes, 2))
+    return all(intersection(a, b) is None for a, b in combinations(parts, 2))

@@ -13,7 +13,7 @@ from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
 from tandem.types.weights import PartEntry, TensorEntry
 from tandem.weight_transfer.copying import CHUNK_BYTES, copy_and_digest
-from tandem.weight_transfer.manifest import box_of, part_offsets
+from tandem.weight_transfer.manifest import offsets_of, part_offsets
 
 Wanted = Callable[[str, tuple[int, ...]], ShardOffsets | None]
 """(name, whole shape) -> the elements of a tensor that a reader needs; ``None``: none."""
@@ -44,7 +44,7 @@ class PartCopy(NamedTuple):
         if self.to is not None:
             destination = out.data_ptr() + self.to * out.element_size()
             return copy_and_digest(destination, source, self.size_bytes, of_source=False) == self.part.digest
-        part = box_of(self.part)
+        part = offsets_of(self.part)
         return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.offsets).slices]) == self.part.digest
 
 
@@ -54,7 +54,7 @@ def part_copies(entry: TensorEntry, offsets: ShardOffsets) -> list[PartCopy]:
         return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, offsets, offsets, 0)]
     copies = []
     for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
-        held = box_of(part)
+        held = offsets_of(part)
         common = intersection(held, offsets)
         if common is not None:
             run = flat_range(offsets.shape, common.within(offsets)) if common == held else None

@@ -64,7 +64,7 @@ class WeightReader:
         damaged: tuple[str, ...] = ()
         for _ in range(2):
             manifest, before = self._manifest(version), damaged
-            chosen = [(e, box) for e in manifest.tensors if (box := self._wanted(e.name, e.shape)) is not None]
+            chosen = [(e, offsets) for e in manifest.tensors if (offsets := self._wanted(e.name, e.shape)) is not None]
             tensors, damaged = self._copy(manifest, chosen)
             if not damaged:
                 size_bytes = sum(tensor.nbytes for _, tensor in tensors)
@@ -98,7 +98,7 @@ class WeightReader:
     ) -> tuple[list[tuple[str, Tensor]], tuple[str, ...]]:
         """Fills the private memory with the slices in ``chosen``; returns them, and the names of tensors whose copy does not match its
         digests."""
-        copies = [(i, copy) for i, (entry, box) in enumerate(chosen) for copy in part_copies(entry, box)]
+        copies = [(i, copy) for i, (entry, offsets) in enumerate(chosen) for copy in part_copies(entry, offsets)]
         self._open_segments(manifest, [(copy.entry.segment, copy.offset_bytes, copy.size_bytes) for _, copy in copies])
         tensors = self._tensors(chosen)
         shared = {name: address_of(segment.memory) for name, segment in self._segments.items()}
@@ -113,7 +113,7 @@ class WeightReader:
 
     def _tensors(self, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]) -> list[tuple[str, Tensor]]:
         """Returns views of the private memory with the names and shapes of ``chosen``."""
-        shapes = [box.shape for _, box in chosen]
+        shapes = [offsets.shape for _, offsets in chosen]
         counts = list(map(math.prod, shapes))
         sizes = [count * DTYPE_BYTES[entry.dtype] for count, (entry, _) in zip(counts, chosen, strict=True)]
         offsets = place(sizes)

@@ -12,7 +12,7 @@ def wanted_by(shapes: ModelShapes, shard_spec: ShardSpec) -> Wanted:
     model does not have in this shape."""
     expected = dict(parameters(shapes))
 
-    def box(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
+    def wanted_offsets(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
         if expected.get(name) != shape:
             raise RunError(f"the published weights have '{name}' {list(shape)}; the engine's model has {expected.get(name)}")
         if not is_held(shapes, name, shard_spec):
@@ -20,4 +20,4 @@ def wanted_by(shapes: ModelShapes, shard_spec: ShardSpec) -> Wanted:
         slices = shard_slices(shapes, name, shape, shard_spec)
         return ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
 
-    return box
+    return wanted_offsets

@@ -42,7 +42,7 @@ def test_every_option_of_the_engine_is_reached_from_the_recipe() -> None:
     given = {
         "max_num_seqs": 64, "max_num_batched_tokens": 512, "batching": "dynamic", "enable_chunked_prefill": False, "enable_prefix_caching": False,
         "cache_implementation": "static", "kv_cache_tokens": 4096, "kv_cache_dtype": "int8", "preemption_mode": "swap", "swap_space": 0.5,
-        "watermark": 0.1, "tensor_parallel_size": 2, "rank_timeout_s": 9.0, "enable_lora": True, "max_loras": 3, "max_lora_rank": 4,
+        "watermark": 0.1, "tensor_parallel_size": 2, "rank_timeout_s": 9.0,
         "async_scheduling": False, "enforce_eager": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "quantization": "int8+head", "deterministic": False,
     }

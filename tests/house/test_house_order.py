@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_every_file_that_the_table_of_packages_names_exists() -> None:
         package, *names = re.findall(r"`([\w/]+)`", row)
         there = {path.stem for path in (ROOT / "tandem" / package).rglob("*")}
         assert {name.strip("/") for name in names if name[0].islower()} <= there, package
+
+
+def test_every_file_that_is_not_python_is_in_the_wheel() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["tandem"]
+    packaged = {path for pattern in patterns for path in (ROOT / "tandem").glob(pattern)}
+    others = {path for path in (ROOT / "tandem").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others == packaged and len(others) > 20
 
 
 def test_help_of_the_command_loads_neither_torch_nor_the_display_nor_the_jobs() -> None:

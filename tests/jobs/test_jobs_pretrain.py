@@ -32,7 +32,7 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.storage.files import open_storage
-from tandem.trainer.checkpoint.manifest import Damaged, read_manifest
+from tandem.trainer.checkpoint.format.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError
 
 CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")
@@ -358,3 +358,14 @@ def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tm
     (run / "checkpoints" / "step-3" / "trainer.json").write_text("{}")
     with pytest.raises(Damaged, match="older version of Tandem"):
         read_manifest(run / "checkpoints" / "step-3")
+    for folder, recipe in (("pod", "model: {path: x}\ntask: {name: sort}\n"), ("data", "algorithm: {name: sft}\nmodel: {path: x}\ntask: {name: sort}\n")):
+        for checkpoint in ("checkpoints/step-3", "sft/checkpoints/step-3"):
+            run = tmp_path / f"{folder} {checkpoint.count('/')}"
+            (run / checkpoint).mkdir(parents=True)
+            (run / checkpoint / "trainer.json").write_text("{}")
+            (run / "config.yaml").write_text(recipe)
+            before = sorted(run.rglob("*"))
+            message = r"^'.*' was written by an older version of Tandem .its checkpoint 'step-3'.*resume it with that version, or start a new run$"
+            with pytest.raises(UserError, match=message):
+                resume(run)
+            assert sorted(run.rglob("*")) == before

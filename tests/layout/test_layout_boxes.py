@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range, difference, intersection, is_covered
+from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, is_covered, offsets_of_range
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (4, 1, 3), (1, 6)])
@@ -13,7 +13,7 @@ def test_run_of_memory_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
     x = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
     for start in range(x.numel() + 1):
         for stop in range(start, x.numel() + 1):
-            boxes = list(boxes_of_range(shape, start, stop))
+            boxes = list(offsets_of_range(shape, start, stop))
             found = torch.cat([x[box.slices].reshape(-1) for box in boxes]) if boxes else x.new_empty(0)
             assert found.tolist() == list(range(start, stop))
             assert len(boxes) <= max(1, 2 * len(shape) - 1)

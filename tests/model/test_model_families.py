@@ -95,7 +95,8 @@ def test_class_names_are_those_of_transformers(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(all_families()))
 def test_every_family_is_created_from_a_recipe(model_type: str, tmp_path: Path) -> None:
-    create_model(NewModelConfig(model_type, hidden_size=32, intermediate_size=48, num_experts=4), 0, tmp_path / "model")
+    experts = {"num_experts": 4} if all_families()[model_type].experts else {}
+    create_model(NewModelConfig(model_type, hidden_size=32, intermediate_size=48, **experts), 0, tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == model_type
     load_model(tmp_path / "model", select("reference"))
 
@@ -104,6 +105,8 @@ def test_every_family_is_created_from_a_recipe(model_type: str, tmp_path: Path) 
     ("config", "message"),
     [
         (NewModelConfig("qwen4"), "'model.create.architecture' is 'qwen4'.*llama, mistral, mixtral.*Did you mean 'qwen3'"),
+        (NewModelConfig("llama", num_experts=4), "'model.create.num_experts' is 4, which is not read: llama .* no experts; .*mixtral, qwen3_moe"),
+        (NewModelConfig("qwen3", moe_intermediate_size=24), "'model.create.moe_intermediate_size' is 24, which is not read"),
         (NewModelConfig("mixtral", moe_intermediate_size=24), "section 'model.create'.*mixtral.*experts.intermediate_size 24.*512"),
     ],
 )

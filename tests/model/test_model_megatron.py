@@ -323,3 +323,20 @@ def test_file_of_ours_holds_no_class_but_namespace(tmp_path: Path) -> None:
     convert(model(tmp_path / "source", NORMED), tmp_path / "m", to="megatron")
     unknown = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "m" / "release" / "mp_rank_00" / "model_optim_rng.pt")
     assert unknown == [f"{Namespace.__module__}.{Namespace.__qualname__}"]
+
+
+def test_a_checkpoint_of_version_0_1_is_named_as_such_and_its_weights_are_read_as_a_hugging_face_folder(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"^the checkpoint '.*step-3' was written by an older version of Tandem; convert it with that version$"):
+        convert(checkpoint, tmp_path / "to", to="huggingface")
+    with pytest.raises(UserError, match=r"^'.*run' is a run of an older version of Tandem; convert its model or a checkpoint, for example '.*step-3'$"):
+        convert(tmp_path / "run", tmp_path / "to", to="huggingface")
+    for path in model(tmp_path / "model", DENSE).iterdir():
+        path.rename(checkpoint / path.name)
+    with pytest.raises(UserError, match="older version of Tandem; give --from huggingface"):
+        convert(checkpoint, tmp_path / "to", of="tandem", to="huggingface")
+    convert(checkpoint, tmp_path / "to", to="huggingface")
+    saved, read = dict(read_tensors(checkpoint)), dict(read_tensors(tmp_path / "to"))
+    assert saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)

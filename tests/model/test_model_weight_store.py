@@ -149,7 +149,7 @@ def test_digests_that_the_folder_publishes_are_checked(tmp_path: Path) -> None:
 
 
 def test_the_digests_of_a_committed_checkpoint_are_checked(tmp_path: Path) -> None:
-    from tandem.trainer.checkpoint.commit import commit_folder
+    from tandem.trainer.checkpoint.format.commit import commit_folder
 
     commit_folder(tmp_path / "remote", lambda folder: make_remote(folder) and None)
     with WeightStore(tmp_path / "cache").hold(f"file://{tmp_path / 'remote'}") as held:

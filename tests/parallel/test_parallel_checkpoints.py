@@ -18,9 +18,9 @@ from tandem.model.families import mixtral
 from tandem.trainer.checkpoint import write
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole
-from tandem.trainer.checkpoint.manifest import verify
+from tandem.trainer.checkpoint.format.manifest import verify
+from tandem.trainer.checkpoint.format.shard import Key, Shard, flat_shards
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
 from tandem.types import RunError, UserError
 
 SHAPES = ModelShapes("qwen3", 61, 32, 3, 4, 2, 8, 48, 64, False, qk_norm=True)

@@ -13,7 +13,7 @@ from ranks import RankContext, Ranks
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole
-from tandem.trainer.checkpoint.manifest import verify
+from tandem.trainer.checkpoint.format.manifest import verify
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.losses.aggregate import counts_of

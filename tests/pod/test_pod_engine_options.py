@@ -86,7 +86,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
     "swap": {**SMALL_CACHE, "preemption_mode": "swap", "swap_space": 0.001},
     "recompute": {**SMALL_CACHE, "preemption_mode": "recompute"},
-    "LoRA": {"enable_lora": True, "max_loras": 2},
     "steps ahead": {"async_scheduling": True},
     "guesses looked up": {
         "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64, "adaptive": False}

@@ -18,8 +18,8 @@ from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole, prune
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.checkpoint.write import PHASES
 from tandem.types import RunError
 
@@ -197,8 +197,8 @@ def test_files_of_two_ranks_that_are_swapped_are_seen(tmp_path: Path) -> None:
     # The files of a second rank, made from the first's, so that the two can be swapped.
     manifest = json.loads((newest / "MANIFEST.json").read_text())
     index = json.loads((newest / "rank-00000.json").read_text())
-    from tandem.trainer.checkpoint.digests import bytes_digest
-    from tandem.trainer.checkpoint.manifest import marker_of
+    from tandem.trainer.checkpoint.format.digests import bytes_digest
+    from tandem.trainer.checkpoint.format.manifest import marker_of
 
     shutil.copyfile(newest / "rank-00000.safetensors", newest / "rank-00001.safetensors")
     index |= {"rank": 1, "file": "rank-00001.safetensors", "own": {"random": 1}}

@@ -16,9 +16,9 @@ from tandem.runtime.collectives.communicator import Communicator
 from tandem.storage.files import Storage, open_storage, read
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import newest_whole
-from tandem.trainer.checkpoint.manifest import verify
+from tandem.trainer.checkpoint.format.manifest import verify
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.remote import fetch_newest, prune_uploads, upload, uploaded_steps
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.checkpoint.uploader import Uploader
 from tandem.types import RunError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.model.huggingface.safetensors_file import write_file
-from tandem.trainer.checkpoint.commit import MARKER, commit_folder, damage, discard, read_digest, sweep
+from tandem.trainer.checkpoint.format.commit import MARKER, commit_folder, damage, discard, read_digest, sweep
 from tandem.types import RunError
 
 
@@ -106,7 +106,7 @@ def test_a_write_that_fails_is_one_line_and_what_stood_there_stays(tmp_path, err
 LIMITED = """
 import resource, sys, torch
 from pathlib import Path
-from tandem.trainer.checkpoint.commit import commit_folder
+from tandem.trainer.checkpoint.format.commit import commit_folder
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.types import RunError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -139,7 +139,7 @@ def test_a_full_file_system_is_one_line_and_the_old_folder_stays(small_disk):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tandem.trainer.checkpoint.commit import commit_folder
+from tandem.trainer.checkpoint.format.commit import commit_folder
 def write(folder):
     (folder / "a").write_bytes(b"two")
     os.kill(os.getpid(), signal.SIGKILL)

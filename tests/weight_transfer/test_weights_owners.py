@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ModelShapes
-from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range, intersection, whole_offsets
+from tandem.layout.shard_offsets import ShardOffsets, intersection, offsets_of_range, whole_offsets
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.huggingface.model_folder import save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -283,7 +283,7 @@ def test_boxes_are_a_partition_where_every_element_is_in_one() -> None:
         count = whole_offsets(shape).numel
         if draw.random() < 0.5:
             cuts = sorted({0, count, *(draw.randrange(count) for _ in range(2))})
-            boxes = [box for a, b in pairwise(cuts) for box in boxes_of_range(shape, a, b)]
+            boxes = [box for a, b in pairwise(cuts) for box in offsets_of_range(shape, a, b)]
         else:
             corners = [[sorted(draw.choices(range(n + 1), k=2)) for n in shape] for _ in range(draw.randrange(1, 4))]
             boxes = [ShardOffsets(tuple(a for a, _ in corner), tuple(b for _, b in corner)) for corner in corners]

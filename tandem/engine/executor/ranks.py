@@ -181,14 +181,14 @@ class Ranks:
         decoder, size = self.decoder, self._settings.size
         given = checked_tensors(decoder, tensors)
         names = [name for name, _ in parameters(decoder.shapes)]
-        cuts = [ShardSpec(rank, size, self._settings.deterministic) for rank in range(1, size)]
+        shard_specs = [ShardSpec(rank, size, self._settings.deterministic) for rank in range(1, size)]
 
         def send() -> None:
             assert decoder.group is not None
             for name in names:
-                for cut in cuts:
-                    part = part_of(decoder, name, given[name], cut).to(decoder.embed_tokens.device)
-                    decoder.group.send([part], cut.rank)
+                for shard_spec in shard_specs:
+                    part = part_of(decoder, name, given[name], shard_spec).to(decoder.embed_tokens.device)
+                    decoder.group.send([part], shard_spec.rank)
             load_parts(decoder, {name: part_of(decoder, name, given[name]) for name in names}, pack=True)
 
         dtypes = [str(given[name].dtype).removeprefix("torch.") for name in names]

@@ -20,6 +20,7 @@ from tandem.model_registry.open import open_registry
 from tandem.runtime.machine.gpus import Device
 from tandem.runtime.process.processes import available_cores
 from tandem.storage.files import open_storage
+from tandem.storage.reachable import check_reachable
 from tandem.types import RunError, UserError
 
 
@@ -57,7 +58,11 @@ def check_offload(trainer: TrainerConfig, device: Device) -> None:
 def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:
     """Raises ``UserError`` or ``RunError`` where checkpoints can be neither uploaded nor registered as asked."""
     if checkpoint.upload:
-        open_storage(checkpoint.upload, create=True)
+        storage = open_storage(checkpoint.upload, create=True)
+        try:
+            check_reachable(storage)
+        except RunError as error:
+            raise RunError(f"'checkpoint.upload': {error}, or leave the key empty") from None
     if registry.is_on:
         open_registry(registry, create=True).close()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.types import UserError
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno",
     "-ffp-contract=off",  # a multiply-add is fused where the source says so and nowhere else

@@ -97,14 +97,14 @@ def check_fault_share(scores: Sequence[Score], config: RewardsConfig) -> None:
 def divide(prompt_ids: Sequence[str], parts: int) -> list[slice]:
     """Returns at most ``parts`` slices of about equal length, none empty, that keep the samples of a prompt together."""
     starts = [i for i, prompt_id in enumerate(prompt_ids) if i == 0 or prompt_id != prompt_ids[i - 1]]
-    cuts = [0]
+    bounds = [0]
     for part in range(1, parts):
         wanted = part * len(prompt_ids) / parts
-        cut = next((start for start in starts if start >= wanted), len(prompt_ids))
-        if cut > cuts[-1]:
-            cuts.append(cut)
-    ends = [*cuts[1:], len(prompt_ids)]
-    return [slice(start, end) for start, end in zip(cuts, ends, strict=True) if end > start]
+        bound = next((start for start in starts if start >= wanted), len(prompt_ids))
+        if bound > bounds[-1]:
+            bounds.append(bound)
+    ends = [*bounds[1:], len(prompt_ids)]
+    return [slice(start, end) for start, end in zip(bounds, ends, strict=True) if end > start]
 
 
 def _item(sample: Sample, prompt: Prompt) -> Item:

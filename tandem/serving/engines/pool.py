@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.engine.metrics.stats import EngineStats
 from tandem.runtime.process.processes import kill
 from tandem.serving.engines.instance import Instance, InstanceDied
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
+from tandem.serving.engines.slot import Slot, Weights
 from tandem.serving.engines.stream import Outputs, Stream
 from tandem.serving.errors import ApiError, internal, invalid, overloaded, unavailable
 from tandem.serving.metrics import Metrics
@@ -21,41 +20,6 @@ MAX_ATTEMPTS = 3
 """Engines that a request may outlive: one that kills every engine must end."""
 
 MAX_BACKOFF_S = 30.0
-
-
-@dataclass(eq=False)
-class Slot:
-    """A place for one engine. ``instance`` is ``None`` while none is ready. ``outstanding``: tokens that its requests may
-    still ask for."""
-
-    index: int
-    instance: Instance | None = None
-    stats: EngineStats | None = None
-    streams: dict[str, Stream] = field(default_factory=dict)
-    outstanding: int = 0
-    failures: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"instance {self.index}"
-
-    def add(self, stream: Stream) -> None:
-        self.streams[stream.request.id] = stream
-        self.outstanding += stream.outstanding
-
-    def remove(self, request_id: str) -> Stream | None:
-        stream = self.streams.pop(request_id, None)
-        if stream is not None:
-            self.outstanding -= stream.outstanding
-        return stream
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What was loaded last: ``folders`` make a whole set. None: the model's own."""
-
-    version: WeightVersion
-    folders: tuple[str, ...] = ()
 
 
 class Pool:
@@ -70,7 +34,7 @@ class Pool:
         self.is_sleeping = False
         self.slots = [Slot(i) for i in range(settings.instances)]
         self._say = say or (lambda text: print(f"tandem: {text}", file=sys.stderr, flush=True))
-        self._homeless: dict[str, Stream] = {}
+        self._unassigned: dict[str, Stream] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._control = asyncio.Lock()
         self._keys = 0
@@ -106,11 +70,11 @@ class Pool:
 
     @property
     def num_streams(self) -> int:
-        return sum(len(slot.streams) for slot in self.slots) + len(self._homeless)
+        return sum(len(slot.streams) for slot in self.slots) + len(self._unassigned)
 
     @property
     def streams(self) -> list[Stream]:
-        return [stream for slot in self.slots for stream in slot.streams.values()] + list(self._homeless.values())
+        return [stream for slot in self.slots for stream in slot.streams.values()] + list(self._unassigned.values())
 
     async def _load(self, slot: Slot) -> Instance:
         """An engine for ``slot`` in the state that the others are in."""
@@ -149,8 +113,8 @@ class Pool:
                     except (UserError, OSError) as error:
                         self._say(f"{slot.name} could not be started again: {error}")
             self._say(f"{slot.name} is back")
-            homeless, self._homeless = self._homeless, {}
-            for stream in homeless.values():
+            unassigned, self._unassigned = self._unassigned, {}
+            for stream in unassigned.values():
                 self._give(stream)
 
     def _move(self, slot: Slot, how: str) -> None:
@@ -193,7 +157,7 @@ class Pool:
 
     def check_unused(self, request_id: str) -> None:
         """Raises ``ApiError`` if an in-flight request has that id."""
-        if request_id in self._homeless or any(request_id in slot.streams for slot in self.slots):
+        if request_id in self._unassigned or any(request_id in slot.streams for slot in self.slots):
             raise invalid(f"request_id {request_id.rpartition('-')[0][:100]!r} is in use; give every request one of its own", "request_id")
 
     def ids_of(self, names: Sequence[str]) -> list[str]:
@@ -203,7 +167,7 @@ class Pool:
 
     def drop(self, stream: Stream) -> None:
         """Aborts the request of ``stream``, whose client has left, and so frees its blocks."""
-        self._homeless.pop(stream.request.id, None)
+        self._unassigned.pop(stream.request.id, None)
         for slot in self.slots:
             if slot.remove(stream.request.id) is not None:
                 self.metrics.ended(slot.index, stream, None)
@@ -213,7 +177,7 @@ class Pool:
     def _give(self, stream: Stream) -> None:
         ready = [slot for slot in self.slots if slot.instance is not None]
         if not ready:
-            self._homeless[stream.request.id] = stream
+            self._unassigned[stream.request.id] = stream
             return
         slot = min(ready, key=lambda slot: slot.outstanding)
         slot.add(stream)

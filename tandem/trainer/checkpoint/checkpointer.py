@@ -17,8 +17,8 @@ from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.trainer.checkpoint.find import prune
-from tandem.trainer.checkpoint.rank_file import DTYPES
-from tandem.trainer.checkpoint.shard import Key, Piece, Shard, divide, piece_of
+from tandem.trainer.checkpoint.format.rank_file import DTYPES
+from tandem.trainer.checkpoint.format.shard import Key, Piece, Shard, divide, piece_of
 from tandem.trainer.checkpoint.staging import Staging
 from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
 

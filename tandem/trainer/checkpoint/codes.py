@@ -18,8 +18,8 @@ from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets, intersection, is_covered
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.optimizers.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 from tandem.types import UserError
 
@@ -110,9 +110,9 @@ class StoredCodes:
         wholes, parts, at = dict(parameters(shapes)), [], 0
         for name in names:
             slices = shard_slices(shapes, name, wholes[name], shard_spec)
-            box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
-            parts.append(Part(parameter, at, name, wholes[name], box))
-            at += box.numel
+            offsets = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+            parts.append(Part(parameter, at, name, wholes[name], offsets))
+            at += offsets.numel
         return parts
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
-from tandem.trainer.checkpoint.commit import discard, sweep
-from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_manifest, verify
+from tandem.trainer.checkpoint.format.commit import discard, sweep
+from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_manifest, verify
 
 logger = logging.getLogger(__name__)
 

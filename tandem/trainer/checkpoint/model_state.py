@@ -15,8 +15,8 @@ from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
+from tandem.trainer.checkpoint.format.shard import Key, Shard, flat_shards
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard, flat_shards
 from tandem.trainer.optimizers.adamw import MOMENTS, Optimizer, OptimizerState
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
 from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
@@ -34,8 +34,8 @@ def parts_of(decoder: Decoder) -> list[Part]:
         start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
         assert view.is_contiguous()
         slices = shard_slices(decoder.shapes, name, shapes[name], decoder.shard_spec)
-        box = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
-        parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], box))
+        offsets = ShardOffsets(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+        parts.append(Part(owner, (view.data_ptr() - start) // view.element_size(), name, shapes[name], offsets))
     return parts
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, is_covered, whole_offsets
-from tandem.trainer.checkpoint.digests import chunk_digest, chunks_over
-from tandem.trainer.checkpoint.manifest import Damaged, Manifest, read_indexes
-from tandem.trainer.checkpoint.rank_file import Placed, RankIndex
-from tandem.trainer.checkpoint.shard import Key, Shard
+from tandem.trainer.checkpoint.format.digests import chunk_digest, chunks_over
+from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_indexes
+from tandem.trainer.checkpoint.format.rank_file import Placed, RankIndex
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.types import UserError
 
 BLOCK_BYTES = 64 << 20
@@ -72,11 +72,11 @@ class Contents:
             for shard in shards:
                 left = [shard.offsets]
                 for index, placed in self.stored[shard.key]:
-                    for common in [overlap for box in left if (overlap := intersection(box, placed.piece.offsets)) is not None]:
+                    for common in [overlap for part in left if (overlap := intersection(part, placed.piece.offsets)) is not None]:
                         if index.rank not in files:
                             files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index))
                         _copy(files[index.rank], placed, common, shard)
-                    left = [rest for box in left for rest in difference(box, placed.piece.offsets)]
+                    left = [rest for part in left for rest in difference(part, placed.piece.offsets)]
             return sum(file.read_bytes for file in files.values())
 
     def check(self, shards: Sequence[Shard]) -> None:

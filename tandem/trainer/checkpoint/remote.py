@@ -11,8 +11,8 @@ from pathlib import Path
 from time import sleep
 
 from tandem.storage.files import Storage, read_blocks
-from tandem.trainer.checkpoint.commit import MARKER, sync_directory
-from tandem.trainer.checkpoint.manifest import Damaged, verify
+from tandem.trainer.checkpoint.format.commit import MARKER, sync_directory
+from tandem.trainer.checkpoint.format.manifest import Damaged, verify
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)

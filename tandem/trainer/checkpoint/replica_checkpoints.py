@@ -19,12 +19,12 @@ from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
-from tandem.trainer.checkpoint.manifest import read_manifest
+from tandem.trainer.checkpoint.format.manifest import read_manifest
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.checkpoint.write import Committed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.tensor_file import file_tensor

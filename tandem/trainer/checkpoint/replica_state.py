@@ -12,9 +12,9 @@ from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import checked_tensors
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
+from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.shard import Key, Shard
 from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
 from tandem.trainer.parallel.placement import is_tied_copy
 from tandem.trainer.parallel.replica import Replica

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.trainer.checkpoint.rank_file import Layout, lay_out
-from tandem.trainer.checkpoint.shard import Piece, Shard, piece_of
+from tandem.trainer.checkpoint.format.rank_file import Layout, lay_out
+from tandem.trainer.checkpoint.format.shard import Piece, Shard, piece_of
 from tandem.trainer.offload.tensor_file import TensorFile
 from tandem.types import RunError
 

@@ -18,9 +18,9 @@ from typing import Any
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint
-from tandem.trainer.checkpoint.commit import FULL, MARKER, sync_directory
-from tandem.trainer.checkpoint.digests import CHUNK_BYTES, best_algorithm, bytes_digest
-from tandem.trainer.checkpoint.manifest import (
+from tandem.trainer.checkpoint.format.commit import FULL, MARKER, sync_directory
+from tandem.trainer.checkpoint.format.digests import CHUNK_BYTES, best_algorithm, bytes_digest
+from tandem.trainer.checkpoint.format.manifest import (
     MANIFEST,
     Damaged,
     Entry,
@@ -33,7 +33,7 @@ from tandem.trainer.checkpoint.manifest import (
     read_entry,
     read_manifest,
 )
-from tandem.trainer.checkpoint.rank_file import RankIndex, damaged_chunk, write_chunks, write_small
+from tandem.trainer.checkpoint.format.rank_file import RankIndex, damaged_chunk, write_chunks, write_small
 from tandem.trainer.checkpoint.staging import Staging
 from tandem.types import RunError
 

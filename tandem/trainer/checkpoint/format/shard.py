@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shard_offsets import ShardOffsets, boxes_of_range
+from tandem.layout.shard_offsets import ShardOffsets, offsets_of_range
 
 
 class Key(NamedTuple):
@@ -50,7 +50,7 @@ def piece_of(shard: Shard) -> Piece:
 def flat_shards(key: Key, whole: tuple[int, ...], offsets: ShardOffsets, first: int, values: Tensor) -> list[Shard]:
     """Returns the shards of a run of memory. ``values[n]``: the elements from ``first`` on of the row-major memory of the part ``offsets``."""
     shards, taken = [], 0
-    for run in boxes_of_range(offsets.shape, first, first + values.numel()):
+    for run in offsets_of_range(offsets.shape, first, first + values.numel()):
         part = values[taken : taken + run.numel].view(run.shape)
         shards.append(Shard(key, whole, run.moved(offsets.start), part))
         taken += run.numel

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.trainer.checkpoint.commit import MARKER, file_digest
-from tandem.trainer.checkpoint.digests import bytes_digest
-from tandem.trainer.checkpoint.rank_file import RankIndex, damaged_chunk, read_index
+from tandem.trainer.checkpoint.format.commit import MARKER, file_digest
+from tandem.trainer.checkpoint.format.digests import bytes_digest
+from tandem.trainer.checkpoint.format.older_version import MANIFEST, is_of_older_version
+from tandem.trainer.checkpoint.format.rank_file import RankIndex, damaged_chunk, read_index
 from tandem.types import RunError
 
-MANIFEST = "MANIFEST.json"
 FORMAT = "tandem-shards-1"
 
 
@@ -61,10 +61,6 @@ def marker_of(manifest: bytes) -> bytes:
     return (json.dumps({"format": FORMAT, "manifest": bytes_digest(manifest)}) + "\n").encode()
 
 
-OLD_STATE = "trainer.json"
-"""The file that checkpoints of version 0.1 have instead of a manifest."""
-
-
 class Damaged(RunError):
     """Raised for a checkpoint that is not as it was written; the message says what is wrong, without the folder's name."""
 
@@ -72,8 +68,8 @@ class Damaged(RunError):
 def read_manifest(folder: Path, committed: bool = True) -> tuple[Manifest, str]:
     """Returns the manifest of ``folder`` and its digest, which the marker must name if the folder is ``committed``. Raises ``Damaged``."""
     data = _bytes(folder / MANIFEST) if (folder / MARKER).is_file() or not committed else None
-    if (folder / OLD_STATE).is_file() and not (folder / MANIFEST).exists():
-        raise Damaged("it was written by an older version of Tandem and only that version can read it; continue the run with that version")
+    if is_of_older_version(folder):
+        raise Damaged("it was written by an older version of Tandem, which alone can read it")
     if data is None:
         raise Damaged(f"it has no {MARKER} marker: it was never completed" if folder.is_dir() else "it does not exist")
     digest = bytes_digest(data)

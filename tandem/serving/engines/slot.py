@@ -1,0 +1,45 @@
+"""A place for one engine in the pool: the engine, its last stats and the requests that it computes."""
+
+from dataclasses import dataclass, field
+
+from tandem.engine.metrics.stats import EngineStats
+from tandem.serving.engines.instance import Instance
+from tandem.serving.engines.stream import Stream
+from tandem.types import WeightVersion
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for one engine and its requests. ``instance``: ``None`` while none is ready. ``outstanding``: tokens that its requests may still
+    ask for. ``failures``: unsuccessful starts since its last step."""
+
+    index: int
+    instance: Instance | None = None
+    stats: EngineStats | None = None
+    streams: dict[str, Stream] = field(default_factory=dict)
+    outstanding: int = 0
+    failures: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"instance {self.index}"
+
+    def add(self, stream: Stream) -> None:
+        """Adds a request."""
+        self.streams[stream.request.id] = stream
+        self.outstanding += stream.outstanding
+
+    def remove(self, request_id: str) -> Stream | None:
+        """Removes and returns a request; ``None`` if the slot does not have it."""
+        stream = self.streams.pop(request_id, None)
+        if stream is not None:
+            self.outstanding -= stream.outstanding
+        return stream
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of every engine: ``folders`` together hold all tensors; empty for the model's own."""
+
+    version: WeightVersion
+    folders: tuple[str, ...] = ()
