@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from data_ranks import remember
-from model_ranks import Case, ranks_of, weights_of
+from model_ranks import LLAMA, Case, ranks_of, weights_of
 from pipeline_ranks import named
 from ranks import Here
 
@@ -59,6 +59,13 @@ class Policy:
             router_balance_loss=self.case.balance_loss, router_bias_rate=self.case.bias_rate, loss_scale=2.0**10,
             **dict.fromkeys(self.offloaded, "nvme"),
         )  # fmt: skip
+
+
+EACH_ONE = Policy(
+    Case(LLAMA, "float32", "cpu", steps=3), AlgorithmConfig(minibatches=2, kl_coef=0.1), counts=(4,), faults=(), micro_batch_tokens=1,
+    max_grad_norm=0.0,
+)
+"""Two sequences to a minibatch and each in a micro-batch of its own: two ranks then add what one process adds, in its order."""
 
 
 def judged_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]]:
