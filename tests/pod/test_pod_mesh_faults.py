@@ -30,8 +30,8 @@ def slot(fault: Fault) -> str:
 
 
 def phase(fault: Fault) -> str | None:
-    """The phase that a fault of this point proves: the calls of the trainer of a rank that is not the first, which alone answers the shim; the
-    writing of a checkpoint, which is one code for all, of the pod's trainer. ``None``: none."""
+    """The phase that a fault at this point proves, ``None`` for none: a call of the trainer in a rank other than the first, whose reply is the
+    group's; the writing of a checkpoint, the same code in both, in the pod's trainer."""
     if slot(fault) == "sft":
         return None if fault.name in ("load", "checkpoint_stage", *WRITING, "checkpoint_prune") else f"sft {fault.name}"
     is_call = fault.name in trainer_calls(STEPS)
