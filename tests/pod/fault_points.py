@@ -104,6 +104,6 @@ NAMED_ON_A_MESH = (
     "trainer_rank1:after:register:1",
     "trainer_rank3:before:register:2", "trainer_worker:after:save:2", "trainer_rank2:before:inference:1", "trainer_rank1:before:convert:2",
     "trainer_shim:before:train:1", "trainer_rank1:after:inference:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1",
-    "trainer_rank2:before:load:0",
+    "rank2:before:load:0,trainer_rank2:before:load:0",
 )  # fmt: skip
 """Points that are proved one by one."""
