@@ -134,10 +134,7 @@ class PretrainRecipe:
             )
         if self.task is not None:
             refuse_unread("data", self.data, "task.name takes the place of the datasets", "held_out", "cache")
-        if not self.data.held_out:
-            reason = "data.held_out is empty" if self.task is None else "there is no held-out data beside the demonstrations of a task"
-            fix = "set data.held_out" if self.task is None else ""
-            refuse_unread("evaluation", self.evaluation, reason, "every_steps", "sequences", fix=fix)
+            refuse_unread("evaluation", self.evaluation, "there is no held-out data beside the demonstrations of a task", "every_steps", "sequences")
         longest = self.model.max_length or (self.model.create.max_position_embeddings if self.model.create else 0)
         if longest and self.data.sequence_length > longest:
             raise UserError(

@@ -73,8 +73,7 @@ class Shim:
         self.starts += 1
         options, recipe = self.options, build(Recipe, read_yaml(self.run / "config.yaml"))
         parallel = recipe.parallel
-        is_trainer = self.role == "trainer"
-        shape = mesh_of(parallel) if is_trainer else MeshShape()
+        shape = mesh_of(parallel) if self.role == "trainer" else MeshShape()
         settings = GroupSettings(
             name=f"the {self.role} worker",
             target=f"tandem.pod.{self.role}_worker",
@@ -86,7 +85,7 @@ class Shim:
             hang_timeout_s=parallel.collective_timeout_s,
             heartbeat_timeout_s=parallel.heartbeat_timeout_s,
             log=lambda rank: f"{self.role}_worker" + (f"-{rank}" if rank else ""),
-            roles=lambda rank: (*([f"{self.role}_worker"] if rank == 0 else []), *([f"rank{rank}"] if is_trainer else [])),
+            roles=lambda rank: (f"{self.role}_worker" if rank == 0 else f"{self.role}_rank{rank}",),
         )
         return WorkerGroup(settings, shape, say=logger.warning)
 

@@ -51,6 +51,7 @@ class Rank:
         """Reports that this rank starts ``phase`` of ``step``."""
         if self.heartbeat is not None:
             self.heartbeat.phase_is(phase, step)
+        self.fault_point(f"before:{phase}:{step}")
 
     def beat(self) -> None:
         """Reports progress."""

@@ -38,7 +38,6 @@ UNREAD: list[tuple[dict[str, Any], str, Any, str, dict[str, Any]]] = [
     (RL, "parallel.across_nodes", True, "all ranks (1) are on one machine", {"parallel.data": 2, "parallel.ranks_per_node": 1}),
     (RL, "registry.name", "small", "there is no registry", {"registry.path": "registry"}),
     (RL, "task.prompt_key", "question", "task.name is 'sort'", {"task.name": "jsonl", "task.path": "prompts.jsonl"}),
-    (DATA, "evaluation.sequences", 4, "data.held_out is empty", {"data.held_out": "data"}),
     (RL, "rollout.engine.swap_space", 1.0, "preemption_mode is 'recompute'", {"rollout.engine.preemption_mode": "swap"}),
 ]  # fmt: skip
 OTHER = {"algorithm.advantage_epsilon": {"algorithm.name": "dr_grpo"}, "rollout.engine.swap_space": {"rollout.engine.preemption_mode": "recompute"}}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from data_ranks import record_gradients
-from model_ranks import Case, ranks_of, weights_of
+from model_ranks import LLAMA, Case, ranks_of, weights_of
 from pipeline_ranks import named
 from ranks import RankContext
 
@@ -63,8 +63,15 @@ class Policy:
         )  # fmt: skip
 
 
+EACH_ONE = Policy(
+    Case(LLAMA, "float32", "cpu", steps=3), AlgorithmConfig(minibatches=2, kl_coef=0.1), counts=(4,), faults=(), micro_batch_tokens=1,
+    max_grad_norm=0.0,
+)
+"""Two sequences to a minibatch and each in a micro-batch of its own: two ranks then add what one process adds, in its order."""
+
+
 def scored_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]]:
-    """Returns samples with random tokens and lengths, random recorded log-probabilities and random scores."""
+    """Samples of random tokens and lengths, with random records and scores."""
     draw = random.Random(step)
     samples: list[Sample] = []
     for prompt, count in enumerate(policy.counts):

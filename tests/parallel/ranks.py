@@ -62,6 +62,15 @@ class Ranks:
         self._processes = []
 
 
+def small_pieces(here: RankContext, piece: int, smallest: int) -> tuple[int, int]:
+    """Offloads small models in many pieces on this rank: of ``piece`` numbers, and activations from ``smallest`` bytes. Returns what was set."""
+    from tandem.trainer.offload import activations, pager
+
+    before = pager.PIECE, activations.SMALLEST_BYTES
+    pager.PIECE, activations.SMALLEST_BYTES = piece, smallest
+    return before
+
+
 def _serve() -> None:
     import importlib.util
 

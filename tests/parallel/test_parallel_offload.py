@@ -9,14 +9,13 @@ import torch
 from data_ranks import trained
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, build, ranks_of, sequences_of
 from pipeline_ranks import train_pipeline
-from ranks import RankContext, Ranks
+from ranks import RankContext, Ranks, small_pieces
 
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.mesh import MeshShape
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
-from tandem.trainer.offload import activations, pager
 from tandem.trainer.optimizers.adamw import MOMENTS
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.trainer.parallel.zero import ShardedOptimizer
@@ -27,17 +26,11 @@ CASE = Case(QWEN3, "float32", "cpu")
 FOUR = MeshShape(data=2, tensor=2)
 
 
-def pieces_of(here: RankContext, piece: int, smallest: int) -> None:
-    """Returns small models in many pieces, on this rank."""
-    pager.PIECE, activations.SMALLEST_BYTES = piece, smallest
-
-
 @pytest.fixture(autouse=True)
-def small_pieces(ranks: Ranks, one_thread: None) -> Iterator[None]:
-    before = pager.PIECE, activations.SMALLEST_BYTES
-    ranks.run(FOUR, pieces_of, 192, 64)
+def many_pieces(ranks: Ranks, one_thread: None) -> Iterator[None]:
+    before = ranks.run(FOUR, small_pieces, 192, 64)[0]
     yield
-    ranks.run(FOUR, pieces_of, *before)
+    ranks.run(FOUR, small_pieces, *before)
 
 
 def check(ranks: Ranks, shape: MeshShape, case: Case, zero: Any, passes: int, folder: Path, offloaded: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from fault_points import NAMED_ON_A_MESH
 from pod_runs import PodRun
 
 from tandem.model.huggingface.model_folder import read_tensors
@@ -73,10 +74,7 @@ def test_engine_of_two_tensor_ranks_has_the_bits_of_the_mesh_that_trains(mesh: s
     assert two.rows() == one.rows() and two.results() == one.results()
 
 
-@pytest.mark.parametrize("fault", ["rank1:after:register:1", *(pytest.param(f, marks=pytest.mark.full) for f in (
-    "rank3:before:register:2", "trainer_worker:after:save:2", "rank2:before:inference:1", "rank1:before:convert:2",
-    "trainer_shim:before:train:1", "rank1:after:inference:1", "rollout_worker:after:update_weight:1", "pod:after:commit_scores:1", "rank2:before:load:0",
-))])  # fmt: skip
+@pytest.mark.parametrize("fault", [NAMED_ON_A_MESH[0], *(pytest.param(fault, marks=pytest.mark.full) for fault in NAMED_ON_A_MESH[1:])])
 def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, run_of: RunOf, tmp_path: Path) -> None:
     quiet, run = run_of(MESHES[KILLED]), PodRun(tmp_path)
     done = run.train(TWO_HEADS, *FEW_STEPS, *MESHES[KILLED].split(), "--fault", fault)
@@ -91,7 +89,7 @@ def test_rank_that_is_killed_on_a_mesh_changes_no_bit(fault: str, run_of: RunOf,
 
 def test_run_of_two_ranks_is_resumed_in_one_process_and_says_that_its_bits_may_differ(tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train("--parallel.data=2", *FEW_STEPS, "--run.max_restarts=0", "--fault", "rank1:before:convert:2")
+    done = run.train("--parallel.data=2", *FEW_STEPS, "--run.max_restarts=0", "--fault", "trainer_rank1:before:convert:2")
     assert done.returncode == 1 and "rank 1 died (killed by SIGKILL)" in done.stderr and len(done.stderr.splitlines()) == 1
     resumed = run.resume("--parallel.data=1")
     assert resumed.returncode == 0, resumed.stderr

@@ -53,6 +53,20 @@ def test_a_second_moment_never_becomes_zero_and_zeros_stay_zero():
     assert isinstance(book.encode(x), Coded)
 
 
+def test_parameters_of_float64_take_the_steps_of_fp32_up_to_rounding():
+    """One gradient in a block: each moment is its block's largest, which is coded without an error."""
+    start, taken = torch.randn(64, 80), []
+    for dtype in (torch.float32, torch.float64):
+        weight = nn.Parameter(start.to(dtype, copy=True))
+        optimizer = AdamW8bit([("w", weight)], CONFIG)
+        for step in range(3):
+            weight.grad = (0.3 ** (torch.arange(weight.numel()) // BLOCK % 5 + step)).view_as(weight).to(dtype)
+            optimizer.step(1e-2)
+        assert any(name.startswith("exp_avg_codes") for name in optimizer.state().moments)
+        taken.append(weight.detach().double() - start.double())
+    assert (taken[0] - taken[1]).abs().max() < 2e-6 < 1e-3 < taken[1].abs().min()
+
+
 def test_small_parameters_and_the_embedding_have_the_bits_of_adamw():
     held = {"embed": nn.Parameter(torch.randn(100, 64)), "small": nn.Parameter(torch.randn(FEWEST_CODED - 1))}
     other = {name: nn.Parameter(p.detach().clone()) for name, p in held.items()}

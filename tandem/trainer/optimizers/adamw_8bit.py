@@ -16,7 +16,7 @@ FEWEST_CODED = 4096
 class AdamW8bit(HeldGradients):
     """AdamW (Loshchilov and Hutter, 2019) with block-wise 8-bit moments (Dettmers et al., 2022). Elementwise, in blocks.
 
-    A step decodes one parameter's moments to fp32, updates as ``AdamW`` does, and encodes them again. Parameters named in ``whole`` (the
+    A step decodes one parameter's moments to its dtype, updates as ``AdamW`` does, and encodes them again from fp32. Parameters named in ``whole`` (the
     embedding: as in the paper, since a rare token's row has moments far below its block's largest), those of one axis and those below
     ``FEWEST_CODED`` elements keep fp32 moments.
 
@@ -89,9 +89,10 @@ class AdamW8bit(HeldGradients):
     def _read(self, kind: str, name: str, like: Tensor) -> Tensor:
         if name not in self._coded:
             return self._moments[f"{kind}/{name}"]
-        return self._books[kind].decode(Coded(self._moments[f"{kind}{CODES}/{name}"], self._moments[f"{kind}{SCALES}/{name}"])).view_as(like)
+        decoded = self._books[kind].decode(Coded(self._moments[f"{kind}{CODES}/{name}"], self._moments[f"{kind}{SCALES}/{name}"]))
+        return decoded.to(like.dtype).view_as(like)
 
     def _write(self, kind: str, name: str, moment: Tensor) -> None:
         if name in self._coded:
-            coded = self._books[kind].encode(moment.view(-1))
+            coded = self._books[kind].encode(moment.view(-1).float())
             self._moments[f"{kind}{CODES}/{name}"], self._moments[f"{kind}{SCALES}/{name}"] = coded
