@@ -44,7 +44,7 @@ def execute_rl(
     device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size)
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
-        journal, metrics = stack.enter_context(opened_files(directory, faults.point("controller", directory) if faults else no_fault))
+        journal, metrics = stack.enter_context(opened_files(directory, True, faults.point("controller", directory) if faults else no_fault))
         records = Records(journal, metrics, callback)
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)

@@ -137,10 +137,10 @@ def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refuse
     (run.directory / "journal.sqlite").rename(tmp_path / "journal")
     refused = run.resume()
     assert refused.returncode == 1 and "has checkpoints and no journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert not (run.directory / "journal.sqlite").exists()
     (run.directory / "journal.sqlite").touch()
     refused = run.resume()
     assert refused.returncode == 1 and "has checkpoints and an empty journal.sqlite" in refused.stderr and len(refused.stderr.splitlines()) == 1
-    assert not (run.directory / "journal.sqlite").exists()
     (tmp_path / "journal").rename(run.directory / "journal.sqlite")
     for folder in (run.directory / "checkpoints").glob("step-*"):
         os.truncate(max(folder.iterdir(), key=lambda path: path.stat().st_size), 1000)
