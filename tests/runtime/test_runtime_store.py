@@ -1,8 +1,10 @@
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -196,3 +198,18 @@ def test_a_file_that_is_no_store_is_one_line(tmp_path):
     (tmp_path / "store.sqlite").write_bytes(b"nonsense" * 1000)
     with pytest.raises(RunError, match=r"store\.sqlite is damaged"):
         EmbeddedStore(tmp_path / "store.sqlite")
+
+
+def test_new_file_that_another_process_is_preparing_is_waited_for(tmp_path: Path) -> None:
+    # Without a write-ahead log yet, SQLite itself does not wait for the other's write lock.
+    path = tmp_path / "store.sqlite"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    timer = threading.Timer(0.3, lambda: other.execute("ROLLBACK"))
+    timer.start()
+    store = EmbeddedStore(path)
+    timer.join()
+    other.close()
+    store.put("key", b"value")
+    assert store.get("key").value == b"value"
+    store.close()

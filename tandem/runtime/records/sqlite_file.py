@@ -1,6 +1,7 @@
 """SQLite files that several processes share and that survive ``kill -9`` and, if ``durable``, power failures."""
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,14 +30,16 @@ def connect(
         target = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
         connection = sqlite3.connect(target, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
         try:
-            _prepare(connection, path, what, version, schema, read_only, durable)
+            _prepare(connection, path, what, version, schema, read_only, durable, busy_s)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool, durable: bool) -> None:
+def _prepare(
+    connection: sqlite3.Connection, path: Path, what: str, version: int, schema: str, read_only: bool, durable: bool, busy_s: float
+) -> None:
     damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
         raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[-1]}); restore it from a copy or start a new run")
@@ -45,7 +48,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int
         raise RunError(f"{what}: {path} has layout {layout} and this version of tandem reads {version}; use the version that wrote it")
     if read_only:
         return
-    connection.execute("PRAGMA journal_mode=WAL")
+    _use_write_ahead_log(connection, busy_s)
     connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
     connection.execute("PRAGMA foreign_keys=ON")
     if layout == 0:
@@ -55,6 +58,19 @@ def _prepare(connection: sqlite3.Connection, path: Path, what: str, version: int
                 if statement.strip():
                     connection.execute(statement)
             connection.execute(f"PRAGMA user_version={version}")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection, busy_s: float) -> None:
+    """SQLite does not wait for its timeout here: of two processes that open a new file at once, one fails immediately."""
+    end = time.monotonic() + busy_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() >= end:
+                raise
+            time.sleep(0.01)
 
 
 @contextmanager
