@@ -61,6 +61,24 @@ def test_adamw_equals_torch_without_its_fused_kernel_in_float32():
         torch.testing.assert_close(held[name], other[name], rtol=1e-6, atol=1e-7)
 
 
+def test_adamw_has_the_bits_of_torch_with_its_fused_kernel_and_goes_on_with_them_from_a_saved_state():
+    held, other = parameters(torch.float32), parameters(torch.float32)
+    optimizer = AdamW(held.items(), CONFIG)
+    decayed, plain = [other["weight"]], [other["norm.weight"], other["bias"]]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.99), eps=1e-6, fused=True)
+    for step in range(6):
+        if step == 3:
+            saved = OptimizerState({name: value.clone() for name, value in optimizer.state().moments.items()}, optimizer.state().updates)
+            optimizer = AdamW(held.items(), CONFIG)
+            optimizer.load_state(saved)
+        gradients(held, step)
+        gradients(other, step)
+        optimizer.step(0.01)
+        reference.step()
+    assert all(torch.equal(held[name], other[name]) for name in held)
+
+
 def test_norms_and_biases_are_not_decayed():
     held = parameters()
     before = {name: p.detach().clone() for name, p in held.items()}

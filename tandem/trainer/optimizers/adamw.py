@@ -136,11 +136,27 @@ class HeldGradients:
         return clip_gradients(self.parameters.values(), self._config.max_grad_norm, scale)
 
 
-class AdamW(HeldGradients):
-    """``torch.optim.AdamW`` (Loshchilov and Hutter, 2019) over a model's parameters. Elementwise.
+@torch.no_grad()
+def fused_adamw(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], updates: Tensor,
+    config: TrainerConfig, learning_rate: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """Updates ``weights`` and their moments in place by torch's fused kernel, which on a CPU gives the same bits for any number of threads.
 
-    Weight decay applies to matrices, not to norms and biases (fewer than two axes); ``decayed`` overrides which names it applies to. On a
-    CPU, torch's fused kernel gives the same bits for any number of threads."""
+    ``updates``: the number of updates with this one, fp32, on the weights' device. The class ``torch.optim.AdamW`` calls the same kernel; its
+    first call imports ``torch._dynamo``, which takes more than a second."""
+    torch._fused_adamw_(
+        list(weights), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], [updates] * len(weights), lr=learning_rate, beta1=config.beta1,
+        beta2=config.beta2, weight_decay=weight_decay, eps=config.epsilon, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+class AdamW(HeldGradients):
+    """AdamW (Loshchilov and Hutter, 2019) over a model's parameters, with the bits of ``torch.optim.AdamW(fused=True)`` where every
+    parameter has a gradient in every step: updates are counted for all parameters together, as they are saved. Elementwise.
+
+    Weight decay applies to matrices, not to norms and biases (fewer than two axes); ``decayed`` overrides which names it applies to. All
+    parameters have one dtype and device."""
 
     kinds: tuple[str, ...] = MOMENTS
 
@@ -148,35 +164,31 @@ class AdamW(HeldGradients):
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None
     ) -> None:
         super().__init__(parameters, config)
-        names = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": [p for name, p in self.parameters.items() if name in names], "weight_decay": config.weight_decay},
-                {"params": [p for name, p in self.parameters.items() if name not in names], "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,
-        )
+        self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
+        self._moments: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates every parameter that has a gradient."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
         self.updates += 1
+        for decays in (True, False):
+            chosen = {name: p for name, p in self.parameters.items() if p.grad is not None and (name in self._decayed) is decays}
+            if not chosen:
+                continue
+            weights, gradients = list(chosen.values()), [p.grad for p in chosen.values() if p.grad is not None]
+            first, second = ([self._moment(kind, name) for name in chosen] for kind in MOMENTS)
+            updates = torch.tensor(float(self.updates), device=weights[0].device)
+            fused_adamw(weights, gradients, first, second, updates, self._config, learning_rate, self._config.weight_decay if decays else 0.0)
+
+    def _moment(self, kind: str, name: str) -> Tensor:
+        key = f"{kind}/{name}"
+        if key not in self._moments:
+            self._moments[key] = torch.zeros_like(self.parameters[name], memory_format=torch.preserve_format)
+        return self._moments[key]
 
     def state(self) -> OptimizerState:
         """Returns the state that the next step depends on, besides weights and gradients."""
-        moments = {}
-        for name, parameter in self.parameters.items():
-            held = self._adamw.state.get(parameter, {})
-            for kind in MOMENTS:
-                if kind in held:
-                    moments[f"{kind}/{name}"] = held[kind]
-        return OptimizerState(moments, self.updates)
+        return OptimizerState({key: self._moments[key] for key in self.form() if key in self._moments}, self.updates)
 
     def form(self) -> dict[str, Tensor]:
         """Returns the tensors that ``state`` has after an update, on the ``meta`` device."""
@@ -186,14 +198,7 @@ class AdamW(HeldGradients):
         """Copies the tensors of ``state``. Raises ``ValueError`` if it is of another model; nothing is changed then."""
         check_state(state, self.form())
         self.updates = state.updates
-        self._adamw.state.clear()
-        if not state.moments:
-            return
-        for name, parameter in self.parameters.items():
-            # On the parameter's device, where torch's fused update reads it.
-            held: dict[str, Tensor] = {"step": torch.tensor(float(state.updates), device=parameter.device)}
-            for kind in MOMENTS:
-                held[kind] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(
-                    state.moments[f"{kind}/{name}"]
-                )
-            self._adamw.state[parameter] = held
+        self._moments.clear()
+        for key, saved in state.moments.items():
+            kind, _, name = key.partition("/")
+            self._moment(kind, name).copy_(saved)

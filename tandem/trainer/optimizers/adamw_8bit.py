@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state
+from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state, fused_adamw
 from tandem.trainer.optimizers.blockwise import BLOCK, CODES, SCALES, Coded, codebook
 
 FEWEST_CODED = 4096
@@ -48,10 +48,7 @@ class AdamW8bit(HeldGradients):
                 continue
             first, second = (self._read(kind, name, parameter) for kind in self._books)
             decay = config.weight_decay if name in self._decayed else 0.0
-            torch._fused_adamw_(
-                [parameter], [parameter.grad], [first], [second], [], [done], lr=learning_rate, beta1=config.beta1, beta2=config.beta2,
-                weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
-            )  # fmt: skip
+            fused_adamw([parameter], [parameter.grad], [first], [second], done, config, learning_rate, decay)
             for kind, moment in (("exp_avg", first), ("exp_avg_sq", second)):
                 self._write(kind, name, moment)
         self.updates += 1

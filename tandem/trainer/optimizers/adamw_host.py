@@ -10,7 +10,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.trainer.offload.host_memory import host_zeros
 from tandem.trainer.offload.pages import Pages
 from tandem.trainer.offload.streams import Streams, streams_of
-from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state
+from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state, fused_adamw
 
 PIECE = 1 << 22
 """Elements of a moment on the GPU at a time; 16 MiB, enough for the bus's full speed."""
@@ -89,11 +89,8 @@ class HostAdamW(HeldGradients):
                         flat = parameter.detach().view(-1)[own], parameter.grad.contiguous().view(-1)[own]
                         rows.append((*flat, exp_avg[staged], exp_avg_sq[staged]))
                 if rows:
-                    weights, gradients, first, second = (list(column) for column in zip(*rows, strict=True))
-                    torch._fused_adamw_(
-                        weights, gradients, first, second, [], [done] * len(weights), lr=learning_rate, beta1=config.beta1, beta2=config.beta2,
-                        weight_decay=config.weight_decay if decays else 0.0, eps=config.epsilon, amsgrad=False, maximize=False,
-                    )  # fmt: skip
+                    weights, gradients, first, second = zip(*rows, strict=True)
+                    fused_adamw(weights, gradients, first, second, done, config, learning_rate, config.weight_decay if decays else 0.0)
 
         return update
 

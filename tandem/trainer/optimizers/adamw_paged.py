@@ -13,7 +13,7 @@ from tandem.model.decoder import Decoder
 from tandem.trainer.offload.pager import Pager
 from tandem.trainer.offload.pages import GRADIENTS, WEIGHTS, Pages
 from tandem.trainer.offload.parameters import ParameterOffload
-from tandem.trainer.optimizers.adamw import MOMENTS, OptimizerState, check_state, global_norm, norms_of
+from tandem.trainer.optimizers.adamw import MOMENTS, OptimizerState, check_state, fused_adamw, global_norm, norms_of
 from tandem.trainer.parallel.flat_buffer import layer_number
 
 
@@ -115,10 +115,7 @@ class PagedAdamW:
                     assert parameter.grad is not None
                     weight, gradient = parameter.view(-1)[own], parameter.grad.contiguous().view(-1)[own]
                 decay = config.weight_decay if name in self._decayed else 0.0
-                torch._fused_adamw_(
-                    [weight], [gradient], [exp_avg[staged]], [exp_avg_sq[staged]], [], [done], lr=learning_rate, beta1=config.beta1,
-                    beta2=config.beta2, weight_decay=decay, eps=config.epsilon, amsgrad=False, maximize=False,
-                )  # fmt: skip
+                fused_adamw([weight], [gradient], [exp_avg[staged]], [exp_avg_sq[staged]], done, config, learning_rate, decay)
 
             if self._device.type == "cuda":
                 for piece, updated in zip(pieces[-2:], there, strict=True):

@@ -45,4 +45,4 @@ for ranks in (1, 2):
     llm = LLM(folder / "model", kernels="reference", max_num_seqs=2, tensor_parallel_size=ranks)
     answers.append(llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))[0].outputs[0].token_ids)
     llm.close()
-print(losses[-1] < 0.5 * losses[0], answers[0] == answers[1], list(answers[0]))
+print(losses[-1] < 0.5 * losses[0], answers[0] == answers[1], list(answers[0]), "torch._dynamo" in sys.modules)
