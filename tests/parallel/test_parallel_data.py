@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LARGER = replace(QWEN3, hidden_size=128, intermediate_size=384, num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("data", [2, 4])
+@pytest.mark.parametrize("data", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_equal_one_process_with_uneven_tokens(zero: int, data: int, ranks: Ranks) -> None:
     case = Case(QWEN3)

@@ -54,7 +54,7 @@ def test_inline_gives_the_bits_of_the_pod(undisturbed: PodRun, tmp_path: Path) -
     assert not (run.directory / "logs" / "trainer_worker.log").exists()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_a_mixture_of_experts_is_trained_and_rolled_out_with_the_same_bits(architecture: str, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train(f"--model.create.architecture={architecture}", "--model.create.num_experts=4", "--run.max_steps=2")
