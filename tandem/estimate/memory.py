@@ -9,7 +9,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import frozen_bytes, host_bytes_beside_gpu, state_bytes_on_gpu
 from tandem.estimate.model_bytes import cut_by_zero, kv_bytes_per_token, weight_bytes
-from tandem.estimate.peak_bytes import KEPT_SHARE, TRAINING_PROCESS_BYTES, peak_bytes, staging_bytes
+from tandem.estimate.peak_bytes import KEPT_SHARE, peak_bytes, process_bytes, staging_bytes
 from tandem.estimate.training_bytes import state_bytes
 from tandem.layout.shapes import ModelShapes
 from tandem.types.kv_cache import KVCacheDtype
@@ -70,7 +70,7 @@ def predict_beside_gpus(
     weights, frozen = weight_bytes(shapes, trainer.dtype), frozen_bytes(shapes, trainer, parallel) if reference else 0
     # Pinned memory is kept for the next rollout.
     asleep = state_bytes_on_gpu(shapes, trainer, parallel, frozen) if trainer.sleep_offload == "cpu" else 0
-    training = parallel.world * (TRAINING_PROCESS_BYTES + asleep) + host_bytes_beside_gpu(shapes, trainer)
+    training = parallel.world * (process_bytes(trainer) + asleep) + host_bytes_beside_gpu(shapes, trainer)
     return PodMemory(
         trainer=training, trainer_idle=training, rollout=engine_ranks * PROCESS_BYTES + weights + swap_bytes, segments=2 * weights
     )
@@ -90,4 +90,4 @@ def _idle_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelC
         weights = 0 if paged else weight_bytes(shapes, trainer.dtype, parallel.tensor)
         moments = state_bytes(shapes, trainer) // parallel.tensor
         held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen
-    return TRAINING_PROCESS_BYTES + int((1 + KEPT_SHARE) * held) + staging_bytes(shapes, trainer, parallel)
+    return process_bytes(trainer) + int((1 + KEPT_SHARE) * held) + staging_bytes(shapes, trainer, parallel)

@@ -11,7 +11,7 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
-from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
+from tandem.estimate.peak_bytes import peak_bytes, process_bytes
 from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
@@ -66,7 +66,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         if device == "cuda":
             check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
             lines = [*lines, describe_gpus(parallel.world, on_gpu)]
-            needed = parallel.world * TRAINING_PROCESS_BYTES + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
+            needed = parallel.world * process_bytes(recipe.trainer) + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
         else:
             needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
         free = available_bytes(recipe.machine.memory_gib)
