@@ -81,13 +81,21 @@ def fits_together(plan: PodMemory, available_bytes: int) -> bool:
     return plan.together <= available_bytes
 
 
+def sleeping_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool) -> int:
+    """Returns the bytes that all ranks have in files while the engine works. ``reference``: as in ``predict``."""
+    frozen = frozen_bytes(shapes, trainer, parallel) if reference else 0
+    return parallel.world * _state_bytes(shapes, trainer, parallel, frozen) if trainer.sleep_offload == "nvme" else 0
+
+
 def _idle_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int) -> int:
     """Returns the bytes of one rank while the engine works: weights, moments and the frozen copy, unless they are in a file, and the staged copy of
     a checkpoint. Gradients are dropped."""
-    held = 0
-    if trainer.sleep_offload != "nvme":
-        paged = trainer.offload_parameters == "nvme"
-        weights = 0 if paged else weight_bytes(shapes, trainer.dtype, parallel.tensor)
-        moments = state_bytes(shapes, trainer) // parallel.tensor
-        held = cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen
+    held = 0 if trainer.sleep_offload == "nvme" else _state_bytes(shapes, trainer, parallel, frozen)
     return process_bytes(trainer) + int((1 + KEPT_SHARE) * held) + staging_bytes(shapes, trainer, parallel)
+
+
+def _state_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int) -> int:
+    """Returns the bytes of one rank's weights, moments and frozen copy that are in memory while it trains."""
+    weights = 0 if trainer.offload_parameters == "nvme" else weight_bytes(shapes, trainer.dtype, parallel.tensor)
+    moments = state_bytes(shapes, trainer) // parallel.tensor
+    return cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen

@@ -55,6 +55,12 @@ def kv_cache_tokens(rollout: RolloutConfig, group_size: int, max_length: int) ->
     return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 
+def largest_micro_batch(rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, max_length: int) -> int:
+    """Returns the tokens of the largest micro-batch of sequences of at most ``max_length`` tokens, of which one longer than
+    ``micro_batch_tokens`` is a micro-batch by itself."""
+    return min(max(trainer.micro_batch_tokens, max_length), rollout.prompts_per_step * algorithm.group_size * max_length)
+
+
 def plan(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, parallel: ParallelConfig, machine: MachineConfig,
     shapes: ModelShapes, max_length: int, rollout_precision: str,
@@ -70,8 +76,7 @@ def plan(
             f"the samples of one step need {batch / 2**30:.2f} GiB and {available / 2**30:.2f} GiB are available; lower rollout.prompts_per_step or "
             "rollout.max_tokens"
         )
-    # A sequence longer than micro_batch_tokens is a micro-batch by itself.
-    tokens = min(max(trainer.micro_batch_tokens, max_length), sequences * max_length)
+    tokens = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens, reference = kv_cache_tokens(rollout, algorithm.group_size, max_length), algorithm.kl_coef > 0
     gpu = None
     if pod_device(machine) == "cpu":

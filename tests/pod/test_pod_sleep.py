@@ -1,15 +1,23 @@
 """A trainer whose state is in a file during the rollout: the same bits, exact bytes in the journal, and memory freed for the engine."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pod_runs import PodRun, difference
 
+from tandem.config.parallel import ParallelConfig
+from tandem.config.recipe import Recipe, load_config
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.memory import sleeping_bytes
+from tandem.jobs.checks.check_rl import check_rl_run
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.states import TrainerState
 from tandem.runtime.records.journal import Journal
+from tandem.types import RunError
 
 
 def details(run: PodRun, state: TrainerState) -> list[dict[str, Any]]:
@@ -33,6 +41,7 @@ def test_state_that_waits_in_a_file_changes_no_bit_and_the_journal_has_its_bytes
     assert [offload["begun_bytes"] for offload in offloads] == [weights] + [3 * weights] * 6
     assert [offload["gradient_bytes"] for offload in offloads] == [0] + [weights] * 6
     assert [register["offload_bytes"] for register in registers] == [2 * weights] + [4 * weights] * 6
+    assert sleeping_bytes(read_shapes(run.directory / "model"), TrainerConfig(sleep_offload="nvme"), ParallelConfig(), reference=True) == 4 * weights
     assert [onload["bytes"] for onload in onloads] == [2 * weights] + [4 * weights] * 5
     assert all(register["offload_seconds"] > 0 for register in registers) and all(onload["seconds"] > 0 for onload in onloads)
     assert list((run.directory / "offload").iterdir()) == [], "the file has no name"
@@ -45,6 +54,25 @@ def test_offload_to_the_memory_that_the_state_is_in_says_that_nothing_moves(tmp_
     assert (done.stdout + done.stderr).count("sleep_offload is cpu, and the trainer's state is in the host's memory already: nothing moves") == 1
     assert all(detail["begun_bytes"] == 0 and "nothing moves" in detail["note"] for detail in details(run, TrainerState.OFFLOAD))
     assert all(detail["bytes"] == 0 for detail in details(run, TrainerState.ONLOAD))
+
+
+def test_disk_without_room_for_offloaded_state_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+
+    def checked(*overrides: str) -> list[str]:
+        settings = ("trainer.sleep_offload=nvme", f"run.directory={tmp_path}", *overrides)
+        recipe = load_config(Path(__file__).parents[2] / "recipes" / "sort.yaml", [f"--{setting}" for setting in settings])
+        assert isinstance(recipe, Recipe)
+        return check_rl_run(recipe).lines()
+
+    assert any(line.startswith("of them offloaded: ") for line in checked())
+    assert any(line.endswith(f"MiB in '{away}'") for line in checked(f"trainer.offload_folder={away}"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**20 if Path(folder) == away else 2**50))
+    checked()
+    with pytest.raises(RunError, match=r"on the disk of '.*away' and 1 MiB are free; make room, or name another 'trainer\.offload_folder'"):
+        checked(f"trainer.offload_folder={away}")
 
 
 @pytest.mark.full

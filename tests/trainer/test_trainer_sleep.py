@@ -1,6 +1,7 @@
 """Training state in a file or in host memory during a rollout: exact bytes, memory returned to the system, the same tensors afterwards."""
 
 import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,28 @@ def test_room_is_made_once_for_what_sleeps_and_grows_with_it(place):
 def file_bytes(tensors):
     """What the tensors take, each from a boundary of a page on."""
     return sum(-(-tensor.nbytes // 4096) * 4096 for tensor in tensors)
+
+
+def test_weights_are_converted_while_the_moments_are_still_being_written(tmp_path):
+    class SlowDisk(FilePlace):
+        is_free = threading.Event()
+
+        def write(self, content: torch.Tensor, at: int) -> None:
+            assert self.is_free.wait(timeout=60)
+            super().write(content, at)
+
+    moments, weights = torch.arange(1000, dtype=torch.float32), torch.arange(8, dtype=torch.float32)
+    disk = SlowDisk(tmp_path)
+    sleep = SleepOffload(disk)
+    assert sleep.begin_offload([moments]) == moments.nbytes
+    converted = weights.bfloat16()
+    assert not disk.is_free.is_set() and converted.tolist() == list(range(8)), "a write that waited for this line would have failed"
+    disk.is_free.set()
+    assert sleep.begin_offload([weights]) == weights.nbytes
+    assert sleep.wait().size_bytes == moments.nbytes + weights.nbytes
+    sleep.onload()
+    assert moments.tolist() == list(range(1000)) and weights.tolist() == list(range(8))
+    sleep.close()
 
 
 @pytest.mark.parametrize("kind", ["none", "cpu", "nvme"])

@@ -19,7 +19,9 @@ from tandem.jobs.checks.check_run import (
     check_model_on_mesh,
     check_offload,
     check_offload_folder,
+    check_offloaded_disk,
     check_targets,
+    describe_offloaded,
     folder_to_check,
     warn_of_cores,
 )
@@ -80,8 +82,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens, parallel)
         check_disk(Path(recipe.run.directory), disk)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
-        if recipe.trainer.offload_folder:
-            check_disk(Path(recipe.trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
+        check_offloaded_disk(recipe.trainer, offloaded)
         check_offload_folder(recipe.trainer.offload_folder)
         check_targets(recipe.checkpoint, recipe.registry)
         return [
@@ -89,8 +90,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
             *(warn_of_cores(parallel) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
-            *([f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded and not recipe.trainer.offload_folder else []),
-            *([f"offloaded: {offloaded / 2**20:,.0f} MiB in '{recipe.trainer.offload_folder}'"] if recipe.trainer.offload_folder else []),
+            *([told] if (told := describe_offloaded(recipe.trainer, offloaded)) else []),
             *describe(mesh_of(parallel), parallel.nodes()),
             *_describe_pipeline(recipe.data, recipe.trainer, parallel, spans),
         ]

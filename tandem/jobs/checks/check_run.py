@@ -75,6 +75,21 @@ def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkp
         raise RunError(f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; {fix}")
 
 
+def check_offloaded_disk(trainer: TrainerConfig, offloaded: int) -> int:
+    """Checks that ``trainer.offload_folder`` has room for ``offloaded`` bytes; returns how many of them are in the run's own folder."""
+    if not trainer.offload_folder:
+        return offloaded
+    check_disk(Path(trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
+    return 0
+
+
+def describe_offloaded(trainer: TrainerConfig, offloaded: int) -> str:
+    """Returns a line on the disk space of offloaded state; empty without."""
+    if trainer.offload_folder:
+        return f"offloaded: {offloaded / 2**20:,.0f} MiB in '{trainer.offload_folder}'"
+    return f"of them offloaded: {offloaded / 2**20:,.0f} MiB" if offloaded else ""
+
+
 def check_offload_folder(folder: str) -> None:
     """Raises ``UserError`` where ``trainer.offload_folder`` (empty: the run's own) is no folder and cannot be made one, or cannot be written."""
     if not folder:
