@@ -177,7 +177,7 @@ class AdamW(HeldGradients):
                 continue
             weights, gradients = list(chosen.values()), [p.grad for p in chosen.values() if p.grad is not None]
             first, second = ([self._moment(kind, name) for name in chosen] for kind in MOMENTS)
-            updates = torch.tensor(float(self.updates), device=weights[0].device)
+            updates = torch.full((), float(self.updates), device=weights[0].device)
             fused_adamw(weights, gradients, first, second, updates, self._config, learning_rate, self._config.weight_decay if decays else 0.0)
 
     def _moment(self, kind: str, name: str) -> Tensor:

@@ -40,7 +40,7 @@ class AdamW8bit(HeldGradients):
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates every parameter that has a gradient."""
-        config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
+        config, done = self._config, torch.full((), float(self.updates + 1), device=self._device)
         if not self._moments:
             self._moments = self._blank()
         for name, parameter in self.parameters.items():

@@ -43,7 +43,7 @@ class HostAdamW(HeldGradients):
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates every parameter that has a gradient."""
-        done, streams = torch.tensor(float(self.updates + 1), device=self._device), self._streams
+        done, streams = torch.full((), float(self.updates + 1), device=self._device), self._streams
         length = self._pages.length
         pieces = [slice(start, min(start + self._piece, length)) for start in range(0, length, self._piece)]
         # The previous step's moments must be back in host memory before they are fetched again.

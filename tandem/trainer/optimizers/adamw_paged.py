@@ -95,7 +95,7 @@ class PagedAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates every parameter that has a gradient."""
-        config, done = self._config, torch.tensor(float(self.updates + 1), device=self._device)
+        config, done = self._config, torch.full((), float(self.updates + 1), device=self._device)
         if self.layers is not None:
             self.layers.release()
         chosen = [pages for pages in self._pages if any(self._has_gradient(name) for name in pages.parameters)]
