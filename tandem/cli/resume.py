@@ -3,9 +3,8 @@
 Samples and scores in the run's journal are used again, not drawn or computed a second time. On the same mesh the resumed run
 equals an undisturbed one bit for bit; a machine with another thread count, instruction set or torch build is refused.
 
-The sections parallel and machine, and trainer.offload, trainer.offload_parameters, trainer.offload_activations and
-trainer.offload_folder, may have new values; on another mesh
-results differ in their last bits.
+The sections parallel and machine, and trainer.offload, trainer.offload_parameters, trainer.offload_activations,
+trainer.offload_folder and trainer.sleep_offload, may have new values; on another mesh results differ in their last bits.
 
 examples:
   tandem resume runs/sort

@@ -3,7 +3,15 @@
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
-from tandem.estimate.training_bytes import ONE_PROCESS, checkpoint_bytes, saved_bytes, state_bytes, token_sharing, working_bytes
+from tandem.estimate.training_bytes import (
+    ONE_PROCESS,
+    checkpoint_bytes,
+    rank_state_bytes,
+    saved_bytes,
+    state_bytes,
+    token_sharing,
+    working_bytes,
+)
 from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.shapes import ModelShapes
 
@@ -59,6 +67,5 @@ def frozen_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parallel
 
 def state_bytes_on_gpu(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int = 0) -> int:
     """Returns the bytes that one rank keeps on its GPU from step to step: weights, moments unless they are offloaded, and a ``frozen`` copy."""
-    moments = 0 if trainer.offload != "none" else state_bytes(shapes, trainer) // parallel.tensor
-    weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
-    return cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen
+    moments = 0 if trainer.offload != "none" else state_bytes(shapes, trainer)
+    return rank_state_bytes(shapes, trainer, parallel, moments, frozen)

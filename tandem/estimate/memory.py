@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import frozen_bytes, host_bytes_beside_gpu, state_bytes_on_gpu
-from tandem.estimate.model_bytes import cut_by_zero, kv_bytes_per_token, weight_bytes
+from tandem.estimate.model_bytes import kv_bytes_per_token, weight_bytes
 from tandem.estimate.peak_bytes import KEPT_SHARE, peak_bytes, process_bytes, staging_bytes
-from tandem.estimate.training_bytes import state_bytes
+from tandem.estimate.training_bytes import rank_state_bytes, state_bytes
 from tandem.layout.shapes import ModelShapes
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -84,18 +84,11 @@ def fits_together(plan: PodMemory, available_bytes: int) -> bool:
 def sleeping_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool) -> int:
     """Returns the bytes that all ranks have in files while the engine works. ``reference``: as in ``predict``."""
     frozen = frozen_bytes(shapes, trainer, parallel) if reference else 0
-    return parallel.world * _state_bytes(shapes, trainer, parallel, frozen) if trainer.sleep_offload == "nvme" else 0
+    return parallel.world * rank_state_bytes(shapes, trainer, parallel, state_bytes(shapes, trainer), frozen) if trainer.sleep_offload == "nvme" else 0
 
 
 def _idle_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int) -> int:
     """Returns the bytes of one rank while the engine works: weights, moments and the frozen copy, unless they are in a file, and the staged copy of
     a checkpoint. Gradients are dropped."""
-    held = 0 if trainer.sleep_offload == "nvme" else _state_bytes(shapes, trainer, parallel, frozen)
+    held = 0 if trainer.sleep_offload == "nvme" else rank_state_bytes(shapes, trainer, parallel, state_bytes(shapes, trainer), frozen)
     return process_bytes(trainer) + int((1 + KEPT_SHARE) * held) + staging_bytes(shapes, trainer, parallel)
-
-
-def _state_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int) -> int:
-    """Returns the bytes of one rank's weights, moments and frozen copy that are in memory while it trains."""
-    weights = 0 if trainer.offload_parameters == "nvme" else weight_bytes(shapes, trainer.dtype, parallel.tensor)
-    moments = state_bytes(shapes, trainer) // parallel.tensor
-    return cut_by_zero(weights, moments, parallel.data * parallel.context, parallel.zero, gradients=0) // parallel.pipeline + frozen

@@ -105,6 +105,14 @@ def state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer, trainer.dtype)
 
 
+def rank_state_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, moments: int, frozen: int) -> int:
+    """Returns the bytes that one rank holds from step to step: weights unless they are in a file, its part of ``moments``, which one process holds,
+    and its ``frozen`` copy."""
+    weights = 0 if trainer.offload_parameters == "nvme" else weight_bytes(shapes, trainer.dtype, parallel.tensor)
+    cut = cut_by_zero(weights, moments // parallel.tensor, parallel.data * parallel.context, parallel.zero, gradients=0)
+    return cut // parallel.pipeline + frozen
+
+
 def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
     """Returns the bytes that the optimizer additionally needs in its step: one matrix at a time, which Muon has whole on every rank; if
     ZeRO shards its momentum, the directions of a layer too."""
@@ -142,14 +150,10 @@ def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, pa
     return total
 
 
-def run_bytes_on_disk(
-    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, is_created: bool, tokens: int = 0, parallel: ParallelConfig = ONE_PROCESS
-) -> int:
-    """Returns the largest size of a run's files: the checkpoints that are kept, one more while it is committed, the exported model, the
-    initial model if the run creates it, and what is offloaded to the run's own folder for a forward pass of ``tokens``."""
-    weights = weight_bytes(shapes, trainer.dtype)
-    offloaded = 0 if trainer.offload_folder else offloaded_bytes(shapes, trainer, tokens, parallel)
-    return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + (2 if is_created else 1) * weights + offloaded
+def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, models: int) -> int:
+    """Returns the largest size of a run's files without what is offloaded: the checkpoints that are kept, one more while it is committed, and
+    ``models``, initial and exported ones."""
+    return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + models * weight_bytes(shapes, trainer.dtype)
 
 
 def _rounded_bytes_per_token(shapes: ModelShapes, trainer: TrainerConfig) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
+from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
@@ -20,7 +21,6 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
-from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
@@ -44,7 +44,8 @@ def execute_rl(
     device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size)
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
-        journal, metrics = stack.enter_context(opened_files(directory, True, faults.point("controller", directory) if faults else no_fault))
+        fault_point = faults.point("controller", directory) if faults else no_fault
+        journal, metrics = stack.enter_context(opened_files(directory, needs_journal=True, fault_point=fault_point))
         records = Records(journal, metrics, callback)
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)
@@ -54,9 +55,7 @@ def execute_rl(
         # The stage before had logs of its own.
         setup("controller", directory / "logs")
         shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
-        planned = plan(
-            recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
-        )
+        planned = plan_of(recipe, shapes, context)
         journal.set("memory", asdict(planned.host))
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)

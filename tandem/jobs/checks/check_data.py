@@ -15,11 +15,10 @@ from tandem.estimate.peak_bytes import peak_bytes, process_bytes
 from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
-    check_disk,
+    check_disks,
     check_model_on_mesh,
     check_offload,
     check_offload_folder,
-    check_offloaded_disk,
     check_targets,
     describe_offloaded,
     folder_to_check,
@@ -79,10 +78,9 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
                 "set trainer.recompute to full, raise machine.memory_gib, set trainer.optimizer to adamw8bit or trainer.offload to nvme, then "
                 "trainer.offload_parameters and trainer.offload_activations to nvme too"
             )
-        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, recipe.model.create is not None, tokens, parallel)
-        check_disk(Path(recipe.run.directory), disk)
+        disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=2 if recipe.model.create is not None else 1)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
-        check_offloaded_disk(recipe.trainer, offloaded)
+        disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
         check_offload_folder(recipe.trainer.offload_folder)
         check_targets(recipe.checkpoint, recipe.registry)
         return [
@@ -90,7 +88,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
             *(warn_of_cores(parallel) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
-            *([told] if (told := describe_offloaded(recipe.trainer, offloaded)) else []),
+            *describe_offloaded(recipe.trainer, offloaded),
             *describe(mesh_of(parallel), parallel.nodes()),
             *_describe_pipeline(recipe.data, recipe.trainer, parallel, spans),
         ]

@@ -11,26 +11,25 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
 from tandem.estimate.memory import sleeping_bytes
-from tandem.estimate.model_bytes import optimizer_bytes, weight_bytes
-from tandem.estimate.training_bytes import offloaded_bytes
+from tandem.estimate.training_bytes import offloaded_bytes, run_bytes_on_disk
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
-    check_disk,
+    check_disks,
     check_model_on_mesh,
     check_offload,
     check_offload_folder,
-    check_offloaded_disk,
     check_targets,
     describe_offloaded,
     folder_to_check,
     warn_of_cores,
 )
+from tandem.jobs.pod_plan import plan_of
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.prompts import context_tokens, prompt_source
-from tandem.pod.residents import PodPlan, largest_micro_batch, plan
+from tandem.pod.residents import PodPlan, largest_micro_batch
 from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.text.tokenizer import Tokenizer
@@ -43,11 +42,11 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run will need, known before it begins: memory of every phase, whether the engine stays between steps, the
-    most that its checkpoints, models and offloaded state take on the disk of its folder, a line on what is offloaded, and warnings."""
+    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, and warnings."""
 
     pod: PodPlan
     disk_bytes: int
-    offloaded: str
+    offloaded: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -58,7 +57,7 @@ class RunPlan:
             *self.pod.describe_gpus(),
             *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
-            *([self.offloaded] if self.offloaded else []),
+            *self.offloaded,
             *self.warnings,
         ]
 
@@ -77,9 +76,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        planned = plan(
-            recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
-        )
+        planned = plan_of(recipe, shapes, context)
         check_free(planned.host.segments)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.sft is not None:
@@ -88,16 +85,14 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     check_targets(recipe.checkpoint, recipe.registry)
     with RewardPool(recipe.rewards):
         logger.debug("every reward function loads")
-    kept, models = recipe.checkpoint.keep + 1, 3
-    weights = weight_bytes(shapes, recipe.trainer.dtype)
-    disk_bytes = kept * (weights + optimizer_bytes(shapes, recipe.trainer.optimizer, recipe.trainer.dtype)) + models * weights
     tokens = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
-    away = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
-    away += sleeping_bytes(shapes, recipe.trainer, recipe.parallel, reference=recipe.algorithm.kl_coef > 0)
-    disk_bytes += check_offloaded_disk(recipe.trainer, away)
-    check_disk(Path(recipe.run.directory), disk_bytes)
+    offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
+    offloaded += sleeping_bytes(shapes, recipe.trainer, recipe.parallel, reference=recipe.algorithm.kl_coef > 0)
+    # The initial model, the fine-tuned one and the exported one.
+    disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=3)
+    disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
-    return RunPlan(planned, disk_bytes, describe_offloaded(recipe.trainer, away), tuple(warnings))
+    return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings))
 
 
 def _check_folder(folder: Path) -> None:

@@ -75,19 +75,21 @@ def check_disk(directory: Path, needed: int, fix: str = "make room, lower checkp
         raise RunError(f"this run needs up to {needed / 2**20:,.0f} MiB on the disk of '{directory}' and {free / 2**20:,.0f} MiB are free; {fix}")
 
 
-def check_offloaded_disk(trainer: TrainerConfig, offloaded: int) -> int:
-    """Checks that ``trainer.offload_folder`` has room for ``offloaded`` bytes; returns how many of them are in the run's own folder."""
-    if not trainer.offload_folder:
-        return offloaded
-    check_disk(Path(trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
-    return 0
-
-
-def describe_offloaded(trainer: TrainerConfig, offloaded: int) -> str:
-    """Returns a line on the disk space of offloaded state; empty without."""
+def check_disks(directory: str, trainer: TrainerConfig, needed: int, offloaded: int) -> int:
+    """Checks the disks of a run's ``directory``, which needs ``needed`` bytes, and of ``trainer.offload_folder`` (empty: the same folder), which needs
+    ``offloaded``. Returns the bytes in ``directory``."""
+    here = needed if trainer.offload_folder else needed + offloaded
+    check_disk(Path(directory), here)
     if trainer.offload_folder:
-        return f"offloaded: {offloaded / 2**20:,.0f} MiB in '{trainer.offload_folder}'"
-    return f"of them offloaded: {offloaded / 2**20:,.0f} MiB" if offloaded else ""
+        check_disk(Path(trainer.offload_folder), offloaded, "make room, or name another 'trainer.offload_folder'")
+    return here
+
+
+def describe_offloaded(trainer: TrainerConfig, offloaded: int) -> list[str]:
+    """Returns a line on the disk space of offloaded state; none without."""
+    if trainer.offload_folder:
+        return [f"offloaded: {offloaded / 2**20:,.0f} MiB in '{trainer.offload_folder}'"]
+    return [f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded else []
 
 
 def check_offload_folder(folder: str) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.recipe import Recipe
+from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.replay.comparison import Comparison, Part, differences, same_device, scratch_run
 from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
-from tandem.pod.residents import plan
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
@@ -99,9 +99,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callba
     """Yields a pod that reads the run's checkpoints and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
     shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
-    planned = plan(
-        recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context, recipe.rollout_precision
-    )
+    planned = plan_of(recipe, shapes, context)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_run(recipe, directory, {}))
         journal = stack.enter_context(Journal(scratch / "journal.sqlite"))

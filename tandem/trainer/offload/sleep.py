@@ -64,26 +64,29 @@ class FilePlace:
         if self._staging is None:
             self._file.read(content, at)
             return
-        for piece in content.split(len(self._staging)):
-            staged = self._staging[: len(piece)]
-            self._file.read(staged, at)
+        for piece, staged, start in self._pieces(content, at, self._staging):
+            self._file.read(staged, start)
             piece.copy_(staged)
-            at += len(piece)
 
     def write(self, content: Tensor, at: int) -> None:
         if self._staging is None:
             self._file.write(content, at)
             return
-        for piece in content.split(len(self._staging)):
-            staged = self._staging[: len(piece)]
+        for piece, staged, start in self._pieces(content, at, self._staging):
             staged.copy_(piece)
-            self._file.write(staged, at)
-            at += len(piece)
+            self._file.write(staged, start)
 
     def close(self) -> None:
         self._file.close()
         if self._staging is not None:
             unpin(self._staging)
+
+    @staticmethod
+    def _pieces(content: Tensor, at: int, staging: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Yields each piece of ``content`` that ``staging`` holds at once, its part of ``staging``, and its byte in the file."""
+        for piece in content.split(len(staging)):
+            yield piece, staging[: len(piece)], at
+            at += len(piece)
 
 
 class HostPlace:

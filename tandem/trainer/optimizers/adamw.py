@@ -120,12 +120,21 @@ def check_state(state: OptimizerState, expected: Mapping[str, Tensor]) -> None:
             )
 
 
-class HeldGradients:
-    """The base of optimizers whose parameters and gradients are all in memory."""
+def names_to_decay(parameters: Mapping[str, nn.Parameter], decayed: Collection[str] | None = None) -> set[str]:
+    """Returns the names that weight decay applies to: ``decayed``, or by default matrices, and not norms and biases (fewer than two axes)."""
+    return {name for name, parameter in parameters.items() if parameter.ndim >= 2} if decayed is None else set(decayed)
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig) -> None:
+
+class HeldGradients:
+    """The base of optimizers whose parameters and gradients are all in memory. ``decayed``: as in ``names_to_decay``."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None
+    ) -> None:
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        self._config = config
+        self._config, self._decayed = config, names_to_decay(self.parameters, decayed)
+        # Under ZeRO a rank may own no elements.
+        self._device = next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
         self.updates = 0
 
     def zero_grad(self) -> None:
@@ -155,29 +164,27 @@ class AdamW(HeldGradients):
     """AdamW (Loshchilov and Hutter, 2019) over a model's parameters, with the bits of ``torch.optim.AdamW(fused=True)`` where every
     parameter has a gradient in every step: updates are counted for all parameters together, as they are saved. Elementwise.
 
-    Weight decay applies to matrices, not to norms and biases (fewer than two axes); ``decayed`` overrides which names it applies to. All
-    parameters have one dtype and device."""
+    ``decayed``: as in ``names_to_decay``. All parameters have one dtype and device."""
 
     kinds: tuple[str, ...] = MOMENTS
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None
     ) -> None:
-        super().__init__(parameters, config)
-        self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
+        super().__init__(parameters, config, decayed)
         self._moments: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates every parameter that has a gradient."""
         self.updates += 1
+        updates = torch.full((), float(self.updates), device=self._device)
         for decays in (True, False):
             chosen = {name: p for name, p in self.parameters.items() if p.grad is not None and (name in self._decayed) is decays}
             if not chosen:
                 continue
             weights, gradients = list(chosen.values()), [p.grad for p in chosen.values() if p.grad is not None]
             first, second = ([self._moment(kind, name) for name in chosen] for kind in MOMENTS)
-            updates = torch.full((), float(self.updates), device=weights[0].device)
             fused_adamw(weights, gradients, first, second, updates, self._config, learning_rate, self._config.weight_decay if decays else 0.0)
 
     def _moment(self, kind: str, name: str) -> Tensor:
@@ -188,7 +195,8 @@ class AdamW(HeldGradients):
 
     def state(self) -> OptimizerState:
         """Returns the state that the next step depends on, besides weights and gradients."""
-        return OptimizerState({key: self._moments[key] for key in self.form() if key in self._moments}, self.updates)
+        keys = (f"{kind}/{name}" for name in self.parameters for kind in MOMENTS)
+        return OptimizerState({key: self._moments[key] for key in keys if key in self._moments}, self.updates)
 
     def form(self) -> dict[str, Tensor]:
         """Returns the tensors that ``state`` has after an update, on the ``meta`` device."""

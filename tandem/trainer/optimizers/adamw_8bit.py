@@ -29,11 +29,9 @@ class AdamW8bit(HeldGradients):
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, whole: Iterable[str] = (),
         decayed: Collection[str] | None = None, coded: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, config)
-        self._decayed = set(decayed) if decayed is not None else {name for name, p in self.parameters.items() if p.ndim >= 2}
+        super().__init__(parameters, config, decayed)
         large = coded if coded is not None else {name for name in self._decayed if self.parameters[name].numel() >= FEWEST_CODED}
         self._coded = set(large) - set(whole)
-        self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self._books = {moment: codebook(moment, self._device) for moment in MOMENTS}
         self._moments: dict[str, Tensor] = {}
 

@@ -30,12 +30,11 @@ class HostAdamW(HeldGradients):
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainerConfig, decayed: Collection[str] | None = None,
         streams: Streams | None = None, piece: int = PIECE,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, config)
-        self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
+        super().__init__(parameters, config, decayed)
         self._pages = Pages(list(self.parameters.items()), MOMENTS, 0)
         # Under ZeRO a rank may own no elements.
         like = next(iter(self.parameters.values()), torch.empty(0))
-        self._device, self._piece = like.device, max(1, min(piece, self._pages.length))
+        self._piece = max(1, min(piece, self._pages.length))
         self._streams = streams or streams_of(like.device)
         self._held = {kind: host_zeros(self._pages.length, like.dtype, like.is_cuda) for kind in MOMENTS}
         self._sides = [[torch.empty(self._piece, dtype=like.dtype, device=like.device) for _ in MOMENTS] for _ in range(SIDES)]

@@ -13,7 +13,7 @@ from tandem.model.decoder import Decoder
 from tandem.trainer.offload.pager import Pager
 from tandem.trainer.offload.pages import GRADIENTS, WEIGHTS, Pages
 from tandem.trainer.offload.parameters import ParameterOffload
-from tandem.trainer.optimizers.adamw import MOMENTS, OptimizerState, check_state, fused_adamw, global_norm, norms_of
+from tandem.trainer.optimizers.adamw import MOMENTS, OptimizerState, check_state, fused_adamw, global_norm, names_to_decay, norms_of
 from tandem.trainer.parallel.flat_buffer import layer_number
 
 
@@ -35,7 +35,7 @@ class PagedAdamW:
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._config, self.folder = config, folder
         self._shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        self._decayed = {name for name, p in self.parameters.items() if p.ndim >= 2} if decayed is None else set(decayed)
+        self._decayed = names_to_decay(self.parameters, decayed)
         by_layer = {} if layers_of is None else self._by_layer()
         groups = [*by_layer.values()] if layers_of is not None else [list(names) for names in paged]
         grouped = {name for names in groups for name in names}
