@@ -13,6 +13,7 @@ from tandem.types import UserError
 COMMANDS = {
     "train": "train a model from a recipe: pretraining, fine-tuning, or GRPO in a pod",
     "resume": "continue an interrupted run",
+    "verify": "verify every byte that a run's results depend on",
     "replay": "repeat a recorded step and compare every number",
     "generate": "complete prompts with a model",
     "serve": "serve OpenAI's API over HTTP",

@@ -44,7 +44,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"recipe '{path}' does not exist; name a YAML file, for example recipes/sort.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe '{path}' cannot be read: {error}") from None
-    loader = _UniqueKeyLoader(text)
+    try:
+        loader = _UniqueKeyLoader(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {getattr(error, 'reason', error)}") from None
     loader.name = str(path)
     try:
         data = loader.get_single_data()

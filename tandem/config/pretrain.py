@@ -101,6 +101,7 @@ class PretrainRecipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
+        "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
         "trainer.sleep_offload": "there is no rollout to make room for",
     }

@@ -95,13 +95,24 @@ class Recipe:
                 "trainer.dtype to bfloat16, or machine.attention to auto"
             )
 
-    def _check_engine(self, max_model_len: int) -> None:
-        """Checks the options of the engine. ``max_model_len``: the context in tokens, 0 if only the model's folder defines it."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether rollout and trainer compute the same log-probabilities bit for bit, so that ``mismatch_kl`` is exactly 0."""
+        is_deterministic = self.parallel.tensor == 1 or self.parallel.deterministic is not False
+        return is_deterministic and not self._difference()
+
+    def _difference(self) -> str:
+        """Returns the option that makes the engine's log-probabilities differ from the trainer's; empty if there is none."""
         different = self.rollout.differs_from_trainer()
         if not different and self.trainer.precision != self.rollout_precision:
             different = f"'trainer.precision' is '{self.trainer.precision}' and the rollout computes in {self.rollout_precision}"
         if not different and self.trainer.dtype == "float64":
             different = "'trainer.dtype' is 'float64', whose sums depend on the other requests of a batch in their last bits"
+        return different
+
+    def _check_engine(self, max_model_len: int) -> None:
+        """Checks the options of the engine. ``max_model_len``: the context in tokens, 0 if only the model's folder defines it."""
+        different = self._difference()
         is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
         if different and not is_corrected:
             raise UserError(

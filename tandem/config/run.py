@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
@@ -22,6 +23,9 @@ class RunConfig:
     """Maximum number of optimizer steps, not counting those of section `sft`."""
     max_restarts: int = 20
     """Maximum number of times that the processes of a run are restarted after one died or hung (see `training.md`)."""
+    on_mismatch: Literal["warn", "stop"] = "warn"
+    """If rollout and trainer disagree (`mismatch_kl` is not 0) where they compute the same bits: `warn` on the screen, in the journal and in
+    the report, or `stop` the run as well."""
     trace_steps: tuple[int, ...] = ()
     """Steps for which every trainer rank records a trace in `traces/`; see `training.md`."""
 

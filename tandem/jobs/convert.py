@@ -18,6 +18,7 @@ from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.files import TRACKER, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
+from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, verify
 from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version, is_of_older_version
@@ -94,6 +95,7 @@ def convert(
         else:
             write_file(fresh / "model.safetensors", ((name, model.weights[name]) for name, _ in parameters(model.shapes)))
             _companions(model, fresh)
+            write_manifest(fresh)
         fresh.rename(target)
     except OSError as error:
         raise RunError(f"'{target}' cannot be written: {error.strerror or error}; make room or name another folder") from None

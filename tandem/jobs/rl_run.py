@@ -131,6 +131,20 @@ class RLRun(Run):
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
+    def _check_mismatch(self, step: int, trained: dict[str, float]) -> None:
+        """Reports that rollout and trainer disagree where they compute the same bits. Raises ``RunError`` with ``run.on_mismatch: stop``."""
+        largest = trained.get("mismatch_max_abs", 0.0)
+        if not self.recipe.is_exact or (largest == 0 and trained.get("mismatch_kl", 0.0) == 0):
+            return
+        what = (
+            f"step {step}: mismatch_kl is {trained['mismatch_kl']:.3g} (largest difference {largest:.3g}) and must be 0, since rollout and trainer compute "
+            "the same bits; weights, samples or the memory of this machine are damaged"
+        )
+        self.journal.record_event("mismatch", {"step": step, "reason": what})
+        self.records.callback.message(what)
+        if self.recipe.run.on_mismatch == "stop":
+            raise RunError(f"{what}; see 'tandem verify', then resume, with --run.on_mismatch=warn to continue in spite of it")
+
     def write_row(self, pod: Pod, step: int, samples: Sequence[Sample], scores: Sequence[Score], trained: dict[str, float]) -> None:
         """Writes the row of ``step`` to ``metrics.jsonl``, once."""
         row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
@@ -147,3 +161,4 @@ class RLRun(Run):
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
         row.update(pod.device_metrics)
         self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))
+        self._check_mismatch(step, trained)

@@ -12,6 +12,8 @@ import yaml
 from tandem.config.load import to_mapping
 from tandem.config.model import ModelConfig
 from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.jobs.verify.verify_config import KEY as CONFIG_KEY
+from tandem.jobs.verify.verify_config import verify_config
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.numerics import check_numerics
@@ -20,6 +22,7 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_lock import RunLock
+from tandem.storage.folder_manifest import sync_path
 from tandem.types import RunError
 
 SFT_FOLDER = "sft"
@@ -47,6 +50,7 @@ def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
     fresh = directory / "config.yaml.tmp"
     fresh.write_text(text, encoding="utf-8")
+    sync_path(fresh)
     fresh.replace(directory / "config.yaml")
 
 
@@ -62,7 +66,8 @@ def begun(directory: Path, role: str, callback: Callback, max_steps: int, target
 @contextlib.contextmanager
 def opened_files(directory: Path, needs_journal: bool, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
     """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes. ``needs_journal``: raise ``RunError`` where the
-    journal of a run with checkpoints is missing or empty, as a new one would not know which samples and scores were drawn."""
+    journal of a run with checkpoints is missing or empty, as a new one would not know which samples and scores were drawn. Raises
+    ``RunError`` if ``config.yaml`` is not the recipe that the run began with."""
     path, has_checkpoints = directory / "journal.sqlite", any((directory / "checkpoints").glob("step-*"))
 
     def check(is_found: bool, what: str) -> None:
@@ -77,7 +82,23 @@ def opened_files(directory: Path, needs_journal: bool, fault_point: FaultPoint =
         journal = stack.enter_context(Journal(path, fault_point=fault_point))
         # A restored run has no numerics, and a mesh.
         check(journal.get("mesh") is not None, "an empty")
+        check_config(directory, journal)
         yield journal, stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
+
+
+def check_config(directory: Path, journal: Journal) -> None:
+    """Raises ``RunError`` if ``config.yaml`` has another value than the run began with, of a key that may not change; journals its text."""
+    for finding in verify_config(directory, journal, is_stage=folder_to_resume(directory) != directory):
+        if finding.stops:
+            raise RunError(finding.line())
+    record_config(directory, journal)
+
+
+def record_config(directory: Path, journal: Journal) -> None:
+    """Journals the text of ``config.yaml``."""
+    text = (directory / "config.yaml").read_text(encoding="utf-8")
+    if journal.get(CONFIG_KEY) != text:
+        journal.set(CONFIG_KEY, text)
 
 
 def continue_from(

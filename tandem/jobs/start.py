@@ -7,17 +7,20 @@ from pathlib import Path
 
 from tandem.config.load import read_yaml
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.recipe import AnyRecipe, load_config
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.config.run import RunConfig
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import SFT_FOLDER, write_recipe
+from tandem.jobs.run_files import SFT_FOLDER, record_config, write_recipe
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
+from tandem.jobs.verify.resume_checks import check_records
+from tandem.jobs.verify.verify_config import may_change
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
+from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
 from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version
 from tandem.types import RunError, UserError
@@ -47,17 +50,17 @@ def resume(
     run_directory: str | Path, *, inline: bool = False, callback: Callback | None = None, faults: FaultPlan | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
-    """Resumes the run in ``run_directory`` from its newest whole checkpoint. ``overrides``: new values of the sections ``parallel`` and
-    ``machine`` and of the keys ``trainer.offload...`` and ``trainer.sleep_offload``; they are written to the run's recipe, unless the run is refused
-    with them."""
-    directory = Path(run_directory)
+    """Resumes the run in ``run_directory`` from its newest whole checkpoint, after its records were verified. ``overrides``: new values of the keys
+    that ``may_change`` allows; they are written to the run's recipe, unless the run is refused with them."""
+    directory, callback = Path(run_directory), callback or Callback()
     recipe = read_recipe(directory, overrides)
+    check_records(directory, isinstance(recipe, Recipe), callback)
     if overrides:
         _check_may_change(overrides)
         _check(recipe)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
-        return _execute(recipe, directory, inline, callback or Callback(), faults, resumed=True)
+        return _execute(recipe, directory, inline, callback, faults, resumed=True)
     except UserError as error:
         # A run that failed at work goes on with the new values; one that was refused keeps the old ones.
         if overrides and not isinstance(error, RunError):
@@ -71,18 +74,19 @@ def _write_new_values(recipe: AnyRecipe, directory: Path) -> AnyRecipe:
     with RunLock(directory):
         before = read_recipe(directory)
         write_recipe(recipe, directory)
+        if (directory / "journal.sqlite").exists():
+            with Journal(directory / "journal.sqlite") as journal:
+                record_config(directory, journal)
     return before
 
 
 def _check_may_change(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.lstrip("-").split("=")[0]
-        # Offloading does not change results.
-        may_change = key.split(".")[0] in ("parallel", "machine") or key.startswith("trainer.offload") or key == "trainer.sleep_offload"
-        if not may_change:
+        if not may_change(key):
             raise UserError(
                 f"'{override}' cannot change when a run is resumed: a run may continue with other values of 'parallel', 'machine', "
-                "trainer.offload... and trainer.sleep_offload, everything else stays; leave it out or start a new run"
+                "trainer.offload..., trainer.sleep_offload and run.on_mismatch, everything else stays; leave it out or start a new run"
             )
 
 

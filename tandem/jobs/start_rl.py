@@ -12,10 +12,11 @@ from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
 from tandem.jobs.rl_run import RLRun
-from tandem.jobs.run_files import SFT_FOLDER, begun, continue_from, initial_folder, opened_files, rl_start_folder
+from tandem.jobs.run_files import SFT_FOLDER, begun, check_config, continue_from, initial_folder, opened_files, rl_start_folder
 from tandem.jobs.sft import run_sft_stage, sft_recipe
 from tandem.jobs.try_commands import task_commands
 from tandem.jobs.uploads import make_uploader
+from tandem.jobs.verify.start_model import check_start_model
 from tandem.layout.placement import mesh_of
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied
@@ -65,6 +66,10 @@ def execute_rl(
         if uploader is not None:
             stack.callback(uploader.close)
 
+        def check_inputs() -> None:
+            check_config(directory, journal)
+            check_start_model(start, journal)
+
         def committed(step: int, digest: str) -> None:
             registered.enter(step, digest, {})
             if uploader is not None:
@@ -73,6 +78,7 @@ def execute_rl(
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, recipe.trainer.dtype), journal, records,
             planned.sleep_mode, recipe.run.max_restarts, on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
+            check_inputs=check_inputs,
         )
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)

@@ -31,6 +31,7 @@ class Pod:
 
     ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
     checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
+    ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
@@ -57,6 +58,7 @@ class Pod:
     boundaries: dict[int, int] = field(default_factory=dict)
     on_committed: Callable[[int, str], None] = lambda step, digest: None
     in_use: Callable[[], Collection[int]] = tuple
+    check_inputs: Callable[[], None] = lambda: None
     recoveries: int = 0
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Pod:
         """Bring up the trainer's sidecar at checkpoint ``step`` (``None``: the newest); returns the step of the state it loaded. ``all_damaged``
         says whether that is 0 because no checkpoint is whole."""
         with self.transitions.trainer_does(TrainerState.START, step or 0):
+            self.check_inputs()
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
             loaded = self.trainer.load(self.start, step)

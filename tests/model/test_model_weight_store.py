@@ -20,6 +20,7 @@ from fsspec.registry import _registry
 
 from tandem.model.weight_store import WeightStore, download, is_remote, objects
 from tandem.model.weight_store.manifest import read_manifest
+from tandem.storage.folder_manifest import write_manifest
 from tandem.types import RunError, UserError
 
 MIB = 1 << 20
@@ -148,14 +149,13 @@ def test_digests_that_the_folder_publishes_are_checked(tmp_path: Path) -> None:
         WeightStore(tmp_path / "cache").hold(url)
 
 
-def test_the_digests_of_a_committed_checkpoint_are_checked(tmp_path: Path) -> None:
-    from tandem.trainer.checkpoint.format.commit import commit_folder
-
-    commit_folder(tmp_path / "remote", lambda folder: make_remote(folder) and None)
+def test_the_digests_of_an_exported_model_are_checked(tmp_path: Path) -> None:
+    make_remote(tmp_path / "remote")
+    write_manifest(tmp_path / "remote")
     with WeightStore(tmp_path / "cache").hold(f"file://{tmp_path / 'remote'}") as held:
         assert files(held.path) == wanted(tmp_path / "remote")
     (tmp_path / "remote" / "model.safetensors").write_bytes(content(MIB, 7))
-    with pytest.raises(RunError, match="blake2b digest"):
+    with pytest.raises(RunError, match="xxh3_128 digest"):
         WeightStore(tmp_path / "cache").hold(f"file://{tmp_path / 'remote'}")
 
 

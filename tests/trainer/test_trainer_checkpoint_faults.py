@@ -197,7 +197,7 @@ def test_files_of_two_ranks_that_are_swapped_are_seen(tmp_path: Path) -> None:
     # The files of a second rank, made from the first's, so that the two can be swapped.
     manifest = json.loads((newest / "MANIFEST.json").read_text())
     index = json.loads((newest / "rank-00000.json").read_text())
-    from tandem.trainer.checkpoint.format.digests import bytes_digest
+    from tandem.storage.digests import bytes_digest
     from tandem.trainer.checkpoint.format.manifest import marker_of
 
     shutil.copyfile(newest / "rank-00000.safetensors", newest / "rank-00001.safetensors")

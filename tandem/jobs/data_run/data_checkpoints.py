@@ -75,6 +75,8 @@ class DataCheckpoints:
                 "(URL: the run's 'checkpoint.upload'), or start a new run"
             )
         for why in damaged:
+            if self._records.journal is not None:
+                self._records.journal.record_event("checkpoint_damaged", {"reason": why})
             self._records.callback.message(why)
         return 0 if self._loaded is None else self._loaded.step
 

@@ -20,6 +20,8 @@ from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.run_files import begun, continue_from, initial_folder, opened_files
 from tandem.jobs.try_commands import data_commands
+from tandem.jobs.verify.start_model import check_start_model
+from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.kernels import select
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
@@ -97,6 +99,8 @@ def opened_run(
         # No rank reads the model before it is written.
         ranks.world.barrier("the model to start from")
         start, is_alone = initial_folder(recipe.model, directory), ranks.world.size == 1
+        if journal is not None:
+            _check_start(start, directory, journal, callback)
         settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens)
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
@@ -140,10 +144,19 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 
+def _check_start(start: Path, directory: Path, journal: Journal, callback: Callback) -> None:
+    """Verifies the model that the run starts from; its weights matter only until there is a checkpoint."""
+    for what in check_start_model(start, journal, weights_are_used=not steps_on_disk(directory)):
+        journal.record_event("damage", {"reason": what})
+        callback.message(f"{what}; the run continues from its checkpoint, which does not depend on it")
+
+
 def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: Callback) -> None:
     """Reports what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole."""
     if not journal.checkpoints():
-        callback.message(f"the journal has no record of the {step} steps before this checkpoint: their evaluations and events are lost")
+        lost = f"the journal has no record of the {step} steps before this checkpoint: their evaluations and events are lost"
+        journal.record_event("journal_lost", {"step": step, "reason": lost})
+        callback.message(lost)
     missing = step - len({row["step"] for row in metrics.rows() if row["step"] < step})
     if missing:
         callback.message(f"metrics.jsonl lacks {missing} of the {step} rows before this checkpoint: the curves have a gap")

@@ -21,6 +21,7 @@ from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.scheme import Scheme
+from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import RunError, UserError
 
@@ -237,7 +238,7 @@ def save_model(
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> None:
-    """Writes a Hugging Face folder: weights, ``config.json``, ``generation_config.json`` and the tokenizer's files.
+    """Writes a Hugging Face folder: weights, ``config.json``, ``generation_config.json``, the tokenizer's files and ``manifest.json``, their digests.
 
     ``tensors``: the weights by Hugging Face name if the decoder does not hold them, all of its dtype and in the order of
     ``layout.shapes.parameters``; one is in memory at a time. Special ids default to those of ``tokenizer_folder``. Everything is written to
@@ -275,6 +276,7 @@ def save_model(
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_folder) / name).is_file():
                     shutil.copyfile(Path(tokenizer_folder) / name, temporary / name)
+        write_manifest(temporary)
         temporary.rename(folder)
     except OSError as error:
         raise RunError(f"the model cannot be saved to '{folder}': {error}") from None

@@ -22,6 +22,7 @@ from tandem.model.quantization.gptq import Hessian, gptq
 from tandem.model.quantization.load import projections
 from tandem.model.quantization.scheme import GROUP_SIZES, Scheme, round_to_nearest
 from tandem.model.quantization.writing import Method, quantization_config, stored_tensors
+from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.types import RunError, UserError
 
@@ -92,6 +93,7 @@ def quantize_folder(
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
+        write_manifest(partial)
         partial.rename(target)
     except OSError as error:
         raise RunError(f"the quantized model cannot be saved to '{target}': {error}") from None

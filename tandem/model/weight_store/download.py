@@ -11,6 +11,8 @@ from typing import Any
 
 from tandem.model.weight_store.manifest import Manifest, Part, StoredFile
 from tandem.model.weight_store.objects import Digest, RemoteFile, RemoteFolder
+from tandem.storage.digests import new_digest
+from tandem.storage.folder_manifest import file_digest
 from tandem.types import RunError, UserError
 
 RANGE_BYTES = 8 << 20
@@ -67,10 +69,7 @@ def _fetch_files(remote: RemoteFolder, manifest: Manifest, entry: Path, on_progr
 
 def file_xxh3(path: Path) -> str:
     """Returns the xxh3-128 of a file, in hexadecimal."""
-    import xxhash
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return file_digest(path, "xxh3_128").digest
 
 
 def _fetch_file(
@@ -112,12 +111,10 @@ def _fetch_file(
 
 def _hashers(published: Digest | None) -> list[Any]:
     """Returns hashers for our own digest and for the one that the folder publishes, if any."""
-    import xxhash
-
-    own = [xxhash.xxh3_128()]
+    own = [new_digest("xxh3_128")]
     if published is None:
         return own
-    return [*own, hashlib.sha256() if published.algorithm == "sha256" else hashlib.blake2b(digest_size=16)]
+    return [*own, hashlib.sha256() if published.algorithm == "sha256" else new_digest(published.algorithm)]
 
 
 def _resumed(part: Path, known: Part | None, file: RemoteFile, hashers: list[Any]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.storage.backend import connect
+from tandem.storage.folder_manifest import MANIFEST, parse_files
 from tandem.types import RunError, UserError
 
 WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
@@ -28,7 +29,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest that the folder publishes; ``algorithm`` is ``sha256`` or ``blake2b`` (of 16 bytes)."""
+    """A digest that the folder publishes; ``algorithm`` is ``sha256``, ``xxh3_128`` or ``blake2b_128``."""
 
     algorithm: str
     value: str
@@ -72,8 +73,8 @@ class RemoteFolder:
         raise AssertionError("the last attempt returns or raises")
 
     def published_digests(self, files: tuple[RemoteFile, ...]) -> dict[str, Digest]:
-        """Returns digests by file name, from ``SHA256SUMS`` (as written by sha256sum) or the ``COMMIT`` of a checkpoint, if one of them is
-        among ``files``."""
+        """Returns digests by file name, from ``SHA256SUMS`` (as written by sha256sum) or ``manifest.json`` (as written by an export), if one of them
+        is among ``files``."""
         sizes = {file.name: file.size_bytes for file in files}
         digests: dict[str, Digest] = {}
         for name, parse in _PUBLISHED.items():
@@ -90,11 +91,11 @@ def _sha256sums(text: str) -> dict[str, Digest]:
     return {name.lstrip("*").removeprefix("./"): Digest("sha256", value.lower()) for value, name in pairs}
 
 
-def _commit(text: str) -> dict[str, Digest]:
-    return {name: Digest("blake2b", entry["blake2b"]) for name, entry in json.loads(text)["files"].items()}
+def _manifest(text: str) -> dict[str, Digest]:
+    return {name: Digest(file.algorithm, file.digest) for name, file in parse_files(json.loads(text)["files"]).items()}
 
 
-_PUBLISHED = {"COMMIT": _commit, "SHA256SUMS": _sha256sums}
+_PUBLISHED = {MANIFEST: _manifest, "SHA256SUMS": _sha256sums}
 
 
 def _is_wanted(name: str) -> bool:

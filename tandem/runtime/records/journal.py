@@ -3,7 +3,8 @@
 The checkpoint commit decides where a run continues. On resume ``cut_after(step)`` removes the entries after the checkpoint, but keeps
 samples and scores: steps are repeated from them, and they are never computed a second time. Samples are committed when a rollout ends,
 scores before they are trained on. Every commit is one transaction, flushed to the disk. Transitions are flushed with the next commit: a
-``kill -9`` loses none, a power failure the newest.
+``kill -9`` loses none, a power failure the newest. A chain of digests covers every row, those of ``metrics.jsonl`` included
+(``chained_tables``).
 
 ``step`` counts optimizer steps taken: step 3 is the work that starts from the state after 3 steps; a checkpoint of step
 3 is that state. Times are Unix seconds.
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.process.faults import FaultPoint, no_fault
-from tandem.runtime.records.sqlite_file import connect, errors, transaction
+from tandem.runtime.records.chained_tables import CHAIN_SCHEMA, ChainedTables, DamagedRow, Table
+from tandem.runtime.records.sqlite_file import connect, errors
 from tandem.types.errors import RunError
 from tandem.types.sample import Sample
 from tandem.types.score import Score
@@ -29,8 +31,9 @@ from tandem.types.wire_records import decode_samples, decode_scores, encode_samp
 COMMITS = ("commit_samples", "commit_scores", "commit_evaluation", "commit_checkpoint", "record_event")
 """The journal's commits: names of fault points. A transition's fault point has the name of its state."""
 
-_VERSION = 1
-_SCHEMA = """
+_VERSION = 2
+_SCHEMA = (
+    """
 CREATE TABLE IF NOT EXISTS transitions (
     id INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, sidecar TEXT NOT NULL, state TEXT NOT NULL,
     started_s REAL NOT NULL, ended_s REAL, incarnation INTEGER NOT NULL, detail TEXT NOT NULL DEFAULT '{}');
@@ -42,8 +45,21 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     step INTEGER PRIMARY KEY, digest TEXT NOT NULL, committed_s REAL NOT NULL, last_transition INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL)
+CREATE TABLE IF NOT EXISTS metrics_rows (step INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+    + CHAIN_SCHEMA
+)
+_TABLES = {
+    "transitions": Table(("id", "step", "sidecar", "state", "started_s", "ended_s", "incarnation", "detail")),
+    # Its digest is of the samples and scores, which are compared with it whenever they are read.
+    "step_batches": Table(("step", "samples", "scores", "digest"), covered=("step", "digest")),
+    "evaluations": Table(("step", "kind", "result"), keys=2),
+    "checkpoints": Table(("step", "digest", "committed_s", "last_transition")),
+    "events": Table(("id", "time_s", "kind", "detail")),
+    "metrics_rows": Table(("step", "digest")),
+    "run": Table(("key", "value")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +108,12 @@ class Journal:
         self._fault_point = fault_point
         self._lock = threading.RLock()
         self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s)
+        self._tables = ChainedTables(self._connection, path, _TABLES, read_only=read_only)
         self.incarnation: int = int(self.get("incarnation", 0))
 
     def close(self) -> None:
         with self._lock:
+            self._tables.close()
             self._connection.close()
 
     def __enter__(self) -> "Journal":
@@ -109,10 +127,10 @@ class Journal:
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the JSON value stored under ``key``, ``default`` without one."""
         rows = self._read("SELECT value FROM run WHERE key = ?", (key,))
-        return json.loads(rows[0][0]) if rows else default
+        return self._value(rows[0][0]) if rows else default
 
     def set(self, key: str, value: Any) -> None:
-        self._write("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, _json(value)))
+        self._put("run", (key, _json(value)))
 
     def next_incarnation(self) -> int:
         """Counts one more start of a trainer and returns its number, which is larger than all earlier ones of this run."""
@@ -127,17 +145,15 @@ class Journal:
         """Records that ``sidecar`` is in ``state`` while the body runs. The body may fill the yielded detail."""
         self._fault_point(f"before:{state}:{step}")
         detail: dict[str, Any] = {}
-        row = self._write(
-            "INSERT INTO transitions (step, sidecar, state, started_s, incarnation) VALUES (?, ?, ?, ?, ?)",
-            (step, sidecar, str(state), time.time(), self.incarnation),
-        )
+        began = (step, sidecar, str(state), time.time())
+        row = self._put("transitions", (None, *began, None, self.incarnation, "{}"))
         try:
             yield detail
         except BaseException as error:
             detail["failed"] = type(error).__name__
             raise
         finally:
-            self._write("UPDATE transitions SET ended_s = ?, detail = ? WHERE id = ?", (time.time(), _json(detail), row))
+            self._put("transitions", (row, *began, time.time(), self.incarnation, _json(detail)))
         self._fault_point(f"after:{state}:{step}")
 
     def transitions(self, step: int | None = None) -> list[Transition]:
@@ -146,7 +162,7 @@ class Journal:
         columns = "id, step, sidecar, state, started_s, ended_s, incarnation, detail"
         rows = self._read(f"SELECT {columns} FROM transitions {where} ORDER BY id", parameters)
         return [
-            Transition(id, at, sidecar, state, started_s, ended_s, incarnation, json.loads(detail))
+            Transition(id, at, sidecar, state, started_s, ended_s, incarnation, self._value(detail))
             for id, at, sidecar, state, started_s, ended_s, incarnation, detail in rows
         ]
 
@@ -158,7 +174,7 @@ class Journal:
         with self._commit("commit_samples", step):
             committed = self._step_batch(step)
             if committed is None:
-                self._connection.execute("INSERT INTO step_batches VALUES (?, ?, NULL, ?)", (step, blob, _digest(blob, None)))
+                self._tables.put("step_batches", (step, blob, None, _digest(blob, None)))
             elif committed[0] != blob:
                 raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
 
@@ -170,10 +186,7 @@ class Journal:
             if committed is None:
                 raise RunError(f"the run's journal has no samples of step {step} for these scores")
             if committed[1] is None:
-                self._connection.execute(
-                    "UPDATE step_batches SET scores = ?, digest = ? WHERE step = ?",
-                    (blob, _digest(committed[0], blob), step),
-                )
+                self._tables.put("step_batches", (step, committed[0], blob, _digest(committed[0], blob)))
             elif committed[1] != blob:
                 raise RunError(f"the run's journal already has other scores for step {step}; a step is judged once")
 
@@ -205,23 +218,23 @@ class Journal:
     def commit_evaluation(self, step: int, kind: str, result: dict[str, Any]) -> None:
         """Commits the evaluation ``kind`` of the weights after ``step`` steps; replaces an earlier one of the same kind and step."""
         with self._commit("commit_evaluation", step):
-            self._connection.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)", (step, kind, _json(result)))
+            self._tables.put("evaluations", (step, kind, _json(result)))
 
     def evaluation(self, step: int, kind: str) -> dict[str, Any] | None:
         rows = self._read("SELECT result FROM evaluations WHERE step = ? AND kind = ?", (step, kind))
-        return json.loads(rows[0][0]) if rows else None
+        return self._value(rows[0][0]) if rows else None
 
     def evaluations(self) -> list[tuple[int, str, dict[str, Any]]]:
         """Returns every evaluation as (step, kind, result), by step."""
         rows = self._read("SELECT step, kind, result FROM evaluations ORDER BY step, rowid")
-        return [(step, kind, json.loads(result)) for step, kind, result in rows]
+        return [(step, kind, self._value(result)) for step, kind, result in rows]
 
     def commit_checkpoint(self, step: int, digest: str, boundary: int | None = None) -> None:
         """Records that the checkpoint of ``step`` with ``digest`` is whole on the disk; resumes start from it. ``boundary``: the newest
         transition (``last_transition``) at the time its state was taken (``None``: now)."""
         with self._commit("commit_checkpoint", step):
             boundary = self.last_transition() if boundary is None else boundary
-            self._connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (step, digest, time.time(), boundary))
+            self._tables.put("checkpoints", (step, digest, time.time(), boundary))
 
     def last_transition(self) -> int:
         """Returns the id of the newest transition, 0 without one."""
@@ -234,32 +247,60 @@ class Journal:
     def record_event(self, kind: str, detail: dict[str, Any]) -> None:
         """Records an event. ``cut_after`` keeps events."""
         with self._commit("record_event", int(detail.get("step", 0))):
-            self._connection.execute("INSERT INTO events (time_s, kind, detail) VALUES (?, ?, ?)", (time.time(), kind, _json(detail)))
+            self._tables.put("events", (None, time.time(), kind, _json(detail)))
 
     def events(self) -> list[Event]:
         rows = self._read("SELECT id, time_s, kind, detail FROM events ORDER BY id")
-        return [Event(id, time_s, kind, json.loads(detail)) for id, time_s, kind, detail in rows]
+        return [Event(id, time_s, kind, self._value(detail)) for id, time_s, kind, detail in rows]
+
+    # -- rows of metrics.jsonl -----------------------------------------------------------------------------------------
+
+    def record_row(self, step: int, digest: str) -> None:
+        """Records the digest of the row of ``step`` in ``metrics.jsonl``, which is written already."""
+        self._put("metrics_rows", (step, digest))
+
+    def row_digests(self) -> dict[int, str]:
+        """Returns the digests of the rows of ``metrics.jsonl`` by step."""
+        return dict(self._read("SELECT step, digest FROM metrics_rows ORDER BY step"))
+
+    # -- verification --------------------------------------------------------------------------------------------------
+
+    def verify(self) -> list[DamagedRow]:
+        """Returns the rows that are not as they were written. Samples and scores are compared with their digests when they are read."""
+        with self._lock, errors(self.path, "the run's journal"):
+            return self._tables.verify()
+
+    def damaged_batches(self) -> list[int]:
+        """Returns the steps whose samples or scores do not have their digest."""
+        damaged = []
+        for step in self.journalled_steps():
+            try:
+                self._step_batch(step)
+            except RunError:
+                damaged.append(step)
+        return damaged
 
     # -- resume --------------------------------------------------------------------------------------------------------
 
     def cut_after(self, step: int) -> None:
         """Goes back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
 
-        Removes transitions that began after its commit, and evaluations and checkpoints of later steps. Keeps evaluations up to ``step``,
-        every event, and all samples and scores.
+        Removes transitions that began after its commit, and evaluations, checkpoints and rows of metrics of later steps. Keeps evaluations
+        up to ``step``, every event, and all samples and scores.
         """
-        with self._lock, errors(self.path, "the run's journal"), transaction(self._connection):
+        with self._lock, errors(self.path, "the run's journal"), self._tables.writing(is_durable=False):
             committed = self._connection.execute("SELECT last_transition FROM checkpoints WHERE step = ?", (step,)).fetchone()
             if committed is None:
                 # The run was killed between the commit on the disk and the one here: the checkpoint's transition is the boundary.
                 query = "SELECT MAX(id) FROM transitions WHERE step = ? AND state = 'checkpoint'"
                 committed = self._connection.execute(query, (step,)).fetchone()
             if committed[0] is None:
-                self._connection.execute("DELETE FROM transitions WHERE step >= ?", (step,))
+                self._tables.remove("transitions", "step >= ?", (step,))
             else:
-                self._connection.execute("DELETE FROM transitions WHERE id > ?", committed)
-            self._connection.execute("DELETE FROM evaluations WHERE step > ?", (step,))
-            self._connection.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
+                self._tables.remove("transitions", "id > ?", committed)
+            self._tables.remove("evaluations", "step > ?", (step,))
+            self._tables.remove("checkpoints", "step > ?", (step,))
+            self._tables.remove("metrics_rows", "step >= ?", (step,))
 
     # -- reading and writing -------------------------------------------------------------------------------------------
 
@@ -271,10 +312,16 @@ class Journal:
         ):
             return cursor.fetchall()
 
-    def _write(self, query: str, parameters: Sequence[Any]) -> int:
-        """Runs one statement as its own transaction; returns the id of the inserted row."""
-        with self._lock, errors(self.path, "the run's journal"):
-            return int(self._connection.execute(query, parameters).lastrowid or 0)
+    def _put(self, table: str, row: Sequence[Any]) -> int:
+        """Writes one row as its own transaction, which need not wait for the disk; returns its id."""
+        with self._lock, errors(self.path, "the run's journal"), self._tables.writing(is_durable=False):
+            return self._tables.put(table, row)
+
+    def _value(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise RunError(f"the run's journal: {self.path} is damaged (a value that is not JSON); 'tandem verify' says what is damaged") from None
 
     @contextmanager
     def _commit(self, name: str, step: int) -> Iterator[None]:
@@ -283,7 +330,7 @@ class Journal:
             # Transitions need not wait for the disk; what a resume starts from must.
             self._connection.execute("PRAGMA synchronous=FULL")
             try:
-                with transaction(self._connection):
+                with self._tables.writing(is_durable=True):
                     yield
             finally:
                 self._connection.execute("PRAGMA synchronous=NORMAL")

@@ -13,6 +13,7 @@ called before a checkpoint commits, because steps before a checkpoint are not re
 import json
 import os
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ class MetricsFile:
         except OSError as error:
             raise UserError(f"the metrics file {path} cannot be written: {error.strerror}") from None
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row. Raises ``ValueError`` where it has no ``step``, ``TypeError`` where a value is not an int, float, str or bool."""
+    def append(self, row: Mapping[str, Any]) -> str:
+        """Writes one row and returns its digest. Raises ``ValueError`` where it has no ``step``, ``TypeError`` where a value is not an int,
+        float, str or bool."""
         if type(row.get("step")) is not int:
             raise ValueError(f"a metrics row needs an int 'step'; it has {row.get('step')!r}")
         for key, value in row.items():
@@ -46,6 +48,7 @@ class MetricsFile:
             self._file.flush()
         except OSError as error:
             raise RunError(f"the metrics file {self.path} cannot be written: {error.strerror}; make room and resume") from None
+        return row_digest(line[:-1])
 
     def sync(self) -> None:
         """Flushes every row to the disk."""
@@ -71,6 +74,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def row_digest(line: bytes) -> str:
+    """Returns the BLAKE2b-128 digest of a row, a line without its end, in hexadecimal."""
+    return blake2b(line, digest_size=16).hexdigest()
+
+
+def digests_on_disk(path: Path) -> list[tuple[int | None, str]]:
+    """Returns the step and the digest of every whole row; the step of one that cannot be read is ``None``."""
+    found: list[tuple[int | None, str]] = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        try:
+            row = json.loads(line)
+            step = row["step"] if isinstance(row, dict) and type(row.get("step")) is int else None
+        except ValueError:
+            step = None
+        found.append((step, row_digest(line)))
+    return found
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

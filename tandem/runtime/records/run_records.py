@@ -103,7 +103,9 @@ class Records:
         whole["perf/tokens_per_s"] = tokens / seconds
         whole |= rates(seconds)
         if self.metrics is not None:
-            self.metrics.append(whole)
+            digest = self.metrics.append(whole)
+            if self.journal is not None:
+                self.journal.record_row(int(whole["step"]), digest)
             self.callback.row(whole)
 
     def _traffic(self) -> dict[str, float | int]:

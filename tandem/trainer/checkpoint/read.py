@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, is_covered, whole_offsets
-from tandem.trainer.checkpoint.format.digests import chunk_digest, chunks_over
+from tandem.storage.digests import chunk_digest, chunks_over
 from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_indexes
 from tandem.trainer.checkpoint.format.rank_file import Placed, RankIndex
 from tandem.trainer.checkpoint.format.shard import Key, Shard

@@ -11,7 +11,8 @@ from pathlib import Path
 from time import sleep
 
 from tandem.storage.files import Storage, read_blocks
-from tandem.trainer.checkpoint.format.commit import MARKER, sync_directory
+from tandem.storage.folder_manifest import sync_path
+from tandem.trainer.checkpoint.format.commit import MARKER
 from tandem.trainer.checkpoint.format.manifest import Damaged, verify
 from tandem.types import RunError
 
@@ -100,7 +101,7 @@ def fetch_newest(storage: Storage, checkpoints: Path, newer_than: int = -1) -> i
         if final.exists():
             shutil.rmtree(final)
         fresh.rename(final)
-        sync_directory(checkpoints)
+        sync_path(checkpoints)
         return step
     return None
 
@@ -110,4 +111,4 @@ def fetch_file(storage: Storage, name: str, target: Path) -> None:
     with target.open("wb") as out:
         for block in read_blocks(storage, name):
             out.write(block)
-    sync_directory(target)
+    sync_path(target)

@@ -18,8 +18,9 @@ from typing import Any
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint
-from tandem.trainer.checkpoint.format.commit import FULL, MARKER, sync_directory
-from tandem.trainer.checkpoint.format.digests import CHUNK_BYTES, best_algorithm, bytes_digest
+from tandem.storage.digests import CHUNK_BYTES, best_algorithm, bytes_digest
+from tandem.storage.folder_manifest import sync_path
+from tandem.trainer.checkpoint.format.commit import FULL, MARKER
 from tandem.trainer.checkpoint.format.manifest import (
     MANIFEST,
     Damaged,
@@ -117,7 +118,7 @@ def _write(fresh: Path, rank: int, work: Work) -> Entry:
 def _write_manifest(fresh: Path, work: Work, mesh: Mapping[str, int], entries: Sequence[Entry]) -> str:
     for companion in work.companions:
         shutil.copyfile(companion, fresh / companion.name)
-        sync_directory(fresh / companion.name)
+        sync_path(fresh / companion.name)
     companions = tuple(entry_of(fresh / companion.name) for companion in work.companions)
     data = Manifest(work.step, mesh, work.state, tuple(entries), companions).to_json()
     write_small(fresh / MANIFEST, data)
@@ -138,13 +139,13 @@ def _read_back(fresh: Path, rank: int, entries: Sequence[Entry], digest: str) ->
 
 def _commit(fresh: Path, final: Path) -> None:
     write_small(fresh / MARKER, marker_of((fresh / MANIFEST).read_bytes()))
-    sync_directory(fresh)
+    sync_path(fresh)
     replaced = None
     if final.exists():
         # An older or damaged checkpoint of this step.
         replaced = final.rename(final.parent / f".{final.name}.replaced.tmp")
     fresh.rename(final)
-    sync_directory(final.parent)
+    sync_path(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.trainer.checkpoint.format.commit import MARKER, file_digest
-from tandem.trainer.checkpoint.format.digests import bytes_digest
+from tandem.storage.digests import bytes_digest
+from tandem.storage.folder_manifest import file_digest
+from tandem.trainer.checkpoint.format.commit import MARKER
 from tandem.trainer.checkpoint.format.older_version import MANIFEST, is_of_older_version
 from tandem.trainer.checkpoint.format.rank_file import RankIndex, damaged_chunk, read_index
 from tandem.types import RunError
@@ -124,14 +125,15 @@ def check_companions(folder: Path, companions: Sequence[Entry]) -> None:
     for entry in companions:
         path = folder / entry.name
         trouble = _wrong_size(path, entry.size)
-        if trouble is None and file_digest(path) != entry.digest:
+        if trouble is None and file_digest(path, "blake2b_128").digest != entry.digest:
             trouble = f"'{entry.name}' does not have the digest it was written with"
         if trouble is not None:
             raise Damaged(trouble)
 
 
 def entry_of(path: Path) -> Entry:
-    return Entry(path.name, path.stat().st_size, file_digest(path))
+    found = file_digest(path, "blake2b_128")
+    return Entry(path.name, found.size, found.digest)
 
 
 def _wrong_size(path: Path, size: int) -> str | None:

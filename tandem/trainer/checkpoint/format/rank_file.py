@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.huggingface.safetensors_file import DTYPE_NAMES
+from tandem.storage.digests import chunk_digest
 from tandem.storage.direct import read_from_disk, write_new
-from tandem.trainer.checkpoint.format.digests import chunk_digest
 from tandem.trainer.checkpoint.format.shard import Key, Piece
 
 ALIGNMENT = 64

@@ -1,8 +1,10 @@
-"""Digests of a file's chunks, so that a part of it can be verified without the rest."""
+"""Digests of files and of their chunks; a chunk can be verified without the rest of its file."""
 
 import hashlib
 from collections.abc import Callable
 from typing import Any, Literal
+
+from tandem.types.errors import RunError
 
 Algorithm = Literal["xxh3_128", "blake2b_128"]
 
@@ -19,14 +21,27 @@ def best_algorithm() -> Algorithm:
 
 
 def chunk_digest(algorithm: str) -> Callable[[Any], str]:
-    """Returns the function from bytes to hexadecimal digits. Raises ``ValueError`` for an unknown algorithm."""
+    """Returns the function from bytes to hexadecimal digits. Raises as ``new_digest``."""
+    new_digest(algorithm)
     if algorithm == "xxh3_128":
         import xxhash
 
         return lambda data: str(xxhash.xxh3_128_hexdigest(data))
+    return lambda data: hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def new_digest(algorithm: str) -> Any:
+    """Returns an object with ``update`` and ``hexdigest``. Raises ``ValueError`` for an unknown algorithm, ``RunError`` where its package is not
+    installed."""
     if algorithm == "blake2b_128":
-        return lambda data: hashlib.blake2b(data, digest_size=16).hexdigest()
-    raise ValueError(f"unknown digest algorithm '{algorithm}'")
+        return hashlib.blake2b(digest_size=16)
+    if algorithm != "xxh3_128":
+        raise ValueError(f"unknown digest algorithm '{algorithm}'")
+    try:
+        import xxhash
+    except ImportError:
+        raise RunError("these files have xxh3 digests, which need the package xxhash; run 'pip install xxhash'") from None
+    return xxhash.xxh3_128()
 
 
 def bytes_digest(data: bytes) -> str:

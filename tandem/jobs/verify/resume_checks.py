@@ -1,0 +1,31 @@
+"""What is verified before a run is resumed. The ranks verify every byte of the checkpoint that they load. Imports no torch."""
+
+import shlex
+from pathlib import Path
+
+from tandem.jobs.run_files import SFT_FOLDER
+from tandem.jobs.verify.verify_records import verify_records
+from tandem.runtime.callback import Callback
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.run_lock import RunLock
+from tandem.types import RunError
+
+
+def check_records(directory: Path, needs_journal: bool, callback: Callback) -> None:
+    """Verifies the records of the run in ``directory`` and of its stage ``sft``. Damage that no later step depends on is told and journalled.
+
+    Raises ``RunError`` for the rest, and ``UserError`` if the run is in use."""
+    with RunLock(directory):
+        findings = verify_records(directory, needs_journal)
+        if (directory / SFT_FOLDER).is_dir() and not (directory / SFT_FOLDER / "model").is_dir():
+            findings += verify_records(directory / SFT_FOLDER, needs_journal=False, is_stage=True)
+        stopping = [finding for finding in findings if finding.stops]
+        if stopping:
+            more = f" ('tandem verify {shlex.quote(str(directory))}' shows {len(findings) - 1} more)" if len(findings) > 1 else ""
+            raise RunError(f"{stopping[0].line()}{more}")
+        for finding in findings:
+            callback.message(finding.line())
+        if findings and (directory / "journal.sqlite").exists():
+            with Journal(directory / "journal.sqlite") as journal:
+                for finding in findings:
+                    journal.record_event("damage", {"reason": finding.line()})

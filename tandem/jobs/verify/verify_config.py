@@ -1,0 +1,68 @@
+"""Compares ``config.yaml`` with the recipe that the run's journal has. Imports no torch."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.jobs.verify.finding import Finding
+from tandem.runtime.records.journal import Journal
+
+KEY = "config"
+"""The journal's key of the text of ``config.yaml``."""
+
+_ABSENT = object()
+
+
+def may_change(key: str) -> bool:
+    """Returns whether a run may be resumed with another value of ``key``: results do not depend on it, or only in their last bits."""
+    section = key.split(".")[0]
+    return section in ("parallel", "machine") or key.startswith("trainer.offload") or key in ("trainer.sleep_offload", "run.on_mismatch", "run.elastic")
+
+
+def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> list[Finding]:
+    """Returns a finding for each value of ``config.yaml`` that is not the one that the run began with. ``is_stage``: the folder is that of a
+    stage, whose recipe is written anew from its run's, with that run's folder."""
+    saved = journal.get(KEY)
+    path = directory / "config.yaml"
+    if saved is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        return [_damaged(path, f"cannot be read: {error}")]
+    if text == saved:
+        return []
+    try:
+        before, now = dict(_leaves("", yaml.safe_load(saved))), dict(_leaves("", yaml.safe_load(text)))
+    except (yaml.YAMLError, RecursionError):
+        return [_damaged(path, "is not YAML any more")]
+    findings = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
+        if old == new and type(old) is type(new):
+            continue
+        what = f"'{path}' has {key} {_shown(new)}, and the run began with {_shown(old)}"
+        if may_change(key) or (is_stage and key in ("model.path", "run.directory")):
+            findings.append(Finding(what, "the layout of the run depends on it", "the new value is taken", stops=False))
+        else:
+            findings.append(Finding(what, "every result depends on it", "put the old value back, or start a new run", stops=True))
+    return findings
+
+
+def _damaged(path: Path, trouble: str) -> Finding:
+    fix = "restore it from a copy (report.html has none; journal.sqlite has its text under 'config' in its table 'run')"
+    return Finding(f"'{path}' {trouble}", "every result depends on it", fix, stops=True)
+
+
+def _leaves(at: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{at}.{key}" if at else str(key), inner)
+    else:
+        yield at, value
+
+
+def _shown(value: Any) -> str:
+    return "no value" if value is _ABSENT else f"{value!r}"

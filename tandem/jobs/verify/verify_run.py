@@ -1,0 +1,139 @@
+"""Verifies everything in the folder of a run: records, models, checkpoints, data, registered versions."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.data.shard_files import ShardFiles
+from tandem.jobs.data_run.train_data import dataset_paths
+from tandem.jobs.run_files import SFT_FOLDER
+from tandem.jobs.start import read_recipe
+from tandem.jobs.verify.finding import Finding
+from tandem.jobs.verify.start_model import KEY as START_MODEL
+from tandem.jobs.verify.verify_records import RESTORE, steps_on_disk, verify_records
+from tandem.runtime.records.journal import Journal
+from tandem.storage.files import open_storage
+from tandem.storage.folder_manifest import Files, damaged_files, parse_files, read_manifest
+from tandem.trainer.checkpoint.format.manifest import Damaged, verify
+from tandem.types import RunError, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a run, ``size`` bytes, and the function that verifies it."""
+
+    name: str
+    size: int
+    verify: Callable[[], list[Finding]]
+
+
+def parts_of(directory: Path) -> list[Part]:
+    """Returns what there is to verify of the run in ``directory``. Raises ``UserError`` if it is not a run."""
+    try:
+        recipe = read_recipe(directory)
+    except UserError:
+        if not (directory / "config.yaml").is_file() or not (directory / "journal.sqlite").is_file():
+            raise
+        # The records say what is wrong with it.
+        recipe = None
+    is_on_data, stage = isinstance(recipe, PretrainRecipe), directory / SFT_FOLDER
+    parts = list(_run_parts(directory, is_on_data, False))
+    if (stage / "config.yaml").is_file():
+        parts += _run_parts(stage, True, True)
+    return parts + list(_data_parts(recipe) if isinstance(recipe, PretrainRecipe) else ())
+
+
+def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Part]:
+    records = [directory / name for name in ("config.yaml", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl")]
+    name = f"{directory.name}/" if is_stage else ""
+    yield Part(f"{name}records", _size(records), partial(_verify_all_records, directory, not is_on_data, is_stage))
+    is_done = is_stage and (directory / "model").is_dir()
+    start = None if is_done else _start_model(directory)
+    if start is not None:
+        yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data))
+    for folder in (directory / "models" / "initial", directory / "model"):
+        if folder.is_dir() and (start is None or folder != start[0]):
+            yield Part(f"{name}{folder.relative_to(directory)}", _size(folder.iterdir()), partial(_verify_model, folder))
+    for step in steps_on_disk(directory):
+        folder = directory / "checkpoints" / f"step-{step}"
+        is_newest = step == steps_on_disk(directory)[-1]
+        yield Part(f"{name}checkpoints/step-{step}", _size(folder.iterdir()), partial(_verify_checkpoint, folder, is_newest))
+
+
+def _verify_all_records(directory: Path, needs_journal: bool, is_stage: bool) -> list[Finding]:
+    findings = verify_records(directory, needs_journal, is_stage)
+    path = directory / "journal.sqlite"
+    if any(finding.stops for finding in findings) or not path.exists():
+        return findings
+    with Journal(path, read_only=True) as journal:
+        newest = max(steps_on_disk(directory), default=0)
+        for step in journal.damaged_batches():
+            depends = "the step would be trained on them" if step >= newest else "'tandem replay' of that step depends on them"
+            what, fix = f"'{path}': the samples or scores of step {step} do not have their digest", RESTORE if step >= newest else "nothing to do"
+            findings.append(Finding(what, depends, fix, stops=step >= newest))
+    return findings
+
+
+def _start_model(directory: Path) -> tuple[Path, Files] | None:
+    try:
+        with Journal(directory / "journal.sqlite", read_only=True) as journal:
+            saved = journal.get(START_MODEL)
+    except RunError:
+        return None
+    return None if saved is None else (directory / saved["folder"], parse_files(saved["files"]))
+
+
+def _verify_start(folder: Path, files: Files, is_on_data: bool) -> list[Finding]:
+    fix, damaged = "restore it from a copy", damaged_files(folder, files)
+    if not is_on_data:
+        return [Finding(line, "the reference model, and a run that begins again, depend on it", fix, stops=True) for line in damaged]
+    return [Finding(line, "a run without a checkpoint begins with it", fix, stops=".safetensors'" not in line) for line in damaged]
+
+
+def _verify_model(folder: Path) -> list[Finding]:
+    depends, fix = "whatever is done with this model depends on it", "restore it from a copy, or export it again: remove the folder and resume"
+    try:
+        files = read_manifest(folder)
+    except RunError as error:
+        return [Finding(str(error).partition(";")[0], depends, fix, stops=False)]
+    if files is None:
+        return [Finding(f"'{folder}' has no manifest.json", depends, fix, stops=False)]
+    return [Finding(line, depends, fix, stops=False) for line in damaged_files(folder, files)]
+
+
+def _verify_checkpoint(folder: Path, is_newest: bool) -> list[Finding]:
+    try:
+        verify(folder)
+        return []
+    except Damaged as error:
+        depends = "a resume passes it over and continues from an older one" if is_newest else "it is passed over where it would be needed"
+        return [Finding(f"'{folder}': {error}", depends, "restore it from a copy, or from 'checkpoint.upload'", stops=False)]
+
+
+def _data_parts(recipe: PretrainRecipe) -> Iterator[Part]:
+    if recipe.task is not None:
+        return
+    for number, path in enumerate(dataset_paths(recipe.data)):
+        cache = Path(recipe.data.cache) / f"dataset-{number}" if recipe.data.cache else None
+        yield Part(f"data {path}", 0, partial(_verify_data, path, cache))
+
+
+def _verify_data(path: str, cache: Path | None) -> list[Finding]:
+    findings = []
+    try:
+        files = ShardFiles(open_storage(path), cache)
+        files.check()
+    except UserError as error:
+        return [Finding(str(error).partition(";")[0], "every later step depends on it", "restore it, or tokenize it again", stops=True)]
+    for number in range(len(files.dataset.shards)):
+        try:
+            files.open(number).close()
+        except RunError as error:
+            findings.append(Finding(str(error).partition(";")[0], "the steps that read it depend on it", "remove it and tokenize it again", stops=False))
+    return findings
+
+
+def _size(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
