@@ -9,6 +9,7 @@ examples:
   tandem models show pretrain/3
   tandem models promote pretrain/3 production
   tandem models diff pretrain@production pretrain
+  tandem models verify pretrain                       the registry, and every byte of the versions that exist
 """
 
 import argparse
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.registry import RegistryConfig
+from tandem.model_registry.files import check_files
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import STAGES, Registry, Version, differences, find, recipe_digest, stage_named
+from tandem.types import RunError, UserError
 
 DEFAULT = "runs/registry"
 
@@ -42,6 +45,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     promoted = action("promote", "move a version to a stage", "promote pretrain/3 production")
     promoted.add_argument("version", help="NAME/3, NAME@staging or NAME")
     promoted.add_argument("stage", help=f"one of {', '.join(STAGES)}")
+    verified = action("verify", "verify the registry and the files of its versions", "verify pretrain")
+    verified.add_argument("name", nargs="?", default="", help="verify only this model, or one version of it (NAME/3)")
     compared = action("diff", "compare two versions", "diff pretrain@production pretrain/7")
     compared.add_argument("left", help="NAME/3, NAME@production or NAME")
     compared.add_argument("right", help="NAME/3, NAME@production or NAME")
@@ -51,6 +56,9 @@ def run(options: argparse.Namespace) -> int:
     is_uri = "://" in options.registry
     registry = open_registry(RegistryConfig(path="" if is_uri else options.registry, uri=options.registry if is_uri else ""))
     try:
+        registry.check()
+        if options.action == "verify":
+            return _verify(registry, options)
         print(_ACTIONS[options.action](registry, options))
     finally:
         registry.close()
@@ -82,6 +90,26 @@ def _show(registry: Registry, options: argparse.Namespace) -> str:
 def _promote(registry: Registry, options: argparse.Namespace) -> str:
     version = registry.promote(find(registry, options.version), stage_named(options.stage))
     return json.dumps(version.to_json()) if options.json else f"{version.reference} is in {version.stage}: {version.entry.path}"
+
+
+def _verify(registry: Registry, options: argparse.Namespace) -> int:
+    """Prints a line for each version. Returns 1 if one that exists is damaged."""
+    is_one = "/" in options.name or "@" in options.name
+    versions = [find(registry, options.name)] if is_one else registry.versions(options.name)
+    status = 0
+    for version in versions:
+        try:
+            check_files(version)
+            state, line = "ok", ""
+        except RunError as error:
+            state, line, status = "damaged", str(error), 1
+        except UserError as error:
+            state, line = "removed", str(error)
+        if options.json:
+            print(json.dumps({"version": version.reference, "state": state, "reason": line}))
+        else:
+            print(f"{state:8} {version.reference}  {line}".rstrip())
+    return status
 
 
 def _diff(registry: Registry, options: argparse.Namespace) -> str:

@@ -66,7 +66,12 @@ class Registry(Protocol):
         ...
 
     def promote(self, version: Version, stage: Stage) -> Version:
-        """Put ``version`` into ``stage``. What was in production before is archived when another comes there."""
+        """Puts ``version`` into ``stage``; its files are verified first for staging and production. The version that was in production before is
+        archived when another is put there."""
+        ...
+
+    def check(self) -> None:
+        """Raises ``RunError`` if a row of the registry is damaged."""
         ...
 
 

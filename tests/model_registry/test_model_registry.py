@@ -6,6 +6,7 @@ import shutil
 import socket
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +17,21 @@ from tandem.config.registry import RegistryConfig
 from tandem.model_registry.local import LocalRegistry
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion, Registry, differences, find
+from tandem.storage.digests import bytes_digest
+from tandem.trainer.checkpoint.format.manifest import Manifest, marker_of, read_manifest
 from tandem.types import RunError, UserError
 
 RECIPE = {"algorithm": {"name": "pretrain"}, "trainer": {"learning_rate": 0.1}}
 
 
 def entry(tmp_path: Path, step: int, name: str = "small", **changed: object) -> NewVersion:
-    folder = tmp_path / "run" / f"step-{step}"
+    folder = tmp_path / "run" / name / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "MANIFEST.json").write_text(f"content of step {step}")
+    content = Manifest(step, {}, {"of": f"{name} {step}"}, (), ()).to_json()
+    (folder / "MANIFEST.json").write_bytes(content)
+    (folder / "COMMIT").write_bytes(marker_of(content))
     metrics = {"train/loss": 3.0 - step / 10}
-    made = NewVersion(name, str(folder), f"digest-{name}-{step}", step, str(tmp_path / "run"), RECIPE, {"runs/text": "abc"}, "", metrics)
+    made = NewVersion(name, str(folder), bytes_digest(content), step, str(tmp_path / "run"), RECIPE, {"runs/text": "abc"}, "", metrics)
     return replace(made, **changed)  # type: ignore[arg-type]
 
 
@@ -83,7 +88,7 @@ def test_differences_name_weights_recipe_data_and_metrics_and_nothing_that_is_th
         entry(tmp_path, 2, recipe={"algorithm": {"name": "pretrain"}, "trainer": {"learning_rate": 0.2}}, data={"runs/text": "def"}, metrics={"x": 1.0})
     )
     assert [tuple(d) for d in differences(left, right)] == [
-        ("weights", "digest-small-1", "digest-small-2"), ("step", 1, 2), ("data runs/text", "abc", "def"),
+        ("weights", left.entry.digest, right.entry.digest), ("step", 1, 2), ("data runs/text", "abc", "def"),
         ("recipe trainer.learning_rate", 0.1, 0.2), ("metric train/loss", 2.9, None), ("metric x", None, 1.0),
     ]  # fmt: skip
     assert differences(left, left) == []
@@ -96,7 +101,7 @@ def test_promoted_version_survives_its_run_and_one_whose_files_are_gone_is_not_p
     registry.promote(find(registry, "small/1"), "staging")
     shutil.rmtree(tmp_path / "run")
     kept = find(registry, "small/1")
-    assert (Path(kept.entry.path) / "MANIFEST.json").read_text() == "content of step 1" and str(tmp_path / "registry") in kept.entry.path
+    assert read_manifest(Path(kept.entry.path))[0].step == 1 and str(tmp_path / "registry") in kept.entry.path
     with pytest.raises(UserError, match="no longer exist in"):
         registry.promote(find(registry, "small/2"), "production")
     assert [v.stage for v in registry.versions()] == ["staging", "none"]
@@ -161,6 +166,63 @@ def test_commands_list_show_promote_and_compare(tmp_path: Path, capsys: pytest.C
     for words, problem in ((["show", "nix"], "has no model 'nix'"), (["promote", "small/1", "live"], "the stage 'live'"), (["list", "nix"], "has no model")):
         assert main(["models", *words, *where]) == 2
         assert problem in capsys.readouterr().err
+
+
+def harm(folder: Path) -> None:
+    content = (folder / "MANIFEST.json").read_bytes()
+    (folder / "MANIFEST.json").write_bytes(content.replace(b'"step": 1', b'"step": 3'))
+
+
+def test_damaged_files_are_not_promoted(registry: Registry, tmp_path: Path) -> None:
+    made = registry.register(entry(tmp_path, 1))
+    harm(Path(made.entry.path))
+    with pytest.raises(RunError, match=r"the files of 'small/1' in .* are damaged"):
+        registry.promote(made, "production")
+    other = Manifest(7, {}, {}, (), ()).to_json()
+    (Path(made.entry.path) / "MANIFEST.json").write_bytes(other)
+    (Path(made.entry.path) / "COMMIT").write_bytes(marker_of(other))
+    with pytest.raises(RunError, match="holds another checkpoint than the one registered as 'small/1'"):
+        registry.promote(made, "staging")
+    assert [v.stage for v in registry.versions()] == ["none"]
+
+
+def test_a_registry_means_the_same_from_any_folder_and_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    registry = LocalRegistry(Path("registry"), create=True)
+    registry.promote(registry.register(entry(tmp_path, 1)), "production")
+    registry.close()
+    monkeypatch.chdir("/")
+    (tmp_path / "registry").rename(tmp_path / "moved")
+    moved = LocalRegistry(tmp_path / "moved")
+    found = find(moved, "small@production")
+    assert found.entry.path == str(tmp_path / "moved" / "models" / "small" / "1") and moved.promote(found, "staging").stage == "staging"
+    moved.close()
+
+
+def test_a_changed_row_of_the_registry_is_one_line_for_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    registry = LocalRegistry(tmp_path / "registry", create=True)
+    for step in (1, 2):
+        registry.register(entry(tmp_path, step))
+    registry.close()
+    path = tmp_path / "registry" / "registry.sqlite"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE versions SET digest = 'abc' WHERE number = 2")
+    for words in (["list"], ["show", "small"], ["promote", "small/1", "production"], ["verify"], ["diff", "small/1", "small/2"]):
+        assert main(["models", *words, "--registry", str(tmp_path / "registry")]) == 1
+        error = capsys.readouterr().err
+        assert "is damaged: versions small/2: it does not have the digest" in error and len(error.splitlines()) == 1
+
+
+def test_verify_names_the_state_of_every_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    registry = LocalRegistry(tmp_path / "registry", create=True)
+    made = [registry.register(entry(tmp_path, step)) for step in (1, 2, 3)]
+    registry.close()
+    harm(Path(made[0].entry.path))
+    shutil.rmtree(made[1].entry.path)
+    assert main(["models", "verify", "--registry", str(tmp_path / "registry")]) == 1
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["damaged", "small/1"], ["removed", "small/2"], ["ok", "small/3"]]
+    assert main(["models", "verify", "small/3", "--registry", str(tmp_path / "registry"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "ok"
 
 
 def test_address_at_which_no_server_answers_is_refused_at_once_and_not_after_minutes() -> None:
