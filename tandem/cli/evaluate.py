@@ -37,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks-folder", help="lm-eval: a folder with YAML files of additional tasks")
     parser.add_argument("--limit", type=int, help="lm-eval: maximum number of samples per task")
     parser.add_argument("--few-shot", type=int, help="lm-eval: examples before each question (default: the task's)")
+    parser.add_argument("--verify", action="store_true", help="compare the model with the digests in its manifest.json first")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(takes_overrides=True)
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     settings = evaluation_settings(recipe.rollout, options.seed, greedy=options.greedy, purpose="evaluate")
     with closing(prompt_source(recipe, Path(options.model))) as source, RewardPool(recipe.rewards) as rewards:
         prompts = source.fresh(options.prompts)
-        llm = LLM(options.model, kernels=recipe.machine.kernels)
+        llm = LLM(options.model, kernels=recipe.machine.kernels, verify=options.verify)
 
         def generate(asked: Sequence[Prompt]) -> list[Sample]:
             keys = [request_key(0, prompt.id, settings["purpose"]) for prompt in asked]

@@ -22,7 +22,7 @@ def _perplexity(options: argparse.Namespace) -> int:
     if options.data is None:
         raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with one document per line")
     texts = read_texts(Path(options.data), options.text_key)
-    with LLM(options.model) as llm:
+    with LLM(options.model, verify=options.verify) as llm:
         result = perplexity(llm, texts, options.context, options.stride)
     if options.json:
         print(json.dumps(asdict(result)))
@@ -65,7 +65,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
     from tandem.engine.llm import LLM
 
-    with LLM(options.model) as llm:
+    with LLM(options.model, verify=options.verify) as llm:
         scores = run_tasks(llm, names, folder, options.limit, options.few_shot)
     if options.json:
         print(json.dumps([asdict(score) for score in scores]))

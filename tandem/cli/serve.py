@@ -44,11 +44,14 @@ def run(options: argparse.Namespace) -> int:
         if importlib.util.find_spec(module) is None:
             raise UserError(f"'tandem serve' needs {module}, which is not installed; pip install 'tandem-rl[serve]'")
     from tandem.model.weight_store import WeightStore, is_remote
+    from tandem.storage.folder_manifest import check_folder
 
+    given = engine_args(options)
     if not is_remote(options.model):
+        if given.verify:
+            check_folder(Path(options.model))
         return _serve(options, options.model)
-    cache = engine_args(options)
-    with WeightStore(cache.download_dir, int(cache.weight_cache_gib * 2**30)).hold(options.model) as held:
+    with WeightStore(given.download_dir, int(given.weight_cache_gib * 2**30)).hold(options.model, verify=given.verify) as held:
         return _serve(options, str(held.path))
 
 

@@ -78,6 +78,8 @@ class EngineArgs:
     """Start without a tokenizer: prompts and completions are token ids."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` reads shapes and tokenizer and initialises random weights."""
+    verify: bool = False
+    """Compare every byte of the model with the digests in its `manifest.json`, or with those of its download, before it is used."""
     download_dir: str | None = None
     """Cache folder for models from object storage. Empty: `~/.cache/tandem/weights`."""
     weight_cache_gib: float = 0.0

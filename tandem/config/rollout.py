@@ -41,6 +41,7 @@ class RolloutConfig:
         "engine.max_loras": "the samples of a step come from the model that is trained, without an adapter",
         "engine.max_lora_rank": "the samples of a step come from the model that is trained, without an adapter",
         "engine.load_format": "the engine takes its weights from the trainer",
+        "engine.verify": "the engine takes its weights from the trainer, with their digests",
         "engine.download_dir": "the engine takes its weights from the trainer",
         "engine.weight_cache_gib": "the engine takes its weights from the trainer",
         "engine.dtype": "the rollout uses trainer.dtype and trainer.precision",

@@ -22,6 +22,7 @@ from tandem.engine.settings import resolve
 from tandem.kernels.mixed import Precision
 from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
+from tandem.storage.folder_manifest import check_folder
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
@@ -60,8 +61,10 @@ class LLM:
         folder = Path(args.model)
         if is_remote(args.model):
             store = WeightStore(args.download_dir, int(args.weight_cache_gib * 2**30), _show_download if sys.stderr.isatty() else None)
-            self._held = store.hold(args.model)
+            self._held = store.hold(args.model, verify=args.verify)
             folder = self._held.path
+        elif args.verify:
+            check_folder(folder)
         shapes = read_shapes(folder)
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)

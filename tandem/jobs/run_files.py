@@ -64,24 +64,11 @@ def begun(directory: Path, role: str, callback: Callback, max_steps: int, target
 
 
 @contextlib.contextmanager
-def opened_files(directory: Path, needs_journal: bool, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
-    """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes. ``needs_journal``: raise ``RunError`` where the
-    journal of a run with checkpoints is missing or empty, as a new one would not know which samples and scores were drawn. Raises
-    ``RunError`` if ``config.yaml`` is not the recipe that the run began with."""
-    path, has_checkpoints = directory / "journal.sqlite", any((directory / "checkpoints").glob("step-*"))
-
-    def check(is_found: bool, what: str) -> None:
-        if needs_journal and has_checkpoints and not is_found:
-            raise RunError(
-                f"the run '{directory}' has checkpoints and {what} journal.sqlite; restore it from a copy, or the run with 'tandem resume NEW_FOLDER "
-                "--from URL' (URL: the run's 'checkpoint.upload'), or start a new run"
-            )
-
-    check(path.exists(), "no")
+def opened_files(directory: Path, fault_point: FaultPoint = no_fault) -> Iterator[tuple[Journal, MetricsFile]]:
+    """Yields the run's journal and its ``metrics.jsonl``, which only one process of a run writes. Raises ``RunError`` if ``config.yaml`` is not the
+    recipe that the run began with."""
     with ExitStack() as stack:
-        journal = stack.enter_context(Journal(path, fault_point=fault_point))
-        # A restored run has no numerics, and a mesh.
-        check(journal.get("mesh") is not None, "an empty")
+        journal = stack.enter_context(Journal(directory / "journal.sqlite", fault_point=fault_point))
         check_config(directory, journal)
         yield journal, stack.enter_context(contextlib.closing(MetricsFile(directory / "metrics.jsonl")))
 

@@ -46,7 +46,7 @@ def execute_rl(
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
         fault_point = faults.point("controller", directory) if faults else no_fault
-        journal, metrics = stack.enter_context(opened_files(directory, needs_journal=True, fault_point=fault_point))
+        journal, metrics = stack.enter_context(opened_files(directory, fault_point))
         records = Records(journal, metrics, callback)
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -172,3 +173,28 @@ def test_runs_without_a_name_take_the_next_free_one(recipe) -> None:
 
     config = load_config(recipe)
     assert [_new_directory(config.run, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]
+
+
+@pytest.mark.parametrize(
+    "words", [("generate", "--prompt", "12="), ("serve",), ("evaluate", "--task", "sort"), ("evaluate", "--task", "perplexity", "--data", "text.txt")]
+)
+def test_a_model_with_a_flipped_bit_is_refused_where_verification_is_asked_for(command, model, tmp_path, monkeypatch, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("123=321")
+    shutil.copytree(model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    done: Done = command(words[0], tmp_path / "model", *words[1:], "--verify")
+    assert done.code == 1 and done.out == "" and len(done.err.splitlines()) == 1
+    assert "model.safetensors' does not have the digest it was written with; restore the folder from a copy" in done.err
+
+
+def test_a_model_that_is_as_it_was_written_is_verified_and_used_and_one_without_digests_is_named(command, model, tmp_path) -> None:
+    given = ("--prompt", "12=", "--max-tokens", "2", "--verify")
+    assert command("generate", model, *given).code == 0
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "manifest.json").unlink()
+    done: Done = command("generate", tmp_path / "model", *given)
+    assert done.code == 1 and "has no manifest.json and cannot be verified; leave out --verify" in done.err

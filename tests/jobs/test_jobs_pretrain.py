@@ -26,6 +26,7 @@ from tandem.data.stream import TokenStream
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
 from tandem.data.tokenizing.train_tokenizer import train_tokenizer
+from tandem.jobs.run_files import record_config
 from tandem.jobs.start import resume, train
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
@@ -335,6 +336,10 @@ def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_pat
     shutil.copytree(undisturbed / "run", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(data / "json"), str(data / "held-out")))
+    status, _, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 1 and "config.yaml' has data.train" in error and "put the old value back" in error and len(error.splitlines()) == 1
+    with Journal(tmp_path / "run" / "journal.sqlite") as journal:
+        record_config(tmp_path / "run", journal)
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 2 and "has changed since this run started" in error and len(error.splitlines()) == 1
 

@@ -29,6 +29,7 @@ from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, read_dataset, tokenize
 from tandem.jobs import run_files
 from tandem.jobs.replay.replay_step import replay
+from tandem.jobs.run_files import record_config
 from tandem.jobs.sft import sft_recipe
 from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.callback import Callback
@@ -318,6 +319,8 @@ def test_run_is_not_resumed_on_other_examples(undisturbed: Path, data: Path, tmp
     shutil.copytree(undisturbed / "run", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(data / "pairs"), str(data / "held-out")))
+    with Journal(tmp_path / "run" / "journal.sqlite") as journal:
+        record_config(tmp_path / "run", journal)
     with pytest.raises(UserError, match="has changed since this run started"):
         resume(tmp_path / "run")
 

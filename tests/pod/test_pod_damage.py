@@ -39,3 +39,17 @@ def test_weights_that_are_damaged_again_end_the_run_in_one_line_and_it_is_resume
     resumed = PodRun(tmp_path).resume()
     assert resumed.returncode == 0, resumed.stderr
     assert difference(run, undisturbed) == []
+
+
+def test_a_log_probability_that_rollout_and_trainer_disagree_on_is_an_alarm_that_stops_the_run_or_is_told(tmp_path: Path) -> None:
+    run = PodRun(tmp_path, program=(str(HERE / "altered_sample.py"), "3"))
+    done = run.train("--run.on_mismatch=stop")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "step 3: mismatch_kl is" in done.stderr and "must be 0" in done.stderr and "--run.on_mismatch=warn" in done.stderr
+    rows = [row["mismatch_max_abs"] for row in run.rows()]
+    assert rows[:3] == [0.0] * 3 and rows[3] == pytest.approx(2.0**-12, rel=1e-3) and len(rows) == 4
+    resumed = PodRun(tmp_path).resume("--run.on_mismatch=warn")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [event.detail["step"] for event in run.events("mismatch")] == [3, 3]
+    assert "step 3: mismatch_kl is" in resumed.stdout and "mismatch_kl is not 0" in (run.directory / "report.html").read_text()
+    assert [row["mismatch_kl"] > 0 for row in run.rows()] == [False] * 3 + [True] + [False] * 2

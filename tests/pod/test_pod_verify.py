@@ -121,7 +121,7 @@ HARMS: dict[str, tuple[Callable[[PodRun], None], str]] = {
         "has trainer.learning_rate 0.002, and the run began with 0.001; every result depends on it",
     ),
     "checkpoints": (remove_checkpoints, "and so are all others; the run would begin again at step 0"),
-    "journal": (lambda run: (run.directory / "journal.sqlite").unlink(), "journal.sqlite' is missing"),
+    "journal": (lambda run: (run.directory / "journal.sqlite").unlink(), "has checkpoints and no journal.sqlite; its samples, scores"),
 }
 
 

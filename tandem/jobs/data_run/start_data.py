@@ -91,7 +91,7 @@ def opened_run(
     with ExitStack() as stack:
         journal = metrics = None
         if ranks.is_first:
-            journal, metrics = stack.enter_context(opened_files(directory, needs_journal=False))
+            journal, metrics = stack.enter_context(opened_files(directory))
         records = Records(journal, metrics, callback if ranks.is_first else Callback(), rank.heartbeat, rank.fault_point)
         records.enter("load", 0)
         if ranks.is_first:

@@ -28,12 +28,13 @@ def verify_records(directory: Path, needs_journal: bool, is_stage: bool = False)
     """Returns what is wrong with the records of the run in ``directory``. ``needs_journal``: whether the run cannot continue without it;
     ``is_stage``: as for ``verify_config``."""
     path, steps = directory / "journal.sqlite", steps_on_disk(directory)
-    if not path.exists():
-        if not steps:
-            return []
-        return [Finding(f"'{path}' is missing", "samples, scores, evaluations and events of the run are lost with it", RESTORE, stops=needs_journal)]
+    if not path.exists() or path.stat().st_size == 0:
+        return _lost_journal(directory, "an empty" if path.exists() else "no", needs_journal) if steps else []
     try:
         with Journal(path, read_only=True) as journal:
+            # A restored run has no numerics, and a mesh.
+            if steps and journal.get("mesh") is None:
+                return _lost_journal(directory, "an empty", needs_journal)
             findings = [_finding(path, row, max(steps, default=0)) for row in journal.verify()]
             if any(finding.stops for finding in findings):
                 return findings
@@ -43,7 +44,15 @@ def verify_records(directory: Path, needs_journal: bool, is_stage: bool = False)
             return findings
     except RunError as error:
         what, _, fix = str(error).partition("; ")
-        return [Finding(what, "every record of the run depends on it", fix or RESTORE, stops=True)]
+        without = "" if needs_journal else ", or remove it and resume: the run continues from its checkpoint without its evaluations and events"
+        return [Finding(what, "every record of the run depends on it", f"{fix or RESTORE}{without}", stops=True)]
+
+
+def _lost_journal(directory: Path, what: str, needs_journal: bool) -> list[Finding]:
+    """A new journal would not know which samples and scores were drawn."""
+    lost = "its samples, scores, evaluations and events are lost with it" if needs_journal else "its evaluations and events are lost with it"
+    fix = RESTORE if needs_journal else "restore it from a copy, or resume without it"
+    return [Finding(f"the run '{directory}' has checkpoints and {what} journal.sqlite", lost, fix, stops=needs_journal)]
 
 
 def steps_on_disk(directory: Path) -> list[int]:

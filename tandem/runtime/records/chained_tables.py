@@ -67,7 +67,10 @@ class ChainedTables:
         self._connection, self._tables = connection, tables
         self._head_path = head_path(path)
         self._head_file = None if read_only else os.open(self._head_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._entry = _FIRST
+        self._entry = self._newest() if not read_only else _FIRST
+        if self._head_file is not None and self._entry == _FIRST:
+            # A head that is left from a file that was here before.
+            os.ftruncate(self._head_file, 0)
 
     def close(self) -> None:
         if self._head_file is not None:
