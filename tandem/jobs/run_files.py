@@ -25,6 +25,8 @@ from tandem.runtime.records.run_lock import RunLock
 from tandem.storage.folder_manifest import sync_path
 from tandem.types import RunError
 
+PRIVATE = 0o700
+"""Permissions of a run's folder: its samples, its logs and the pod's credential are for its user alone."""
 SFT_FOLDER = "sft"
 """The folder, in that of a run of reinforcement learning, of the supervised fine-tuning that it begins with."""
 

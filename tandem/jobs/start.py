@@ -13,7 +13,7 @@ from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import SFT_FOLDER, record_config, write_recipe
+from tandem.jobs.run_files import PRIVATE, SFT_FOLDER, record_config, write_recipe
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_records
@@ -118,14 +118,14 @@ def _new_directory(run: RunConfig, stem: str) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         if name:
             with contextlib.suppress(FileExistsError):
-                (parent / name).mkdir()
+                (parent / name).mkdir(PRIVATE)
                 return parent / name
             raise UserError(f"the run '{parent / name}' exists; use 'tandem resume {shlex.quote(str(parent / name))}' or another run.name")
         number = 1
         while True:
             chosen = parent / (stem if number == 1 else f"{stem}-{number}")
             with contextlib.suppress(FileExistsError):
-                chosen.mkdir()
+                chosen.mkdir(PRIVATE)
                 return chosen
             number += 1
     except OSError as error:

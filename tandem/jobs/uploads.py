@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.recipe import Recipe, load_config
-from tandem.jobs.run_files import rl_start_folder
+from tandem.jobs.run_files import PRIVATE, rl_start_folder
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.sqlite_file import snapshot
 from tandem.storage.files import open_storage
@@ -67,6 +67,7 @@ def restore(run_directory: str | Path, url: str) -> None:
         raise UserError(f"'{url}' holds no run: it has no {CONFIG}; name what 'checkpoint.upload' was")
     if fetch_newest(storage, directory / "checkpoints") is None:
         raise UserError(f"'{url}' holds no whole checkpoint; start the run again")
+    directory.chmod(PRIVATE)
 
     def fetch(name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

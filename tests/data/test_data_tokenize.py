@@ -18,9 +18,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tandem.data.shards import ShardReader
+from tandem.data.shards import Shard, ShardReader
 from tandem.data.tokenizing.documents import DocumentFormat, Part, divide, documents
-from tandem.data.tokenizing.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.data.tokenizing.tokenize import DATASET, TokenizedDataset, TokenizeSettings, read_dataset, tokenize
 from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.storage.files import StoredFile, open_storage
 from tandem.text.tokenizer import Tokenizer
@@ -442,3 +442,17 @@ def test_damaged_dataset_and_shards_are_named(source: Path, tokenizer_folder: Pa
     (tmp_path / "t" / DATASET).write_text("{")
     with pytest.raises(UserError, match=r"dataset.json in .* is damaged"):
         read_dataset(open_storage(str(tmp_path / "t")))
+
+
+def test_every_bit_of_dataset_json_is_covered(tmp_path: Path) -> None:
+    dataset = TokenizedDataset("t" * 32, 64, 1, "uint16", (Shard("shard-000000", 2, 7, 4096, "a" * 32, "b" * 32),))
+    whole = dataset.to_json()
+    for place in range(len(whole)):
+        (tmp_path / "dataset.json").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            found = read_dataset(open_storage(str(tmp_path)))
+        except UserError as error:
+            assert "is damaged" in str(error) and "\n" not in str(error)
+        else:
+            # A blank between two values that became another one.
+            assert found == dataset and whole[place : place + 1].isspace()

@@ -191,3 +191,7 @@ def test_a_value_that_may_change_is_taken_from_an_edited_recipe_and_told(killed:
     set_value(run, "machine.threads", 2)
     check_records(run.directory, True, told)
     assert len(told.lines) == 1 and "machine.threads 2, and the run began with 1" in told.lines[0]
+
+
+def test_a_run_is_private_to_its_user(killed: PodRun) -> None:
+    assert killed.directory.stat().st_mode & 0o777 == 0o700

@@ -5,6 +5,7 @@ killed. Each unit of work becomes one shard; its record under ``units/`` commits
 is written last, commits the whole.
 """
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -72,18 +73,27 @@ class TokenizedDataset:
         if self.has_masks:
             facts["learned"] = self.learned
         facts |= {"tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "end_token": self.end_token, "dtype": self.dtype}
-        return json.dumps({**facts, "shards": [shard.to_json() for shard in self.shards]}, indent=1).encode() + b"\n"
+        facts["shards"] = [shard.to_json() for shard in self.shards]
+        return json.dumps({**facts, "digest": _digest(facts)}, indent=1).encode() + b"\n"
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    """Returns the BLAKE2b-128 of a dataset's facts, in hexadecimal."""
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def read_dataset(storage: Storage) -> TokenizedDataset:
     """Returns the dataset in ``storage``. Raises ``UserError`` if there is no finished one."""
     try:
         data = json.loads(read(storage, DATASET))
+        digest = data.pop("digest", None)
+        if digest != _digest(data):
+            raise ValueError("it does not have the digest it was written with" if digest is not None else "it has no digest")
         shards = tuple(Shard.from_json(shard) for shard in data["shards"])
         return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards)
     except FileNotFoundError:
         raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that command finish") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{DATASET} in '{storage.url}' is damaged ({error}); remove it and start 'tandem tokenize' again") from None
 
 
