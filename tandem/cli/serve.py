@@ -13,6 +13,8 @@ examples:
 
 import argparse
 import importlib.util
+import ipaddress
+import sys
 from pathlib import Path
 
 from tandem.cli.engine_options import add_engine_options, engine_args
@@ -70,7 +72,16 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
     )  # fmt: skip
+    if not settings.api_keys and not _is_loopback(settings.host):
+        print(f"tandem: warning: anyone who reaches {settings.host} may use this server; give --api-key @FILE, or leave out --host", file=sys.stderr)
     return run_server(settings)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _module(given: str) -> tuple[str, str]:

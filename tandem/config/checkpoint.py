@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
@@ -22,6 +23,7 @@ class CheckpointConfig:
     """Folder or URL to copy each checkpoint to. Empty: none."""
 
     def check(self) -> None:
+        check_no_secret("'checkpoint.upload'", self.upload)
         check_at_least_one("checkpoint", self, "every_steps", "keep")
         if not 0 <= self.every_minutes < float("inf"):
             raise UserError(f"'checkpoint.every_minutes' is {self.every_minutes}; it must be 0 (off) or more, and finite")

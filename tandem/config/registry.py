@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.config.addresses import check_no_secret
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -25,6 +26,7 @@ class RegistryConfig:
         """Raises ``UserError`` for two registries, and for a name that does not work in NAME/VERSION or NAME@STAGE."""
         if self.path and self.uri:
             raise UserError("'registry.path' and 'registry.uri' are both set; a model is registered in one registry, so leave one of them empty")
+        check_no_secret("'registry.uri'", self.uri)
         if set("/@") & set(self.name):
             raise UserError(f"'registry.name' is '{self.name}'; '/' and '@' separate the version and the stage; choose a name without them")
         if not self.is_on:

@@ -130,6 +130,7 @@ def _serve_http(address: str, methods: dict[str, Method], credential: str, name:
         from tandem.runtime.rpc.http_server import HttpServer
     except ImportError:
         raise UserError("--http needs starlette and uvicorn; install them with: pip install 'tandem-rl[serve]'") from None
+    logger.warning("calls are accepted from other machines at %s, with the pod's credential, unencrypted", address)
     server = HttpServer(methods, credential, name=name, host=host, port=int(port), fault_point=point)
     server.start()
     logger.info("answering HTTP on %s:%d", host, server.port)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.config.addresses import check_no_secret
 from tandem.types import UserError
 
 
@@ -21,6 +22,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, *, is_cached: bo
     """The file system at ``url`` and the root in it. ``options`` reach the library, which finds credentials and endpoints itself (for
     S3 the usual AWS settings). Without ``is_cached`` every listing is requested again. Raises ``UserError`` in one line."""
     scheme = url.partition("://")[0]
+    check_no_secret(f"the {scheme} storage", url)
     extra = "tandem-rl[s3]" if scheme in ("s3", "s3a") else "fsspec"
     try:
         import fsspec.core

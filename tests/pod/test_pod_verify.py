@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flips import Flip, files_of, flipped, found_in, random_flips, try_flips
 from pod_runs import PodRun, difference
 
 from tandem.jobs.verify.resume_checks import check_records
 from tandem.runtime.callback import Callback
 from tandem.types import RunError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from flips import Flip, check_changes_nothing, files_of, flipped, found_in, random_flips, try_flips
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +46,6 @@ def sql(run: PodRun, statement: str) -> None:
         assert connection.execute(statement).rowcount > 0
 
 
-def read_of(path: Path) -> tuple[str, ...]:
-    """Returns all that can be read from an SQLite file."""
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-        return (*connection.iterdump(), str(connection.execute("PRAGMA user_version").fetchone()))
-
-
 class Messages(Callback):
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -58,14 +55,9 @@ class Messages(Callback):
 
 
 def check_flips(run: PodRun, count: int, seed: int) -> None:
-    before = {name: read_of(run.directory / name) for name in ("journal.sqlite", "sft/journal.sqlite")}
     assert found_in(run.directory) == []
     outcome = try_flips(run.directory, random_flips(run.directory, count, seed))
-    for flip in outcome.unnoticed:
-        # A place that SQLite does not use, or one that the write-ahead log supersedes.
-        assert flip.file in before, flip
-        with flipped(run.directory, flip):
-            assert read_of(run.directory / flip.file) == before[flip.file], flip
+    check_changes_nothing(run.directory, outcome.unnoticed)
     assert outcome.noticed.total() + len(outcome.unnoticed) == count and outcome.noticed.total() > 0.8 * count
 
 
@@ -195,3 +187,21 @@ def test_a_value_that_may_change_is_taken_from_an_edited_recipe_and_told(killed:
 
 def test_a_run_is_private_to_its_user(killed: PodRun) -> None:
     assert killed.directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_no_secret_is_in_the_files_or_the_command_lines_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {name: f"not-for-others-{name}" for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD")}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    run, lines = PodRun(tmp_path), set[str]()
+    process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}", "--run.max_steps=1")
+    while process.poll() is None:
+        lines.update(run.processes().values())
+        time.sleep(0.05)
+    assert process.returncode == 0, process.stderr
+    credential = (run.directory / "pod" / "credential").read_text()
+    assert any("tandem.pod.shim" in line for line in lines) and len(lines) >= 4
+    private = {*secrets.values(), credential}
+    assert not [line for line in lines if any(secret in line for secret in private)]
+    files = [path for path in run.directory.rglob("*") if path.is_file() and path.name != "credential"]
+    assert len(files) > 30 and not [path for path in files if any(secret.encode() in path.read_bytes() for secret in private)]
