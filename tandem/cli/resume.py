@@ -3,10 +3,14 @@
 Samples and scores in the run's journal are used again, not drawn or computed a second time. On the same mesh the resumed run
 equals an undisturbed one bit for bit; a machine with another thread count, instruction set or torch build is refused.
 
-The sections parallel and machine, and trainer.offload, trainer.offload_parameters, trainer.offload_activations,
-trainer.offload_folder and trainer.sleep_offload, may have new values; on another mesh results differ in their last bits.
+The run's recipe, journal, metrics and start model are verified first, and every byte of the checkpoint; 'tandem verify' shows more.
+
+The sections parallel, machine, checkpoint and registry, and trainer.offload, trainer.offload_parameters, trainer.offload_activations,
+trainer.offload_folder, trainer.sleep_offload, run.max_steps, run.max_restarts, run.elastic and run.on_mismatch, may have new values; on
+another mesh results differ in their last bits.
 
 examples:
+  tandem resume runs/sort --run.max_steps=400        train longer
   tandem resume runs/sort
   tandem resume runs/pretrain --parallel.data=4      on another number of ranks; no sample is lost or repeated
 """

@@ -17,7 +17,7 @@ from tandem.jobs.run_files import PRIVATE, SFT_FOLDER, record_config, write_reci
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_records
-from tandem.jobs.verify.verify_config import may_change
+from tandem.jobs.verify.verify_config import MAY_CHANGE, may_change
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
@@ -85,8 +85,8 @@ def _check_may_change(overrides: Sequence[str]) -> None:
         key = override.lstrip("-").split("=")[0]
         if not may_change(key):
             raise UserError(
-                f"'{override}' cannot change when a run is resumed: a run may continue with other values of 'parallel', 'machine', "
-                "trainer.offload..., trainer.sleep_offload and run.on_mismatch, everything else stays; leave it out or start a new run"
+                f"'{override}' cannot change when a run is resumed: a run may continue with other values of {MAY_CHANGE}, everything else stays; leave "
+                "it out or start a new run"
             )
 
 

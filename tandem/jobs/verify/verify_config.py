@@ -12,13 +12,20 @@ from tandem.runtime.records.journal import Journal
 KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
+MAY_CHANGE = (
+    "'parallel', 'machine', 'checkpoint', 'registry', trainer.offload..., trainer.sleep_offload, run.max_steps, run.max_restarts, run.elastic and "
+    "run.on_mismatch"
+)
+"""The keys that ``may_change`` allows, for messages."""
+
+_SECTIONS = ("parallel", "machine", "checkpoint", "registry")
+_KEYS = ("trainer.sleep_offload", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch")
 _ABSENT = object()
 
 
 def may_change(key: str) -> bool:
-    """Returns whether a run may be resumed with another value of ``key``: results do not depend on it, or only in their last bits."""
-    section = key.split(".")[0]
-    return section in ("parallel", "machine") or key.startswith("trainer.offload") or key in ("trainer.sleep_offload", "run.on_mismatch", "run.elastic")
+    """Returns whether a run may be resumed with another value of ``key``: the results of a step do not depend on it, or only in their last bits."""
+    return key.split(".")[0] in _SECTIONS or key.startswith("trainer.offload") or key in _KEYS
 
 
 def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> list[Finding]:
