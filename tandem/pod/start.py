@@ -1,6 +1,7 @@
 """Put a pod's two channels together: sidecars in processes of their own, or both inline."""
 
 import secrets
+import shutil
 from pathlib import Path
 
 from tandem.config.machine import MachineConfig
@@ -29,7 +30,9 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     """Channels to the trainer's and to the rollout's sidecar; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``."""
     pod_id, folder, threads = secrets.token_hex(6), directory / "pod", threads_of(recipe.machine)
-    folder.mkdir(exist_ok=True)
+    # It has what the processes of a pod share while they live; those of an earlier start are dead, and so may be its bytes.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(0o700)
 
     def inline_channel(role: Role) -> Channel:
         return InlineChannel(role, pod_id, lambda: make_worker(role, recipe, directory, threads))

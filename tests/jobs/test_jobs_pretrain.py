@@ -36,6 +36,10 @@ from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.format.manifest import Damaged, read_manifest
 from tandem.types import RunError, UserError
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from flips import check_changes_nothing, found_in, random_flips, try_flips
+
 CHECKPOINT_FILES = ("COMMIT", "MANIFEST.json", "rank-00000.json", "rank-00000.safetensors")
 
 
@@ -330,6 +334,30 @@ def test_resume_says_what_is_damaged_or_gone_and_never_begins_again_over_a_run(u
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 1 and "no checkpoint of this run is whole" in error and len(error.splitlines()) == 1
     assert (run / "metrics.jsonl").read_bytes() == kept
+
+
+def test_flipped_bits_of_a_run_on_data_are_noticed_or_change_nothing_that_is_read(undisturbed: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(undisturbed / "run", tmp_path / "run")
+    assert found_in(run) == []
+    outcome = try_flips(run, random_flips(run, 25, seed=3))
+    check_changes_nothing(run, outcome.unnoticed)
+    assert outcome.noticed.total() >= 20
+
+
+def test_damage_of_a_start_model_that_a_checkpoint_has_replaced_is_told_and_of_its_config_refused(undisturbed: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(undisturbed / "run", tmp_path / "run")
+    weights = run / "models" / "initial" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    status, out, error = finish(command(tmp_path, "resume", "run", "--run.max_steps=13"))
+    assert status == 0, error
+    assert "model.safetensors' does not have the digest it was written with; the run continues from its checkpoint" in out
+    with Journal(run / "journal.sqlite", read_only=True) as journal:
+        assert any("model.safetensors" in event.detail["reason"] for event in journal.events() if event.kind == "damage")
+    (run / "models" / "initial" / "config.json").write_text((run / "models" / "initial" / "config.json").read_text() + " ")
+    status, out, error = finish(command(tmp_path, "resume", "run"))
+    assert status == 1 and "config.json' has" in error and "the model that the run starts from" in error and len(error.splitlines()) == 1
 
 
 def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_path: Path) -> None:

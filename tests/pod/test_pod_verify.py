@@ -151,6 +151,8 @@ def test_damage_that_no_later_step_depends_on_is_told_journalled_and_reported_an
 ) -> None:
     run = copy_of(killed, tmp_path)
     shutil.rmtree(run.directory / "checkpoints" / "step-4")
+    # What the dead processes shared: a resume begins it anew.
+    (run.directory / "pod" / "store.sqlite").write_bytes(b"x" * 5000)
     sql(run, "UPDATE transitions SET started_s = started_s + 1 WHERE id = 3")
     lines = (run.directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     original = lines[1]

@@ -74,6 +74,13 @@ class DataCheckpoints:
                 f"no checkpoint of this run is whole ({damaged[0]}); restore one from a copy or with 'tandem resume NEW_FOLDER --from URL' "
                 "(URL: the run's 'checkpoint.upload'), or start a new run"
             )
+        journal = self._records.journal
+        if self._loaded is None and at_most is None and journal is not None and journal.checkpoints():
+            newest = journal.checkpoints()[-1].step
+            raise RunError(
+                f"the journal has the checkpoint of step {newest} as committed, and 'checkpoints' has none; put it back, restore the run with "
+                "'tandem resume NEW_FOLDER --from URL', or start a new run"
+            )
         for why in damaged:
             if self._records.journal is not None:
                 self._records.journal.record_event("checkpoint_damaged", {"reason": why})

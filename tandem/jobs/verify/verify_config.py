@@ -52,7 +52,7 @@ def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> 
             continue
         what = f"'{path}' has {key} {_shown(new)}, and the run began with {_shown(old)}"
         if may_change(key) or (is_stage and key in ("model.path", "run.directory")):
-            findings.append(Finding(what, "the layout of the run depends on it", "the new value is taken", stops=False))
+            findings.append(Finding(what, "how the run continues depends on it", "the new value is taken", stops=False))
         else:
             findings.append(Finding(what, "every result depends on it", "put the old value back, or start a new run", stops=True))
     return findings
