@@ -5,6 +5,7 @@
 #   make test                             set up, then run the tests (under 15 minutes on two cores)
 #   make test-full                        the slow tests, those that passed longest ago first; records the passes
 #   make lint                             style, types and the import contract
+#   make dist                             wheel, source distribution and bill of materials (SBOM) in dist/
 #   make bench                            every benchmark with its peer (in .venv-peer)
 #
 # PIP_ARGS is passed to every pip install: on Linux, `PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu
@@ -17,7 +18,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: run test test-full lint bench clean
+.PHONY: run test test-full lint bench dist clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -36,6 +37,12 @@ lint: .venv/.test
 
 bench: .venv/.test .venv-peer/.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
+
+dist: .venv/.run
+	$(PIP) build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python scripts/sbom.py dist/sbom.cdx.json
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; install one or name it: make PYTHON=/path/to/python3.11"; exit 2; }
