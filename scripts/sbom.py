@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import uuid
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def bill(extras: set[str]) -> dict[str, Any]:
         "specVersion": "1.6",
         "serialNumber": f"urn:uuid:{uuid.uuid4()}",
         "version": 1,
-        "metadata": {"timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"), "component": {**component(ROOT, root), "type": "application"}},
+        "metadata": {"timestamp": datetime.now(UTC).isoformat(timespec="seconds"), "component": {**component(ROOT, root), "type": "application"}},
         "components": [component(name, there) for name, (there, _) in sorted(found.items()) if name != ROOT],
         "dependencies": [{"ref": name, "dependsOn": sorted(needs)} for name, (_, needs) in sorted(found.items())],
     }
