@@ -6,6 +6,7 @@
 #   make test-full                        the slow tests, those that passed longest ago first; records the passes
 #   make lint                             style, types and the import contract
 #   make dist                             wheel, source distribution and bill of materials (SBOM) in dist/
+#   make lock                             requirements.lock again, after a change of constraints.txt
 #   make bench                            every benchmark with its peer (in .venv-peer)
 #
 # PIP_ARGS is passed to every pip install: on Linux, `PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu
@@ -18,7 +19,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: run test test-full lint bench dist clean
+.PHONY: run test test-full lint bench dist lock clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -38,11 +39,19 @@ lint: .venv/.test
 bench: .venv/.test .venv-peer/.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
-dist: .venv/.run
-	$(PIP) build
+dist: .venv/.run .venv-dist/.installed
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
-	$(BIN)/python scripts/sbom.py dist/sbom.cdx.json
+	.venv-dist/bin/python -m build --outdir dist .
+	.venv-dist/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON -o dist/sbom.cdx.json $(BIN)/python
+
+# The hashes of every version in constraints.txt but torch's, whose build depends on the machine. CI installs from it.
+lock: .venv-dist/.installed
+	grep -v '^torch==' constraints.txt | .venv-dist/bin/uv pip compile --quiet --no-deps --no-annotate --no-header --generate-hashes --universal --python-version 3.11 - -o requirements.lock
+
+.venv-dist/.installed:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build cyclonedx-bom uv
+	@touch $@
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; install one or name it: make PYTHON=/path/to/python3.11"; exit 2; }
@@ -63,4 +72,4 @@ dist: .venv/.run
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peer .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-peer .venv-dist dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,47 @@
+"""CI installs what was locked, and a release names what it is made of."""
+
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_lock_has_hashes_of_every_pinned_version_but_torchs() -> None:
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and not line.startswith("torch==")]
+    locked = {}
+    for block in re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text()):
+        name, _, rest = block.partition("==")
+        locked[name.replace("_", "-").lower()] = (rest.split()[0], re.findall(r"--hash=sha256:([0-9a-f]{64})", block))
+    assert len(pinned) > 100 and len(locked) == len(pinned)
+    for line in pinned:
+        name, _, version = line.partition("==")
+        found, hashes = locked[name.replace("_", "-").lower()]
+        assert found == version and hashes, line
+    assert "--require-hashes --no-deps -r requirements.lock" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.full
+def test_make_dist_builds_a_wheel_a_source_distribution_and_a_bill_of_materials(tmp_path: Path) -> None:
+    copy = tmp_path / "tandem"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(copy)], check=True)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy)
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    done = subprocess.run(["make", "-o", ".venv/.run", "dist"], cwd=copy, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,), (source,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    assert {"tandem/py.typed", "tandem/cli/main.py"} <= names and any(name.endswith(".cpp") for name in names)
+    with tarfile.open(source) as opened_source:
+        assert any(name.endswith("/pyproject.toml") for name in opened_source.getnames())
+    bill = json.loads((copy / "dist" / "sbom.cdx.json").read_text())
+    components = {component["name"].lower(): component["version"] for component in bill["components"]}
+    assert bill["bomFormat"] == "CycloneDX" and {"torch", "safetensors", "tokenizers", "xxhash", "rich"} <= components.keys()
