@@ -22,6 +22,9 @@ class RunConfig:
     """Maximum number of optimizer steps, not counting those of section `sft`."""
     max_restarts: int = 20
     """Maximum number of times that the processes of a run are restarted after one died or hung (see `training.md`)."""
+    elastic: bool = False
+    """Continue with fewer data-parallel ranks after the same rank was lost twice with no step completed in between. The results are then not
+    those of the recipe's `parallel.data`, which the last line, the report and the model registry say. `false`: every restart has all ranks."""
     trace_steps: tuple[int, ...] = ()
     """Steps for which every trainer rank records a trace in `traces/`; see `training.md`."""
 

@@ -92,7 +92,7 @@ def continue_from(
     journal_loaded()
     metrics.cut_after(step)
     if resumed:
-        journal.record_event("resume", {"step": step})
+        journal.record_event("resume", {"step": step, "data": shape.data})
 
 
 def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, callback: Callback) -> None:

@@ -12,7 +12,6 @@ from tandem.layout.sharding import ShardSpec
 from tandem.model.parallel.model_parallel import ALONE, Collectives
 from tandem.runtime.collectives.communicator import connect
 
-
 PATIENCE_S = 1e8
 """Timeout in seconds of a collective over gloo: none. The owner of the ranks ends one that does not answer within its deadline, from which it
 takes out pauses of the whole engine; gloo would count them."""
