@@ -1,6 +1,7 @@
 """Put a pod's two channels together: sidecars in processes of their own, or both inline."""
 
 import secrets
+import shutil
 from pathlib import Path
 
 from tandem.config.machine import MachineConfig
@@ -29,6 +30,8 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     """Channels to the trainer's and to the rollout's sidecar; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``."""
     pod_id, folder, threads = secrets.token_hex(6), directory / "pod", threads_of(recipe.machine)
+    # What a controller left that was killed.
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
 
     def inline_channel(role: Role) -> Channel:
