@@ -20,7 +20,7 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, Re
 from tandem.runtime.rpc.rpc_client import RpcClient
 from tandem.types import EngineDied, RunError
 from tandem.types.wire import Frame
-from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
+from tandem.weight_transfer.shared_memory import WeightBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,6 @@ class RemoteChannel:
         if self.shim is not None:
             terminate(self.shim, grace_s=10)
         self.shim = self.client = None
-        sweep(self.pod_id)
 
 
 def _wait_for_port(port_file: Path, process: "subprocess.Popen[bytes]") -> int | None:
@@ -189,7 +188,6 @@ class InlineChannel:
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         if self.buffers is None:
-            sweep()
             self.buffers = WeightBuffers.create(self.pod_id, size_bytes)
         return self.buffers.names
 

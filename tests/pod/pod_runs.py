@@ -104,10 +104,10 @@ class PodRun:
         return found
 
     def segments(self) -> list[str]:
-        """Returns the shared-memory files of this run's shims that still exist."""
+        """Returns the files in the folder of shared memory that are named after this run's pods: none, as they have no names."""
         log = self.directory / "logs" / "trainer_shim.log"
-        made = set(re.findall(r"tandem-[\w.]+-\d+-weights-\d", log.read_text() if log.exists() else ""))
-        return sorted(name for name in made if (SHARED_MEMORY / name).exists())
+        pods = set(re.findall(r"weight buffers tandem-([\w.]+)-\d+-", log.read_text() if log.exists() else ""))
+        return sorted(path.name for path in SHARED_MEMORY.iterdir() if any(pod in path.name for pod in pods))
 
     def left_behind(self, patience_s: float = 10.0) -> list[str]:
         """Returns processes and segments that still exist after the kernel had time to deliver its signals."""
