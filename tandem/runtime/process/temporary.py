@@ -18,7 +18,11 @@ class UnnamedFile:
 
     def __init__(self, label: str) -> None:
         # Outside of Linux there is no path to an unnamed file.
-        self._file, self._named = (os.memfd_create(label), None) if hasattr(os, "memfd_create") else tempfile.mkstemp(prefix=f"{PREFIX}-")
+        self._named = ""
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create(label)
+        else:
+            self._file, self._named = tempfile.mkstemp(prefix=f"{PREFIX}-")
         self.path = Path(self._named or f"/proc/{os.getpid()}/fd/{self._file}")
 
     def read_text(self) -> str:
@@ -29,8 +33,8 @@ class UnnamedFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            if self._named is not None:
-                os.unlink(self._named)  # noqa: PTH108 - the other names of the file are descriptors too
+            if self._named:
+                self.path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
