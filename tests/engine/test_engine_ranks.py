@@ -177,7 +177,7 @@ def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("end", ["kill", "rank"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("rank", marks=pytest.mark.full)])
 def test_nothing_is_left_in_the_temporary_folder_whoever_is_killed(end: str, make_folder, tmp_path) -> None:
     code = (
         "import sys\nfrom tandem.engine.llm import LLM\n"
