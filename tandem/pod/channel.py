@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.pod.failures import Role, SidecarDied
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
@@ -154,8 +155,8 @@ class RemoteChannel:
 
 def _wait_for_port(port_file: Path, process: "subprocess.Popen[bytes]") -> int | None:
     """The port that a starting shim writes down, or ``None`` where its process ends first."""
-    ends = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < ends:
+    deadline = Deadline(START_DEADLINE_S)
+    while not deadline.passed:
         if port_file.exists():
             return int(port_file.read_text(encoding="ascii"))
         if process.poll() is not None:

@@ -193,16 +193,14 @@ def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
     return (done.stderr.strip().splitlines() or [""])[-1]
 
 
-def kill_many(one: Callable[[Path, random.Random], Kill], folder: Path, seed: int, count: int) -> list[Kill]:
-    """Returns ``count`` kills, each in a folder of its own under ``folder``; that of a kill with nothing wrong is removed."""
-    kills = []
-    for number in range(count):
-        place = folder / f"kill-{seed}-{number}"
-        kills.append(one(place, random.Random(f"{seed} {number}")))
-        print(f"{place.name}: {kills[-1]}", flush=True)
-        if not kills[-1].wrong:
-            shutil.rmtree(place)
-    return kills
+def kill_one(one: Callable[[Path, random.Random], Kill], folder: Path, seed: int, number: int) -> Kill:
+    """Returns kill ``number`` of ``seed``, made in a folder of its own under ``folder``, which is removed if nothing is wrong."""
+    place = folder / f"kill-{seed}-{number}"
+    kill = one(place, random.Random(f"{seed} {number}"))
+    print(f"{place.name}: {kill}", flush=True)
+    if not kill.wrong:
+        shutil.rmtree(place)
+    return kill
 
 
 def table(kills: Sequence[Kill]) -> list[str]:
