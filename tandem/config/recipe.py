@@ -4,7 +4,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.checkpoint import CheckpointConfig
@@ -41,6 +41,10 @@ class Recipe:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "run.elastic": "the trainer of a pod is always restarted with all of its ranks",
+    }
 
     def check(self) -> None:
         """Raises ``UserError`` for invalid combinations of sections; each section has checked its own values."""

@@ -23,6 +23,9 @@ class RunConfig:
     """Maximum number of optimizer steps, not counting those of section `sft`."""
     max_restarts: int = 20
     """Maximum number of times that the processes of a run are restarted after one died or hung (see `training.md`)."""
+    elastic: bool = False
+    """Continue with fewer data-parallel ranks after the same rank was lost twice with no step completed in between. The results are then not
+    those of the recipe's `parallel.data`, which the last line, the report and the model registry say. `false`: every restart has all ranks."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """If rollout and trainer disagree (`mismatch_kl` is not 0) where they compute the same bits: `warn` on the screen, in the journal and in
     the report, or `stop` the run as well."""

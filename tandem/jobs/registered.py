@@ -8,6 +8,7 @@ from tandem.config.recipe import AnyRecipe
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion
 from tandem.runtime.callback import Callback
+from tandem.runtime.records.elastic import fewer_ranks
 from tandem.runtime.records.journal import Journal
 from tandem.types import RunError, UserError
 
@@ -27,7 +28,7 @@ class Registered:
         recipe, folder = self._recipe, self._directory / "checkpoints" / f"step-{step}"
         entry = NewVersion(
             recipe.registry.name or self._directory.name, str(folder.resolve()), digest, step, str(self._directory.resolve()), to_mapping(recipe),
-            self._journal.get("data", {}), recipe.model.path or "", {**metrics, **self._evaluated(step)},
+            self._journal.get("data", {}), recipe.model.path or "", {**metrics, **self._evaluated(step), **self._fewer_ranks(step)},
         )  # fmt: skip
         try:
             self._registry.register(entry)
@@ -37,6 +38,12 @@ class Registered:
     def close(self) -> None:
         if self._registry is not None:
             self._registry.close()
+
+    def _fewer_ranks(self, step: int) -> dict[str, float]:
+        """Returns the smallest number of data-parallel ranks that took a step before ``step``, and the number that the recipe asks for, if it is
+        larger."""
+        spans = [span for span in fewer_ranks(self._journal.events()) if span.first < step]
+        return {"parallel/data": min(span.now for span in spans), "parallel/data_asked": spans[-1].asked} if spans else {}
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """Returns the newest evaluation of each kind up to ``step``."""

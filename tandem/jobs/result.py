@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.report.run_report import report_run
+from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
 
 
@@ -29,6 +30,7 @@ class RunResult:
         model: the trained model's folder.
         commands: shell commands to try the model.
         reached: whether the target is reached (``None``: the job has no target).
+        note: the last line of the summary, about how the run differs from its recipe (empty: it does not).
     """
 
     directory: Path
@@ -38,10 +40,12 @@ class RunResult:
     report: Path
     commands: tuple[str, ...]
     reached: bool | None = None
+    note: str = ""
 
     def summary(self) -> str:
         """Returns the text that is printed at the end of the run."""
         lines = [self._headline(), f"report: {self.report}", "try the model:", *(f"  {command}" for command in self.commands)]
+        lines += [self.note] if self.note else []
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +75,8 @@ def finish_run(
 ) -> RunResult:
     """Journals the commands, writes the report and returns the result."""
     journal.set("commands", list(commands))
-    return RunResult(directory, steps, figures, model, report_run(directory), tuple(commands), reached)
+    note = describe_fewer_ranks(fewer_ranks(journal.events()))
+    return RunResult(directory, steps, figures, model, report_run(directory), tuple(commands), reached, note)
 
 
 def _after_and_before(figure: Figure) -> str:

@@ -18,6 +18,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.numerics import check_numerics
 from tandem.runtime.process.faults import FaultPoint, no_fault
+from tandem.runtime.process.temporary import sweep_temporary
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.metrics import MetricsFile
@@ -60,6 +61,7 @@ def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
 def begun(directory: Path, role: str, callback: Callback, max_steps: int, target: float | None = None) -> Iterator[None]:
     """Holds the run's lock and logs as ``role``. ``target``: the held-out accuracy that the run trains to, ``None`` without one."""
     with RunLock(directory):
+        sweep_temporary()
         setup(role, directory / "logs")
         callback.started(str(directory), max_steps, target)
         yield
@@ -102,7 +104,7 @@ def continue_from(
     journal_loaded()
     metrics.cut_after(step)
     if resumed:
-        journal.record_event("resume", {"step": step})
+        journal.record_event("resume", {"step": step, "data": shape.data})
 
 
 def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, callback: Callback) -> None:

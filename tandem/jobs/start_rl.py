@@ -4,6 +4,7 @@ import contextlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from time import sleep
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
@@ -28,6 +29,7 @@ from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import numerics_record
+from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.records.journal import Journal
@@ -104,7 +106,7 @@ def _start_model(
     trained = rl_start_folder(recipe, directory)
     if recipe.sft is not None and trained.exists():
         return trained
-    folder, left = initial_folder(recipe.model, directory), recipe.run.max_restarts
+    folder, left, backoff = initial_folder(recipe.model, directory), recipe.run.max_restarts, Backoff()
     while recipe.model.create is not None and not folder.exists():
         callback.phase("create_model", 0)
         try:
@@ -115,8 +117,10 @@ def _start_model(
                 raise RunError(f"{death}; see the run's logs") from None
             left -= 1
             journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": 0})
-            callback.message(f"{death}; replacing it")
+            wait_s = backoff.wait_s(0)
+            callback.message(f"{death}; replacing it {describe_wait(wait_s)}")
             trainer.channel.discard()
+            sleep(wait_s)
     if recipe.sft is None:
         return folder
     callback.phase("sft", 0)

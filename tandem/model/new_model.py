@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from tandem.config.model import NewModelConfig
 from tandem.config.unread import refuse_unread
@@ -13,6 +12,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.family import all_families, family_to_create
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import config_json
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import UserError
@@ -71,8 +71,7 @@ def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
 @contextmanager
 def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
     """Yields a temporary folder with everything of the model except its weights, so that a run's inputs can be checked before any work."""
-    with TemporaryDirectory(prefix="tandem-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         write_tokenizer(config, folder)
         shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
         (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.pod.failures import Role, SidecarDied
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.rpc_client import RpcClient
 from tandem.types import EngineDied, RunError
 from tandem.types.wire import Frame
-from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
+from tandem.weight_transfer.shared_memory import WeightBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -150,13 +151,12 @@ class RemoteChannel:
         if self.shim is not None:
             terminate(self.shim, grace_s=10)
         self.shim = self.client = None
-        sweep(self.pod_id)
 
 
 def _wait_for_port(port_file: Path, process: "subprocess.Popen[bytes]") -> int | None:
     """The port that a starting shim writes down, or ``None`` where its process ends first."""
-    ends = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < ends:
+    deadline = Deadline(START_DEADLINE_S)
+    while not deadline.passed:
         if port_file.exists():
             return int(port_file.read_text(encoding="ascii"))
         if process.poll() is not None:
@@ -189,7 +189,6 @@ class InlineChannel:
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         if self.buffers is None:
-            sweep()
             self.buffers = WeightBuffers.create(self.pod_id, size_bytes)
         return self.buffers.names
 

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
+from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
@@ -60,6 +61,7 @@ class Pod:
     in_use: Callable[[], Collection[int]] = tuple
     check_inputs: Callable[[], None] = lambda: None
     recoveries: int = 0
+    backoff: Backoff = field(default_factory=Backoff)
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
@@ -240,7 +242,7 @@ class Pod:
         """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_restarts``."""
         began = monotonic()
         while True:
-            self._count(death)
+            self._count(death, step)
             try:
                 self._replace(death, step)
                 break
@@ -253,18 +255,21 @@ class Pod:
 
     def clear(self, death: SidecarDied, step: int) -> None:
         """Count a death before the run has a state to return to, and discard the sidecar."""
-        self._count(death)
+        self._count(death, step)
         sidecar = self.trainer if death.role == "trainer" else self.rollout
         sidecar.channel.discard()
         self.transitions.trainer_enters(TrainerState.DOWN, step)
         self.journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step})
 
-    def _count(self, death: SidecarDied) -> None:
+    def _count(self, death: SidecarDied, step: int) -> None:
+        """Counts a death, and waits before the replacement if it is not the first one at ``step``."""
         self.recoveries += 1
         if self.recoveries > self.max_restarts:
             raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
-        logger.warning("%s; replacing it", death)
-        self.records.callback.message(f"{death}; replacing it")
+        wait_s = self.backoff.wait_s(step)
+        logger.warning("%s; replacing it %s", death, describe_wait(wait_s))
+        self.records.callback.message(f"{death}; replacing it {describe_wait(wait_s)} (restart {self.recoveries} of {self.max_restarts})")
+        sleep(wait_s)
 
     def _replace(self, death: SidecarDied, step: int) -> None:
         if death.role == "rollout":

@@ -27,7 +27,7 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, Worke
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.types import UserError
-from tandem.weight_transfer.shared_memory import WeightBuffers, sweep
+from tandem.weight_transfer.shared_memory import WeightBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class Shim:
         """The two weight buffers, made once and kept for the life of this shim; their names."""
         with self.lock:
             if self.buffers is None:
-                sweep()  # of any pod: a pod whose processes were all killed could not remove its segments
                 self.buffers = WeightBuffers.create(self.options.pod_id, int(meta["bytes"]))
                 logger.info("weight buffers %s and %s", *self.buffers.names)
             return {"names": list(self.buffers.names)}, {}

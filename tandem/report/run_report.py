@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 from tandem.config.parallel import ScheduleName
 from tandem.config.recipe import load_config
 from tandem.report.timeline import timeline_section
+from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
 from tandem.runtime.records.tracing import Span, read_trace, traced_steps
@@ -36,7 +37,7 @@ pre { padding: .7rem 1rem; overflow-x: auto } .good { color: #116329 } .bad { co
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """The content of the page. ``examples_before`` and ``examples_after``: lists of {prompt, completion, correct}. ``traces``: the spans of all
-    ranks by traced step; ``order``: the pipeline's schedule."""
+    ranks by traced step; ``order``: the pipeline's schedule. ``note``: how the run differs from its recipe."""
 
     name: str
     rows: Sequence[Row]
@@ -49,6 +50,7 @@ class RunFacts:
     headline: str
     traces: Mapping[int, Sequence[Span]] = field(default_factory=dict)
     order: ScheduleName = "1f1b"
+    note: str = ""
 
 
 def report_run(directory: Path) -> Path:
@@ -64,7 +66,8 @@ def read_facts(directory: Path) -> RunFacts:
     """Returns the content of the page from the files of the run in ``directory``."""
     with Journal(directory / "journal.sqlite", read_only=True) as journal:
         evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
-        events = [{"kind": event.kind, "detail": event.detail} for event in journal.events()]
+        recorded = journal.events()
+        events = [{"kind": event.kind, "detail": event.detail} for event in recorded]
         traces = {step: read_trace(directory / "traces", step) for step in traced_steps(directory / "traces")}
         memory, commands = journal.get("memory", {}), journal.get("commands", [])
     sampled = [e for e in evaluations if e["kind"] == "sampled"]
@@ -80,6 +83,7 @@ def read_facts(directory: Path) -> RunFacts:
         headline=_headline(evaluations),
         traces=traces,
         order=load_config(directory / "config.yaml").parallel.schedule if traces else "1f1b",
+        note=describe_fewer_ranks(fewer_ranks(recorded)),
     )
 
 
@@ -111,6 +115,7 @@ def page(facts: RunFacts) -> str:
     curve = "<h2>Loss</h2>" + _loss_curve(facts) if is_pretraining else "<h2>Accuracy and reward</h2>" + _learning_curve(facts)
     sections = [
         f"<h1>{html.escape(facts.name)}</h1><p>{html.escape(facts.headline)}</p>",
+        f"<p class='bad'>{html.escape(facts.note)}</p>" if facts.note else "",
         curve,
         "<h2>Time of each phase</h2>" + _time_plot(facts.rows) + _time_table(facts.rows),
         timeline_section(facts.traces, facts.order, _figure),

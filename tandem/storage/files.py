@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.backend import connect, is_local, local_path
 from tandem.types import RunError, UserError
 
@@ -200,13 +200,7 @@ class RemoteStorage:
         return None
 
     def scratch(self) -> AbstractContextManager[Path]:
-        return _passing_folder()
-
-
-@contextmanager
-def _passing_folder() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="tandem-data-") as name:
-        yield Path(name)
+        return temporary_folder()
 
 
 @contextmanager

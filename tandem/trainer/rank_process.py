@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from tandem.types import UserError
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-CHECKPOINT_DEADLINE_S = 3600.0
-"""Timeout in seconds of the checkpoint writers' votes: a slow disk is not a hang, and a dead rank is noticed at once."""
+SUPERVISED_S = 1e8
+"""Timeout in seconds of collectives over gloo: none. The supervisor finds hung ranks, and knows whether all were paused; gloo would count a
+pause. A dead rank ends every collective at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,10 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
         single = alone(device)
         return Rank(single, directory, single.world, heartbeat, fault_point, settings.threads)
     store = dist.FileStore(settings.rendezvous, mesh.shape.world)
-    groups = join(mesh, store, device, settings.hang_timeout_s, heartbeat, LOOPBACK)
+    store.set_timeout(timedelta(seconds=SUPERVISED_S))
+    groups = join(mesh, store, device, SUPERVISED_S, heartbeat, LOOPBACK, nccl_deadline_s=settings.hang_timeout_s)
     checkpoint_store = dist.PrefixStore("checkpoints/", store)
-    saving = connect("checkpoints", mesh.rank, mesh.shape.world, checkpoint_store, torch.device("cpu"), CHECKPOINT_DEADLINE_S)
+    saving = connect("checkpoints", mesh.rank, mesh.shape.world, checkpoint_store, torch.device("cpu"), SUPERVISED_S)
     return Rank(Ranks(mesh, groups, deterministic, sequence, device), directory, saving, heartbeat, fault_point, settings.threads)
 
 

@@ -52,10 +52,9 @@ class WeightManifest:
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the file of the coordination
-    store; ``folder``: that of the shared memory; ``threads``: how many copy, on all ranks of an engine together."""
+    store; ``threads``: how many copy, on all ranks of an engine together."""
 
     store: str
-    folder: str = "/dev/shm"
     threads: int = 2
 
 

@@ -1,12 +1,10 @@
-"""POSIX shared memory as files: created once by a shim, reused while it lives, and removed with it.
+"""Shared memory without a name: created once by a shim, reused while it lives, and freed by the kernel with its last user, however that ends.
 
-A segment is ``/dev/shm/tandem-POD-PID-NAME`` with the owner's PID. The owner holds a lock on it for its lifetime; the kernel releases the
-lock however the owner ends, so that a sweep can tell a dead owner's segment from a live one's, even if two containers share the folder but
-not the PID namespace. Imports no torch.
+A segment is an unnamed file of ``/dev/shm`` (``O_TMPFILE``). Other processes of the user open it by the descriptor of its owner, which its name
+has: ``tandem-POD-PID-NAME-DESCRIPTOR-INODE``. The inode tells it from what has the descriptor's number later. Imports no torch.
 """
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -24,14 +22,14 @@ logger = logging.getLogger(__name__)
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 
 FOLDER = Path("/dev/shm")
-_NAME = re.compile(r"tandem-(?P<pod>[\w.]+)-(?P<pid>\d+)-(?P<name>[\w.-]+)")
+_NAME = re.compile(r"tandem-(?P<pod>[\w.]+)-(?P<pid>\d+)-(?P<name>[\w.-]+)-(?P<descriptor>\d+)-(?P<inode>\d+)")
 
 
 class Segment:
-    """A mapped segment. ``name``: its file's name; ``memory``: its bytes, shared with every process that has it open."""
+    """A mapped segment. ``name``: by which ``open`` finds it; ``memory``: its bytes, shared with every process that has it open."""
 
-    def __init__(self, path: Path, file: int, size_bytes: int, *, owned: bool, writable: bool) -> None:
-        self.path, self.name, self.size_bytes, self.owned = path, path.name, size_bytes, owned
+    def __init__(self, name: str, file: int, size_bytes: int, *, writable: bool) -> None:
+        self.name, self.size_bytes = name, size_bytes
         self._file, self._writable = file, writable
         # A reader's mapping is copy-on-write: it sees the writer's changes, and its own changes are not written to the segment.
         self._map = mmap.mmap(file, size_bytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
@@ -39,41 +37,44 @@ class Segment:
 
     @classmethod
     def create(cls, pod_id: str, name: str, size_bytes: int, folder: Path = FOLDER) -> "Segment":
-        """Creates a segment, owned by the caller, with every page allocated, so that a full folder raises ``RunError`` here and never
-        causes a bus error later."""
-        path = folder / f"tandem-{pod_id}-{os.getpid()}-{name}"
-        assert _NAME.fullmatch(path.name), f"pod id '{pod_id}' and name '{name}' are not valid in a segment's name"
+        """Creates a segment that lives until the caller closes it or ends, with every page allocated, so that a full folder raises ``RunError``
+        here and never causes a bus error later."""
         size_bytes = max(aligned(size_bytes), mmap.PAGESIZE)
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            file = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
         except OSError as error:
-            raise RunError(f"shared memory {path} cannot be created: {error.strerror}") from None
+            raise RunError(f"shared memory in {folder} cannot be created: {error.strerror}") from None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(file, 0, size_bytes)
-            return cls(path, file, size_bytes, owned=True, writable=True)
+            label = f"tandem-{pod_id}-{os.getpid()}-{name}-{file}-{os.fstat(file).st_ino}"
+            assert _NAME.fullmatch(label), f"pod id '{pod_id}' and name '{name}' are not valid in a segment's name"
+            return cls(label, file, size_bytes, writable=True)
         except OSError as error:
-            path.unlink(missing_ok=True)
             os.close(file)
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
                 raise RunError(
                     f"shared memory {folder} is full: segment '{name}' needs {size_bytes / 2**30:.3g} GiB and "
                     f"{_free_bytes(folder) / 2**30:.3g} GiB are free; make {folder} larger or free what is in it"
                 ) from None
-            raise RunError(f"shared memory {path} cannot be created: {error.strerror or error}") from None
+            raise RunError(f"shared memory in {folder} cannot be created: {error.strerror or error}") from None
 
     @classmethod
-    def open(cls, name: str, folder: Path = FOLDER, *, writable: bool = False) -> "Segment":
-        """Opens another process's segment. Raises ``FileNotFoundError`` if it was removed with its owner, ``RunError`` for other
-        failures."""
-        path = folder / name
+    def open(cls, name: str, *, writable: bool = False) -> "Segment":
+        """Opens another process's segment. Raises ``FileNotFoundError`` if it has ended with its owner, ``RunError`` for other failures."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise FileNotFoundError(f"'{name}' is not the name of a segment")
+        path = Path(f"/proc/{match['pid']}/fd/{match['descriptor']}")
         try:
+            # Before it is opened: the number may be that of a pipe now, which would block.
+            if path.stat().st_ino != int(match["inode"]):
+                raise FileNotFoundError(f"segment {name} has ended with its owner")
             file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        except FileNotFoundError:
-            raise
+        except (FileNotFoundError, ProcessLookupError):
+            raise FileNotFoundError(f"segment {name} has ended with its owner") from None
         except OSError as error:
-            raise RunError(f"shared memory {path} cannot be opened: {error.strerror}") from None
-        return cls(path, file, os.fstat(file).st_size, owned=False, writable=writable)
+            raise RunError(f"shared memory {name} cannot be opened: {error.strerror}") from None
+        return cls(name, file, os.fstat(file).st_size, writable=writable)
 
     def touch(self, runs: Sequence[tuple[int, int]] | None = None) -> None:
         """Maps every page, or those of ``runs`` (offset, bytes), into this process: the first access to a page costs ten times as much as
@@ -83,11 +84,9 @@ class Segment:
             populate(self._map, advice, start, min(stop, len(self._map)))
 
     def close(self) -> None:
-        """Unmaps the segment and, for the owner, removes it. Tensors that are views of it keep the mapping alive."""
+        """Unmaps the segment; one that its owner has closed cannot be opened any more. Tensors that are views of it keep the mapping alive."""
         if self._file < 0:
             return
-        if self.owned:
-            self.path.unlink(missing_ok=True)
         os.close(self._file)
         self._file = -1
         try:
@@ -120,11 +119,11 @@ class WeightBuffers:
             raise
 
     @classmethod
-    def open(cls, names: tuple[str, str], folder: Path = FOLDER) -> "WeightBuffers":
+    def open(cls, names: tuple[str, str]) -> "WeightBuffers":
         """Opens the segments by the owner's names, for the worker that writes."""
-        first = Segment.open(names[0], folder, writable=True)
+        first = Segment.open(names[0], writable=True)
         try:
-            return cls((first, Segment.open(names[1], folder, writable=True)))
+            return cls((first, Segment.open(names[1], writable=True)))
         except BaseException:
             first.close()
             raise
@@ -169,44 +168,8 @@ def _pages_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return ranges
 
 
-def sweep(pod_id: str | None = None, folder: Path = FOLDER) -> list[str]:
-    """Removes segments whose owner is dead, of ``pod_id`` or of any pod; returns their names. A live owner's segments are kept."""
-    removed = []
-    for path in sorted(folder.glob("tandem-*")):
-        match = _NAME.fullmatch(path.name)
-        if not match or (pod_id is not None and match["pod"] != pod_id) or _alive(int(match["pid"])):
-            continue
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-        except OSError:
-            logger.debug("segment %s is locked: its owner is alive in another PID namespace", path.name)
-        finally:
-            os.close(file)
-    if removed:
-        logger.info("removed the shared memory of dead processes: %s", ", ".join(removed))
-    return removed
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def check_free(size_bytes: int, folder: Path = FOLDER) -> None:
-    """Raises ``RunError`` where ``folder`` has fewer than ``size_bytes`` free, even without the segments of dead owners."""
-    if _free_bytes(folder) < size_bytes:
-        sweep(folder=folder)
+    """Raises ``RunError`` where ``folder`` has fewer than ``size_bytes`` free."""
     free = _free_bytes(folder)
     if free < size_bytes:
         raise RunError(

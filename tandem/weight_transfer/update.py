@@ -5,7 +5,6 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from tandem.weight_transfer.copying import Threads, address_of
 from tandem.weight_transfer.manifest import aligned, place
 from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
-from tandem.weight_transfer.shared_memory import FOLDER, Segment, populate
+from tandem.weight_transfer.shared_memory import Segment, populate
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ class Weights:
 class WeightReader:
     """Reads one version after another into private memory that is kept between them. ``wanted``: the slices it needs of each tensor."""
 
-    def __init__(self, store: Store, threads: int = 2, folder: Path = FOLDER, wanted: Wanted = wants_all) -> None:
-        self.store, self.folder, self._wanted = store, folder, wanted
+    def __init__(self, store: Store, threads: int = 2, wanted: Wanted = wants_all) -> None:
+        self.store, self._wanted = store, wanted
         self._threads = Threads(threads)
         self._segments: dict[str, Segment] = {}
         self._staging: mmap.mmap | None = None
@@ -143,7 +142,7 @@ class WeightReader:
                 self._segments.pop(name).close()
         for name in names - self._segments.keys():
             try:
-                segment = Segment.open(name, self.folder)
+                segment = Segment.open(name)
             except FileNotFoundError:
                 text = f"the trainer's shim has ended: its shared memory {name} was removed before it was read"
                 raise PeerDied("trainer", "update_weight", text) from None

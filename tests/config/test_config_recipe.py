@@ -99,7 +99,7 @@ def test_batching_without_chunks_needs_a_budget_of_a_whole_prompt() -> None:
 
 def test_a_key_that_a_job_does_not_read_is_refused_by_name() -> None:
     folder = Path(__file__).parents[2] / "recipes"
-    for name, kind in (("sft", PretrainRecipe), ("pretrain", PretrainRecipe)):
+    for name, kind in (("sft", PretrainRecipe), ("pretrain", PretrainRecipe), ("sort", Recipe)):
         for key, reason in kind.refused_keys.items():
             with pytest.raises(UserError) as caught:
                 load_config(folder / f"{name}.yaml", [f"--{key}=1"])

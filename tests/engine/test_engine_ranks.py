@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-import re
-import shutil
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -151,9 +151,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
             llm.engine.step() if llm.engine.has_unfinished_requests else generate(llm)
     with pytest.raises(RunError, match="rank 1 died"):
         llm.generate(PROMPTS, PARAMS)
-    logs = llm.engine._ranks._folder
     llm.close()
-    assert not logs.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(victim, 0)
 
@@ -174,12 +172,34 @@ def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:
     # The ranks have joined under the longer deadline; from now on one second is enough.
     object.__setattr__(ranks._settings, "deadline_s", 1.0)
     os.kill(pids_of(llm)[0], signal.SIGSTOP)
-    with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed") as raised:
+    with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 was stuck in 'step': no result within 1 s; it was killed"):
         generate(llm)
-    log = re.search(r"\(log: (.*)\)", str(raised.value))
-    if log is not None:
-        shutil.rmtree(Path(log[1]).parent)
     llm.close()
+
+
+@pytest.mark.parametrize("end", ["kill", pytest.param("rank", marks=pytest.mark.full)])
+def test_nothing_is_left_in_the_temporary_folder_whoever_is_killed(end: str, make_folder, tmp_path) -> None:
+    code = (
+        "import sys\nfrom tandem.engine.llm import LLM\n"
+        "llm = LLM(sys.argv[1], tensor_parallel_size=2, max_num_seqs=2)\n"
+        "print(*(worker.pid for worker in llm.engine._ranks._workers), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "try:\n    llm.generate({\"prompt_token_ids\": [1, 2]})\nexcept Exception as error:\n    print(error, flush=True)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    engine = subprocess.Popen(
+        [sys.executable, "-c", code, str(make_folder())], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert engine.stdin is not None and engine.stdout is not None
+        rank = int(engine.stdout.readline())
+        os.kill(engine.pid if end == "kill" else rank, signal.SIGKILL)
+        said = engine.communicate("\n", timeout=60)[0]
+        assert end == "kill" or "rank 1 died" in said
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        engine.kill()
+        engine.wait()
 
 
 def test_a_closed_engine_leaves_no_process_and_says_so(make_folder) -> None:

@@ -1,6 +1,7 @@
 """Pretraining on several ranks with the real command: the curve of one process, exact resumes on other numbers of ranks, dead and hung
 ranks."""
 
+import itertools
 import json
 import math
 import re
@@ -15,10 +16,16 @@ from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
 from sharded import is_same, tensors_of
 
+from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
+from tandem.jobs.data_run import supervise as supervise_module
 from tandem.jobs.start import resume, train
+from tandem.layout.mesh import MeshShape
+from tandem.runtime.callback import Callback
+from tandem.runtime.process.worker_group import GroupSettings, RanksLost
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.write import PHASES
+from tandem.types import RunError
 
 STEPS = 12
 SYNCHRONOUS = "--checkpoint.asynchronous=false"
@@ -165,7 +172,6 @@ def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int,
     (tmp_path / "killed").mkdir()
     mesh = ("--parallel.data=2", f"--parallel.zero={zero}", *(() if kind == "step" else ("--checkpoint.every_steps=1", SYNCHRONOUS)))
     run(tmp_path / "undisturbed", data, *mesh)
-    # Not two in one step: a rank that is lost twice in a step is removed.
     if kind == "step":
         phases = ("load:0", "checkpoint:5", "train:6", "forward:7", "backward:8", "reduce:9", "optimizer:11", f"{'export' if zero else 'evaluate'}:{STEPS}")
         places = [*(f"before:{phase}" for phase in phases), "after:train:4", "after:checkpoint:10"]
@@ -178,12 +184,59 @@ def test_any_rank_killed_at_any_phase_leaves_the_same_bits(kind: str, zero: int,
     assert is_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
 
+LOST_TWICE = ("--parallel.data=3", SYNCHRONOUS, "--fault=rank2:before:train:6,rank2:before:forward:6")
+
+
 @pytest.mark.full
-def test_place_that_is_lost_twice_in_one_step_is_given_up_and_the_run_goes_on_with_fewer_ranks(one: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, "--parallel.data=3", "--fault=rank2:before:train:6,rank2:before:forward:6")
-    assert "continuing from the newest checkpoint with 2 data-parallel ranks" in said
+def test_elastic_run_goes_on_with_fewer_ranks_and_says_so_on_the_last_line_in_the_report_and_in_the_registry(
+    one: Path, data: Path, tmp_path: Path
+) -> None:
+    registry = ("--registry.path=registry", "--registry.name=m")
+    said = run(tmp_path, data, *LOST_TWICE, "--run.elastic=true", *registry)
+    assert "continuing from the newest checkpoint with 2 data-parallel ranks instead of 3 in 0.5 s (restart 2 of 20)" in said
     assert [event["mesh"]["data"] for event in recoveries(tmp_path)] == [3, 2]
+    line = "run.elastic: from step 5 on it was trained with 2 of 3 data-parallel ranks: the results are not those of all ranks"
+    assert said.splitlines()[-1] == line and line in (tmp_path / "run" / "report.html").read_text()
+    versions = [json.loads(line) for line in command("models", "list", "--json", "--registry", "registry", folder=tmp_path).splitlines()]
+    ranks = {version["step"]: (version["metrics"].get("parallel/data"), version["metrics"].get("parallel/data_asked")) for version in versions}
+    assert ranks[0] == ranks[5] == (None, None) and ranks[10] == ranks[STEPS] == (2.0, 3.0)
     assert is_curve_of(tmp_path, one)
+
+
+@pytest.mark.full
+def test_run_that_is_not_elastic_restarts_with_all_ranks_and_has_the_same_bits(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    run(tmp_path / "undisturbed", data, "--parallel.data=3", SYNCHRONOUS)
+    said = run(tmp_path, data, *LOST_TWICE)
+    assert "restarting all ranks from the newest checkpoint now (restart 1 of 20)" in said
+    assert "restarting all ranks from the newest checkpoint in 0.5 s (restart 2 of 20)" in said
+    assert [event["mesh"]["data"] for event in recoveries(tmp_path)] == [3, 3] and "run.elastic" not in said
+    assert is_same_run(tmp_path, tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(("elastic", "shapes"), [("false", [3, 3, 3, 3]), ("true", [3, 3, 2, 1])])
+def test_only_an_elastic_run_continues_with_fewer_ranks(
+    elastic: str, shapes: list[int], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are lost here at the same step each time; the real ones are killed in the full tests."""
+    write_ranks_recipe(tmp_path, data)
+    recipe = load_config(tmp_path / "recipe.yaml", ["--parallel.data=3", f"--run.elastic={elastic}", "--run.max_restarts=3"])
+    assert isinstance(recipe, PretrainRecipe)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    used, waits = [], []
+
+    def lose(settings: GroupSettings, shape: MeshShape, *_: object) -> dict[str, Any]:
+        used.append(shape.data)
+        raise RanksLost("the run", "train", "rank 0 died", [0], 6)
+
+    monkeypatch.setattr(supervise_module, "run_on_ranks", lose)
+    monkeypatch.setattr(supervise_module, "_wait", lambda seconds, requests: waits.append(seconds))
+    with pytest.raises(RunError, match=r"rank 0 died; run\.max_restarts is 3"):
+        supervise_module.supervise(recipe, tmp_path / "run", Callback())
+    assert used == shapes and waits == [0.0, 0.5, 1.0]
+    with Journal(tmp_path / "run" / "journal.sqlite", read_only=True) as journal:
+        fewer = [(event.detail["asked"], event.detail["now"]) for event in journal.events() if event.kind == "fewer_ranks"]
+    assert fewer == [(3, data) for before, data in itertools.pairwise(shapes) if data < before]
 
 
 def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,15 @@ MARK = "TANDEM_POD_TEST"
 
 @dataclass
 class PodRun:
-    """A run directory under ``parent`` and its processes, each with one of ``marks`` in its environment. ``program``: Python's arguments that
-    run the command ``tandem``."""
+    """A run directory under ``parent`` and its processes, each with one of ``marks`` in its environment, and with ``environment``. ``program``:
+    Python's arguments that run the command ``tandem``."""
 
     parent: Path
     recipe: Path = RECIPE
     name: str = "run"
     program: tuple[str, ...] = ("-m", "tandem.cli.main")
     marks: list[str] = field(default_factory=list)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path:
@@ -53,7 +55,7 @@ class PodRun:
         return subprocess.Popen(
             [sys.executable, *self.program, *arguments],
             cwd=self.parent,
-            env={**os.environ, MARK: self.marks[-1]},
+            env={**os.environ, **self.environment, MARK: self.marks[-1]},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -102,10 +104,10 @@ class PodRun:
         return found
 
     def segments(self) -> list[str]:
-        """Returns the shared-memory files of this run's shims that still exist."""
+        """Returns the files in the folder of shared memory that are named after this run's pods: none, as they have no names."""
         log = self.directory / "logs" / "trainer_shim.log"
-        made = set(re.findall(r"tandem-[\w.]+-\d+-weights-\d", log.read_text() if log.exists() else ""))
-        return sorted(name for name in made if (SHARED_MEMORY / name).exists())
+        pods = set(re.findall(r"weight buffers tandem-([\w.]+)-\d+-", log.read_text() if log.exists() else ""))
+        return sorted(path.name for path in SHARED_MEMORY.iterdir() if any(pod in path.name for pod in pods))
 
     def left_behind(self, patience_s: float = 10.0) -> list[str]:
         """Returns processes and segments that still exist after the kernel had time to deliver its signals."""

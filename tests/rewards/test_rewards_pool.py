@@ -304,14 +304,28 @@ def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Pa
     ("text", "deadline_s", "problem"),
     [
         ("import time; time.sleep(100)", 0.5, "not loaded within 0.5 s"),
-        ("import os; os._exit(3)", 60.0, "ended while it loaded the reward functions \\(exit status 3\\)"),
+        ("import os; os._exit(3)", 60.0, "ended 4 times while it loaded '.*functions.py:f' \\(exit status 3\\); see '.*reward-worker-0.log'$"),
     ],
 )
 def test_a_function_whose_import_hangs_or_dies_is_refused_before_the_run(tmp_path: Path, text: str, deadline_s: float, problem: str) -> None:
     (tmp_path / "functions.py").write_text(text)
     config = RewardsConfig(functions=(RewardFunctionConfig(f"{tmp_path}/functions.py:f"),), start_deadline_s=deadline_s)
     with pytest.raises(UserError, match=problem):
-        RewardPool(config)
+        RewardPool(config, log_dir=tmp_path / "logs")
+
+
+def test_a_worker_that_is_killed_while_it_loads_is_started_again(tmp_path: Path) -> None:
+    """Two deaths at the start, and two of its successor in the middle of a batch."""
+    text = "import os, signal\nfor mark in ('first', 'second'):\n    path = os.path.dirname(__file__) + '/' + mark\n    if not os.path.exists(path):\n"
+    text += "        open(path, 'w').close()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    (tmp_path / "functions.py").write_text(text + "def f(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    with RewardPool(RewardsConfig(functions=(RewardFunctionConfig(f"{tmp_path}/functions.py:f"),)), log_dir=tmp_path / "logs") as pool:
+        assert [score.value for score in judge(pool, "a")] == [1.0]
+        os.kill(worker_pids(pool)[0], signal.SIGKILL)
+        assert gone(worker_pids(pool)[0])
+        for mark in ("first", "second"):
+            (tmp_path / mark).unlink()
+        assert [score.value for score in judge(pool, "a", "b")] == [1.0, 1.0]
 
 
 def test_functions_that_can_no_longer_be_loaded_mask_what_is_left(start: Callable[..., Any], tmp_path: Path) -> None:

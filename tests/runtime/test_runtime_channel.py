@@ -2,10 +2,10 @@ import os
 import resource
 import socket
 import threading
-import time
 
 import pytest
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import message_from, message_meta
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.types.wire import MAGIC, PREFIX, Frame, decode, encode
@@ -19,7 +19,7 @@ def pair():
 
 
 def soon() -> float:
-    return time.monotonic() + 20
+    return Deadline(20)
 
 
 def test_frames_of_every_size_come_back_as_they_were_sent_in_order(pair):
@@ -111,9 +111,9 @@ def test_a_deadline_holds_for_a_frame_that_stops_and_for_one_that_is_not_taken(p
     a, b, raw, _ = pair
     raw.sendall(encode({"x": 1}, {"a": bytes(1000)})[:-1])
     with pytest.raises(TimeoutError):
-        b.receive(time.monotonic() + 0.1)
+        b.receive(Deadline(0.1))
     with pytest.raises(TimeoutError):
-        a.send({}, {"a": bytes(2**23)}, kind="call", ends=time.monotonic() + 0.1)
+        a.send({}, {"a": bytes(2**23)}, kind="call", deadline=Deadline(0.1))
 
 
 def test_what_is_not_json_is_not_sent_and_the_channel_goes_on(pair):

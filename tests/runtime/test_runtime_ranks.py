@@ -1,5 +1,6 @@
 """The heartbeat table and the hang watchdog with its adaptive deadline; stacks of other processes; collectives with a deadline."""
 
+import math
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.collectives.communicator import CollectiveError, join
-from tandem.runtime.process.hang_watchdog import FACTOR, HangWatchdog
+from tandem.runtime.process.deadline import LOOK_S, Deadline, PauseClock
+from tandem.runtime.process.hang_watchdog import FACTOR, START_S, HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.process.stacks import innermost, stacks_of
 
@@ -96,6 +98,58 @@ def test_rank_that_has_not_begun_is_no_hang_and_neither_is_a_slow_start() -> Non
     watch = HangWatchdog(first_s=10.0, least_s=1.0)
     assert watch.look([STATE, replace(STATE, rank=1, beat_s=0.0)], 5000.0) == []
     assert watch.look([STATE, replace(STATE, rank=1)], 1009.0) == []
+
+
+def test_pause_of_the_supervisor_starts_every_deadline_anew_and_is_no_gap_to_learn_from() -> None:
+    watch = HangWatchdog(first_s=300.0, least_s=1.0)
+    now = watched(0.5, 5, watch)
+    learned, resumed = watch.longest_s, now + 100
+    stopped = [replace(STATE, rank=rank, step=5, beat_s=now) for rank in range(2)]
+    assert watch.look(stopped, resumed + 0.1, resumed) == []
+    # Rank 0 continues before the supervisor notices, rank 1 never does.
+    states = [replace(stopped[0], beat_s=resumed - 0.5), stopped[1]]
+    assert watch.look(states, resumed + 0.2, resumed) == [] and watch.longest_s == learned
+    states = [replace(stopped[0], beat_s=resumed + 9), stopped[1]]
+    assert watch.look(states, resumed + FACTOR * learned - 0.1, resumed) == []
+    assert [state.rank for state in watch.look(states, resumed + FACTOR * learned + 0.1, resumed)] == [1]
+
+
+def test_rank_that_never_begins_is_found_after_the_deadline_of_the_start() -> None:
+    watch = HangWatchdog(first_s=10.0, least_s=1.0)
+    states = [STATE, replace(STATE, rank=1, beat_s=0.0)]
+    assert watch.look(states, 5000.0) == [] and watch.look(states, 5000.0 + START_S) == []
+    assert watch.look(states, 5001.0 + START_S, resumed_s=5010.0) == []
+    assert [state.rank for state in watch.look(states, 5001.0 + START_S)] == [1]
+
+
+class Clock:
+    """A monotonic clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_deadline_starts_anew_after_a_pause_and_runs_out_without_one() -> None:
+    now = Clock()
+    clock = PauseClock(now)
+    outer = Deadline(20.0, clock=clock)
+    inner = Deadline(5.0, outer, clock)
+    for _ in range(8):
+        now.now_s += LOOK_S
+        assert inner.nap_s() == LOOK_S
+    assert inner.left_s() == 3.0 and outer.left_s() == 18.0
+    now.now_s += 1000.0
+    assert inner.left_s() == 5.0 and outer.left_s() == 20.0
+    for _ in range(20):
+        now.now_s += LOOK_S
+        inner.left_s()
+    assert inner.passed and not outer.passed and outer.left_s() == 15.0
+    with pytest.raises(TimeoutError):
+        inner.nap_s()
+    assert Deadline(math.inf, clock=clock).nap_s() is None
 
 
 SLEEPER = """

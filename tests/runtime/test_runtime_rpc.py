@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.processes import Threads, kill, spawn
 from tandem.runtime.rpc.calls import PeerDied, RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.channel import Channel
@@ -128,7 +129,7 @@ def greet(server, method: str = "echo", credential: object = CREDENTIAL):
     connection.settimeout(None)
     channel = Channel(connection)
     channel.send({"credential": credential}, kind="hello", method=method)
-    return connection, channel, channel.receive(time.monotonic() + 10)
+    return connection, channel, channel.receive(Deadline(10))
 
 
 def test_a_call_comes_back_with_its_bytes_and_progress(client):
@@ -204,7 +205,7 @@ def test_a_wrong_credential_is_refused(tcp, credential):
     connection, channel, answer = greet(tcp, credential=credential)
     assert (answer.kind, answer.meta) == ("refused", {"message": "wrong credential"})
     with pytest.raises(EOFError):
-        channel.receive(time.monotonic() + 10)
+        channel.receive(Deadline(10))
     connection.close()
     with pytest.raises(RunError, match="trainer shim refused the call 'echo': wrong credential"):
         RpcClient("trainer shim", tcp.port, credential).call("echo", deadline_s=20)

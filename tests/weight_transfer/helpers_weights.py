@@ -7,9 +7,9 @@ from pathlib import Path
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 
-def own(pod_id: str, folder: str) -> None:
+def own(pod_id: str, size_bytes: str) -> None:
     """Acts as a shim: owns two small buffers until it is killed."""
-    buffers = WeightBuffers.create(pod_id, 1 << 16, Path(folder))
+    buffers = WeightBuffers.create(pod_id, int(size_bytes))
     print(*buffers.names, flush=True)
     time.sleep(60)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.types import RunError
-from tandem.weight_transfer.shared_memory import FOLDER, Segment, WeightBuffers, sweep
+from tandem.weight_transfer.shared_memory import FOLDER, Segment, WeightBuffers
 
 HELPER = str(Path(__file__).parent / "helpers_weights.py")
 
@@ -20,21 +20,20 @@ def start(*arguments: object) -> "subprocess.Popen[str]":
 
 @pytest.fixture
 def pod_id():
-    name = "test" + uuid.uuid4().hex[:8]
-    yield name
-    for path in FOLDER.glob(f"tandem-{name}-*"):
-        path.unlink()
+    return "test" + uuid.uuid4().hex[:8]
 
 
-def test_a_segment_has_its_pages_its_name_and_its_owner_only(pod_id):
+def test_a_segment_has_its_pages_for_its_owner_only_and_no_name_in_the_folder(pod_id):
     with Segment.create(pod_id, "weights-0", 100_000) as segment:
-        state = segment.path.stat()
-        assert segment.path == Path(f"/dev/shm/tandem-{pod_id}-{os.getpid()}-weights-0")
+        descriptor, inode = map(int, segment.name.removeprefix(f"tandem-{pod_id}-{os.getpid()}-weights-0-").split("-"))
+        state = os.fstat(descriptor)
+        assert (state.st_ino, state.st_nlink, state.st_dev) == (inode, 0, FOLDER.stat().st_dev)
         assert state.st_blocks * 512 >= segment.size_bytes >= 100_000 and state.st_mode & 0o777 == 0o600
         with Segment.open(segment.name) as reader:
             segment.memory[70_000] = 7
             assert reader.memory[70_000] == 7 and reader.size_bytes == segment.size_bytes
-    assert not segment.path.exists()
+    with pytest.raises(FileNotFoundError):
+        Segment.open(segment.name)
 
 
 def test_what_a_reader_writes_stays_with_the_reader(pod_id):
@@ -58,7 +57,7 @@ def test_touching_maps_every_page_and_changes_none(pod_id):
 def test_a_full_folder_is_one_line_and_leaves_nothing(pod_id):
     with pytest.raises(RunError, match=r"shared memory /dev/shm is full: segment 'weights-0' needs .* GiB are free") as caught:
         Segment.create(pod_id, "weights-0", 2**50)
-    assert "\n" not in str(caught.value) and not list(FOLDER.glob(f"tandem-{pod_id}-*"))
+    assert "\n" not in str(caught.value)
 
 
 def test_of_two_buffers_both_are_made_or_neither(pod_id, monkeypatch):
@@ -68,19 +67,30 @@ def test_of_two_buffers_both_are_made_or_neither(pod_id, monkeypatch):
         return create(cls, pod, name, size if name == "weights-0" else 2**50, folder)
 
     monkeypatch.setattr(Segment, "create", classmethod(only_the_first_fits))
+    before = open_segments(os.getpid())
     with pytest.raises(RunError, match="'weights-1' needs"):
         WeightBuffers.create(pod_id, 4096)
-    assert not list(FOLDER.glob(f"tandem-{pod_id}-*"))
+    assert open_segments(os.getpid()) == before
 
 
-def test_a_segment_is_made_once(pod_id):
-    with Segment.create(pod_id, "a", 10), pytest.raises(RunError, match="File exists"):
-        Segment.create(pod_id, "a", 10)
+def open_segments(pid: int) -> int:
+    """Returns the number of unnamed files of /dev/shm that a process has open."""
+    links = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()}
+    return sum(link.startswith("/dev/shm/#") for link in links)
 
 
-def test_a_segment_that_is_gone_is_told_from_other_errors():
-    with pytest.raises(FileNotFoundError):
-        Segment.open("tandem-nobody-1-weights-0")
+def test_a_segment_that_has_ended_is_told_from_other_errors_and_from_a_later_file_with_its_number(pod_id):
+    with Segment.create(pod_id, "weights-0", 10) as segment:
+        name = segment.name
+    descriptor = int(name.split("-")[-2])
+    ends = os.pipe()
+    os.dup2(ends[0], descriptor)
+    try:
+        for ended in (name, name.replace(f"-{os.getpid()}-", "-4194303-"), "tandem-pod-1-weights-0"):
+            with pytest.raises(FileNotFoundError):
+                Segment.open(ended)
+    finally:
+        [os.close(end) for end in {*ends, descriptor}]
 
 
 def test_the_buffers_take_turns(pod_id):
@@ -92,30 +102,24 @@ def test_the_buffers_take_turns(pod_id):
     buffers.close()
 
 
-def test_a_sweep_takes_the_segments_of_the_dead_and_leaves_those_of_the_living(pod_id, tmp_path):
-    with start("own", pod_id, FOLDER) as shim:
+def test_the_memory_of_an_owner_that_is_killed_is_free_at_once_and_a_reader_keeps_what_it_has_open(pod_id):
+    size = 64 << 20
+    with start("own", pod_id, size) as shim:
         names = shim.stdout.readline().split()
-        assert len(names) == 2 and sweep(pod_id) == []
-        assert all((FOLDER / name).exists() for name in names)
-        os.kill(shim.pid, signal.SIGKILL)
-    with Segment.create(pod_id, "mine", 10) as mine:
-        assert sweep("another" + pod_id) == []
-        assert sweep(pod_id) == sorted(names)
-        assert not any((FOLDER / name).exists() for name in names) and mine.path.exists()
+        assert not list(FOLDER.glob(f"*{pod_id}*")) and open_segments(shim.pid) == 2
+        with Segment.open(names[0]) as reader:
+            os.kill(shim.pid, signal.SIGKILL)
+            shim.wait()
+            assert bytes(reader.memory[:4]) == bytes(4)
+            with pytest.raises(FileNotFoundError):
+                Segment.open(names[1])
+    assert [path for path in Path("/proc").glob("[0-9]*/fd/*") if is_of(path, names)] == []
 
 
-def test_a_sweep_leaves_an_owner_that_it_cannot_see(tmp_path):
-    """A container that shares the folder has its own PID namespace, in which the owner's PID does not exist."""
-    with start("own", "far", tmp_path) as shim:
-        names = shim.stdout.readline().split()
-        moved = tmp_path / names[0].replace(f"-{shim.pid}-", "-4194999-")
-        (tmp_path / names[0]).rename(moved)
-        assert sweep(folder=tmp_path) == [] and moved.exists()
-        shim.kill()
-    assert sweep(folder=tmp_path) == sorted([moved.name, names[1]])
-
-
-def test_a_sweep_leaves_files_that_are_not_segments(tmp_path):
-    (tmp_path / "tandem-notes.txt").write_text("mine")
-    (tmp_path / "other-pod-1-weights-0").write_text("theirs")
-    assert sweep(folder=tmp_path) == [] and len(list(tmp_path.iterdir())) == 2
+def is_of(path: Path, names: list[str]) -> bool:
+    """Returns whether a process has one of the segments ``names`` open at ``path``."""
+    try:
+        state = path.stat()
+    except OSError:
+        return False
+    return state.st_dev == FOLDER.stat().st_dev and str(state.st_ino) in {name.split("-")[-1] for name in names}

@@ -31,7 +31,7 @@ class RankWeights:
         self.decoder, self.source = decoder, source
         self._store = EmbeddedStore(Path(source.store))
         threads = max(1, source.threads // decoder.shard_spec.size)
-        self._reader = WeightReader(self._store, threads, Path(source.folder), wanted_by(decoder.shapes, decoder.shard_spec))
+        self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec))
         self._staged: Weights | None = None
 
     def read(self, version: WeightVersion) -> "Weights":

@@ -4,14 +4,13 @@ Every rank holds its shard of the weights and of the KV cache. Rank 0 schedules 
 ranks compute it together (see ``forward``).
 """
 
-import shutil
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +28,12 @@ from tandem.model.lora import Adapter
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import Threads
+from tandem.runtime.process.temporary import UnnamedFile
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
 from tandem.types import EngineDied, RunError, Updated, UserError, WeightSource, WeightVersion
 
+logger = logging.getLogger(__name__)
 _GRACE_S = 5.0
 """Seconds after a failure in which calls may still report which rank died."""
 T = TypeVar("T")
@@ -81,19 +82,23 @@ class Ranks:
         self._settings = settings
         self._broken = ""
         self._weights: RankWeights | None = None
-        self._folder = Path(mkdtemp(prefix="tandem-ranks-"))
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._rendezvous = UnnamedFile("rendezvous")
         threads = Threads(max(1, torch.get_num_threads() // settings.size) if settings.device == "cpu" else 1)
         others = range(1, settings.size)
         names = [f"tensor-parallel rank {rank}" for rank in others]
         arguments = ["--threads", str(threads.count)]
-        self._workers = [Worker(name, "tandem.engine.executor.rank_worker", arguments, threads=threads, output=self._log_of(name)) for name in names]
+        self._outputs = {name: UnnamedFile("output") for name in names}
+        self._close_files = weakref.finalize(self, _close, [self._rendezvous, *self._outputs.values()])
+        self._workers = [
+            Worker(name, "tandem.engine.executor.rank_worker", arguments, threads=threads, output=output.path)
+            for name, output in self._outputs.items()
+        ]
         self._callers = ThreadPoolExecutor(len(others), "rank")
         self._lock = threading.Lock()
         try:
             # All ranks finish their imports before any of them waits for another under a deadline.
             self.run("hello", {}, lambda: None)
-            where = self._folder / "rendezvous"
+            where = self._rendezvous.path
             meta = {"settings": asdict(settings), "rendezvous": str(where)}
             group = self.run("join", meta, lambda: settings.join(0, where), per_rank=True)
             self.decoder = self.run("load", {}, lambda: settings.load(group))
@@ -150,9 +155,9 @@ class Ranks:
         else:
             text = str(first) if isinstance(first, UserError | CallError) else f"tensor-parallel '{name}' failed: {first}"
             text += "; the engine has stopped, create a new one"
-            if isinstance(first, CallError) and self._log_of(first.peer).stat().st_size:
-                self._remove_folder.detach()
-                text += f" (log: {self._log_of(first.peer)})"
+            if isinstance(first, CallError) and (output := self._outputs[first.peer].read_text().strip()):
+                logger.info("the output of %s:\n%s", first.peer, output)
+                text += f" (its output ends: {output.splitlines()[-1].strip()[:200]})"
             raised = EngineDied(text) if isinstance(first, WorkerDied | RpcTimeout) else RunError(text)
         self._broken = str(raised)
         return raised
@@ -218,10 +223,7 @@ class Ranks:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
-        self._remove_folder()
-
-    def _log_of(self, name: str) -> Path:
-        return self._folder / f"{name.replace(' ', '-')}.log"
+        self._close_files()
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -229,3 +231,6 @@ class Ranks:
         self._callers.shutdown(wait=True)
 
 
+def _close(files: Sequence[UnnamedFile]) -> None:
+    for file in files:
+        file.close()

@@ -3,11 +3,11 @@
 import logging
 import shutil
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from tandem.config.machine import MachineConfig
@@ -20,14 +20,18 @@ from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import chosen_device
+from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.worker_group import GroupSettings, RanksLost, WorkerGroup
+from tandem.runtime.records.elastic import FEWER_RANKS
 from tandem.runtime.records.journal import Journal
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
+RANKS_FOLDER = "ranks"
+"""The folder, in that of the run, by which its ranks meet. Only the holder of the run's lock uses it."""
 
 
 def supervise(
@@ -35,14 +39,17 @@ def supervise(
 ) -> RunResult:
     """Runs ``recipe`` in ``directory`` on its mesh, from the newest whole checkpoint if there is one.
 
-    If a rank dies or hangs, all ranks are restarted from the newest checkpoint: on the same mesh, or on one with fewer data-parallel ranks
-    if the same rank was lost twice with no step completed in between. Raises ``RunError`` after ``run.max_restarts`` restarts."""
+    If a rank dies or hangs, all ranks are restarted from the newest checkpoint on the same mesh, after a wait if it happens again at the same step
+    (``Backoff``). With ``run.elastic`` the restart has fewer data-parallel ranks if the same rank was lost twice with no step completed in between.
+    Raises ``RunError`` after ``run.max_restarts`` restarts."""
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps))
-        folder = Path(mkdtemp(prefix="tandem-ranks-"))
+        folder = directory / RANKS_FOLDER
+        # What a supervisor left that was killed.
+        shutil.rmtree(folder, ignore_errors=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         requests = stack.enter_context(SignalRequests(callback.message))
-        shape, before, restarts = mesh_of(recipe.parallel), None, 0
+        shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
         while True:
             try:
                 settings = group_settings(recipe.machine, recipe.parallel, shape, directory, folder / str(restarts), faults)
@@ -57,7 +64,12 @@ def supervise(
                     ) from None
                 restarts += 1
                 is_again = before is not None and before.step == loss.step and bool(set(before.ranks) & set(loss.ranks))
-                shape, before = _recover(shape, loss, is_again, directory, callback), loss
+                fewer = smaller(shape) if is_again and recipe.run.elastic else None
+                wait_s = backoff.wait_s(loss.step)
+                how = f"{describe_wait(wait_s)} (restart {restarts} of {recipe.run.max_restarts})"
+                _record_loss(shape, fewer, recipe.parallel.data, loss, how, directory, callback)
+                _wait(wait_s, requests)
+                shape, before = fewer or shape, loss
 
 
 def group_settings(
@@ -94,14 +106,29 @@ def run_on_ranks(
     return dict(reply)
 
 
-def _recover(shape: MeshShape, loss: RanksLost, is_again: bool, directory: Path, callback: Callback) -> MeshShape:
-    """Journals the loss of ranks and returns the mesh to continue with."""
-    fewer = smaller(shape) if is_again else None
+def _record_loss(
+    shape: MeshShape, fewer: MeshShape | None, asked: int, loss: RanksLost, how: str, directory: Path, callback: Callback
+) -> None:
+    """Journals and reports the loss of ranks of ``shape``. ``fewer``: the mesh to continue with (``None``: the same). ``asked``: the data-parallel
+    ranks of the recipe. ``how``: when."""
     with Journal(directory / "journal.sqlite") as journal:
         detail = {"role": "ranks", "reason": str(loss), "ranks": list(loss.ranks), "step": loss.step, "mesh": asdict(fewer or shape)}
         journal.record_event("recovery", detail)
-    what = "restarting all ranks from the newest checkpoint"
+        if fewer is not None:
+            journal.record_event(FEWER_RANKS, {"step": loss.step, "asked": asked, "now": fewer.data, "ranks": list(loss.ranks)})
+    what = f"restarting all ranks from the newest checkpoint {how}"
     if fewer is not None:
-        what = f"lost twice with no step completed in between: continuing from the newest checkpoint with {fewer.data} data-parallel ranks"
+        what = (
+            "lost twice with no step completed in between and run.elastic is true: continuing from the newest checkpoint with "
+            f"{fewer.data} data-parallel ranks instead of {asked} {how}"
+        )
     callback.message(f"{loss}; {what}")
-    return fewer or shape
+
+
+def _wait(seconds: float, requests: SignalRequests) -> None:
+    """Sleeps for ``seconds``. Raises ``KeyboardInterrupt`` when the run is asked to stop."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if requests.stop:
+            raise KeyboardInterrupt
+        time.sleep(0.05)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from tandem.config.machine import MachineConfig
@@ -12,6 +11,7 @@ from tandem.config.recipe import AnyRecipe
 from tandem.config.registry import RegistryConfig
 from tandem.jobs.run_files import write_recipe
 from tandem.runtime.machine.gpus import Device
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.runtime.records.journal import Journal
 from tandem.types import UserError
 
@@ -51,8 +51,7 @@ def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any]) ->
     and traces nothing. Its journal has ``facts``."""
     run = replace(recipe.run, trace_steps=())
     quiet = replace(recipe, checkpoint=replace(recipe.checkpoint, upload=""), registry=RegistryConfig(), run=run)
-    with TemporaryDirectory(prefix="tandem-replay-") as temporary:
-        scratch = Path(temporary)
+    with temporary_folder() as scratch:
         write_recipe(quiet, scratch)
         (scratch / "logs").mkdir()
         for name in ("checkpoints", "models"):

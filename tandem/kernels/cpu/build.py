@@ -9,10 +9,10 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import UserError
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -36,8 +36,8 @@ def built_library(compiler: str, directory: Path) -> Path:
     if not is_intact(path):
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory, prefix="building-") as scratch:
-                built = _build(program, Path(scratch))
+            with temporary_folder(directory, "building") as scratch:
+                built = _build(program, scratch)
                 built.replace(path)
         except OSError as error:
             reason = f"cannot write to {directory} ({error.strerror})"
@@ -59,20 +59,20 @@ def _identity(program: str) -> str:
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     digest.update(_run([program, "--version"]).encode())
-    digest.update(_run([program, "-march=native", "-Q", "--help=target"]).encode())
+    digest.update(_run([program, "-march=native", "-Q", "--help=target", "-S", "-o", os.devnull]).encode())
     return digest.hexdigest()[:32]
 
 
 def _build(program: str, scratch: Path) -> Path:
     def compile_one(source: Path) -> str:
         target = scratch / f"{source.stem}.o"
-        _run([program, *FLAGS, "-w", "-c", str(source), "-o", str(target)])
+        _run([program, *FLAGS, "-w", "-c", str(source), "-o", str(target)], scratch)
         return str(target)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
     built = scratch / "kernels.so"
-    _run([program, "-shared", "-fopenmp", *objects, "-o", str(built)])
+    _run([program, "-shared", "-fopenmp", *objects, "-o", str(built)], scratch)
     with built.open("ab") as file:
         file.write(hashlib.sha256(built.read_bytes()).digest())
         file.flush()
@@ -80,8 +80,10 @@ def _build(program: str, scratch: Path) -> Path:
     return built
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: list[str], scratch: Path | None = None) -> str:
+    """Returns what ``command`` prints. ``scratch``: for its temporary files, which it would leave behind where it is killed."""
+    environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         lines = done.stderr.splitlines() or ["no message"]
         reason = next((line for line in lines if "error" in line), lines[0]).strip()

@@ -12,16 +12,20 @@ from tandem.layout.sharding import ShardSpec
 from tandem.model.parallel.model_parallel import ALONE, Collectives
 from tandem.runtime.collectives.communicator import connect
 
+PATIENCE_S = 1e8
+"""Timeout in seconds of a collective over gloo: none. The owner of the ranks ends one that does not answer within its deadline, from which it
+takes out pauses of the whole engine; gloo would count them."""
+
 
 class RankGroup:
     """The ranks of one model, as seen by ``shard_spec.rank``. Every rank must call each method, in the same order."""
 
     def __init__(self, shard_spec: ShardSpec, rendezvous: Path, device: torch.device, deadline_s: float) -> None:
         """Joins the other ranks through the file ``rendezvous``, which only they can read. A dead rank ends a call with ``RunError`` at
-        once, a silent one after ``deadline_s``."""
+        once. ``deadline_s``: of joining, and of collectives between GPUs."""
         self.shard_spec = shard_spec
         store = dist.FileStore(str(rendezvous), shard_spec.size)
-        self._ranks = connect("tensor", shard_spec.rank, shard_spec.size, store, device, deadline_s)
+        self._ranks = connect("tensor", shard_spec.rank, shard_spec.size, store, device, deadline_s, PATIENCE_S)
 
     def columns(self, x: Tensor) -> Tensor:
         """Returns every rank's ``x[T, N]`` concatenated: [T, size N]."""

@@ -3,11 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic
 
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Item, Judgement, infrastructure_fault
 from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised
+from tandem.runtime.process.deadline import Deadline
 from tandem.types import ScoreState, UserError
 
 Call = Callable[[int, Sequence[Item], float], list[Judgement]]
@@ -35,7 +35,7 @@ def judge_batch(items: Sequence[Item], batched: Sequence[bool], call: Call, conf
     to further functions; so is a sample not judged within the batch's deadline. A call for many items may take half of the remaining time,
     which leaves the other half for single calls.
     """
-    ends = monotonic() + config.deadline_s
+    deadline = Deadline(config.deadline_s)
     said: list[dict[str, Judgement]] = [{} for _ in items]
     broken: set[int] = set()
     delay = ""
@@ -53,7 +53,7 @@ def judge_batch(items: Sequence[Item], batched: Sequence[bool], call: Call, conf
         units = deque([together] if batched[judge] and places else together.split())
         while units:
             unit = units.popleft()
-            left = ends - monotonic()
+            left = deadline.left_s()
             if left <= 0:
                 fault(unit.places, f"not judged within rewards.deadline_s ({config.deadline_s:g} s){delay}")
                 continue

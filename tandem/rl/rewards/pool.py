@@ -14,9 +14,12 @@ from tandem.rl.rewards.batch import judge_batch
 from tandem.rl.rewards.judgement import Item, Judgement
 from tandem.rl.rewards.rule_based import compose
 from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, PoolClosed, WorkerProcess
-from tandem.types import Prompt, RunError, Sample, Score
+from tandem.runtime.process.backoff import Backoff
+from tandem.types import Prompt, RunError, Sample, Score, UserError
 
 logger = logging.getLogger(__name__)
+LOAD_ATTEMPTS = 4
+"""Processes of one worker that may end while they load the functions."""
 
 
 class RewardPool:
@@ -147,7 +150,22 @@ class _Slot:
         self.thread = threading.Thread(target=self._run, name=f"rewards-{log.stem}", daemon=True)
 
     def wait_ready(self) -> None:
-        self.worker.wait_ready(self.config.start_deadline_s)
+        """Waits until the worker has loaded the functions. One that ends meanwhile is started again, after a wait from the second time on. Raises
+        ``UserError`` if it ends ``LOAD_ATTEMPTS`` times, and as ``WorkerProcess.wait_ready`` does."""
+        backoff = Backoff()
+        for attempt in range(1, LOAD_ATTEMPTS + 1):
+            try:
+                return self.worker.wait_ready(self.config.start_deadline_s)
+            except JudgeDied as death:
+                logger.warning("%s: a reward worker ended while it loaded (%s), attempt %d of %d", self.log.name, death, attempt, LOAD_ATTEMPTS)
+                how = str(death)
+            if attempt < LOAD_ATTEMPTS:
+                if self.closed.wait(backoff.wait_s(0)):
+                    raise PoolClosed
+                self.worker = WorkerProcess(self.config, self.log, self.closed)
+        modules = ", ".join(f"'{function.function}'" for function in self.config.composition)
+        where = f"; see '{self.log}'" if self.log != Path(os.devnull) else ""
+        raise UserError(f"a reward worker ended {LOAD_ATTEMPTS} times while it loaded {modules} ({how}){where}")
 
     def _run(self) -> None:
         closed = False
@@ -168,7 +186,7 @@ class _Slot:
         if self.worker.ended():
             self.worker.kill()
             self.worker = WorkerProcess(self.config, self.log, self.closed)
-            self.worker.wait_ready(self.config.start_deadline_s)
+            self.wait_ready()
         try:
             return self.worker.judge(judge, items, deadline_s)
         except (JudgeHung, JudgeDied) as failure:

@@ -59,7 +59,8 @@ class WorkerProcess:
         return self._worker.process
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the functions are loaded. Raises ``UserError`` if one cannot be loaded, does not load in time or ends the process."""
+        """Waits until the functions are loaded. Raises ``UserError`` if one cannot be loaded or does not load in time, ``JudgeDied`` if the process
+        ends, and ``PoolClosed``."""
         try:
             loaded = message_from(Loaded, self._call("load", {}, deadline_s))
         except JudgeHung:
@@ -67,8 +68,6 @@ class WorkerProcess:
                 f"the reward functions were not loaded within {deadline_s:g} s; do less work at import time or raise "
                 "rewards.start_deadline_s"
             ) from None
-        except JudgeDied as death:
-            raise UserError(f"a reward worker ended while it loaded the reward functions ({death}); see its log") from None
         except UserError:
             self.kill()
             raise

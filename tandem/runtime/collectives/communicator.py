@@ -61,8 +61,11 @@ class Communicator:
     """One group of ranks, seen from ``rank`` of ``size``. Every method must be called by every rank of the group in the same
     order; ``name`` names the collective in errors and traces. ``tracer`` records the waits."""
 
-    def __init__(self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, group_name: str, rank: int, size: int, group: Any, deadline_s: float, traffic: Traffic | None = None, patience_s: float | None = None
+    ) -> None:
         self.group_name, self.rank, self.size, self.deadline_s = group_name, rank, size, deadline_s
+        self._patience = () if patience_s is None else (timedelta(seconds=patience_s),)
         self._group, self._traffic, self._exchanges = group, traffic, 0
         self.tracer = NO_TRACE
 
@@ -175,7 +178,7 @@ class Communicator:
             self._traffic.waits(self.group_name, name)
         try:
             with self.tracer.span(name, self.group_name):
-                work.wait()
+                work.wait(*self._patience)
         except RuntimeError as error:
             raise self._failed(name, error) from None
         if self._traffic is not None:
@@ -187,7 +190,8 @@ class Communicator:
 
 
 def join(
-    mesh: Mesh, store: Any, device: torch.device, deadline_s: float, traffic: Traffic | None = None, hostname: str = ""
+    mesh: Mesh, store: Any, device: torch.device, deadline_s: float, traffic: Traffic | None = None, hostname: str = "",
+    nccl_deadline_s: float | None = None,
 ) -> Mapping[GroupName, Communicator]:
     """Connects the ranks of ``mesh``. Returns one communicator for each group; a group of one rank has no process group.
 
@@ -195,6 +199,7 @@ def join(
         store: a ``torch.distributed`` store that all ranks can reach.
         device: the device of the tensors of all groups but ``HOST_GROUPS``.
         hostname: the address that gloo listens on (empty: that of this host's name).
+        nccl_deadline_s: the deadline of groups between GPUs (``None``: as of others).
     """
     communicators: dict[GroupName, Communicator] = {}
     for name in GROUPS:
@@ -202,14 +207,22 @@ def join(
         rank, group = ranks.index(mesh.rank), None
         if len(ranks) > 1:
             where = torch.device("cpu") if name in HOST_GROUPS else device
-            group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), where, deadline_s, hostname)
+            limit_s = nccl_deadline_s if nccl_deadline_s is not None and where.type == "cuda" else deadline_s
+            group = _process_group(dist.PrefixStore(f"{name}/{ranks[0]}/", store), rank, len(ranks), where, limit_s, hostname)
         communicators[name] = Communicator(name, rank, len(ranks), group, deadline_s, traffic)
     return communicators
 
 
-def connect(name: str, rank: int, size: int, store: Any, device: torch.device, deadline_s: float) -> Communicator:
-    """Connects the ranks of one group on this machine over ``store``, which no other group uses."""
-    return Communicator(name, rank, size, _process_group(store, rank, size, device, deadline_s, "127.0.0.1"), deadline_s)
+def connect(
+    name: str, rank: int, size: int, store: Any, device: torch.device, deadline_s: float, patience_s: float | None = None
+) -> Communicator:
+    """Connects the ranks of one group on this machine over ``store``, which no other group uses. ``patience_s``: the timeout of collectives over
+    gloo (``None``: ``deadline_s``, which is also that of connecting)."""
+    group = _process_group(store, rank, size, device, deadline_s, "127.0.0.1")
+    if device.type == "cuda" or patience_s is None:
+        return Communicator(name, rank, size, group, deadline_s)
+    group.set_timeout(timedelta(seconds=patience_s))
+    return Communicator(name, rank, size, group, deadline_s, patience_s=patience_s)
 
 
 def _process_group(store: Any, rank: int, size: int, device: torch.device, deadline_s: float, hostname: str) -> Any:
@@ -235,9 +248,9 @@ def _gloo_device(hostname: str) -> Any:
 class _Works(list[Any]):
     """Transfers with one ``wait`` for all."""
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         for work in self:
-            work.wait()
+            work.wait(*timeout)
 
 
 def _sum(parts: Tensor, in_place: bool = False) -> Tensor:

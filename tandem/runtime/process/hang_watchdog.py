@@ -1,21 +1,23 @@
-"""Finds hung ranks, with a deadline learned from the pauses seen so far."""
+"""Finds hung ranks, with a deadline learned from the gaps between their signs of life."""
 
 from collections.abc import Sequence
 
 from tandem.runtime.process.heartbeat_table import RankState
 
 FACTOR = 20.0
-"""The deadline is this many times the longest pause between two signs of life."""
+"""The deadline is this many times the longest gap between two signs of life."""
 STEPS = 3
 """Steps after which the learned deadline applies: the first steps are slower than the others."""
+START_S = 300.0
+"""The shortest deadline for the start of all ranks, which import torch and find each other."""
 
 
 class HangWatchdog:
     """Watches the heartbeats of ranks. Signs of life are: a new phase, a finished micro-batch, the start and the end of the wait for a
     collective.
 
-    The deadline is ``first_s`` until ``STEPS`` steps have passed, then ``FACTOR`` times the longest pause in a step, at least ``least_s`` and at
-    most ``first_s``. In phases outside of a step (a checkpoint, the start) it stays ``first_s``."""
+    The deadline is ``first_s`` until ``STEPS`` steps have passed, then ``FACTOR`` times the longest gap in a step, at least ``least_s`` and at
+    most ``first_s``. In phases outside of a step (a checkpoint) it stays ``first_s``; until every rank has begun it is at least ``START_S``."""
 
     IN_STEP = frozenset({"train", "forward", "backward", "reduce", "optimizer"})
 
@@ -25,6 +27,7 @@ class HangWatchdog:
         self._before: dict[int, RankState] = {}
         self._first_step: int | None = None
         self._steps = 0
+        self._began_s: float | None = None
 
     def deadline_s(self, phase: str) -> float:
         """Returns the seconds without a sign of life in ``phase`` after which a rank counts as hung."""
@@ -32,21 +35,26 @@ class HangWatchdog:
             return self.first_s
         return min(self.first_s, max(self.least_s, FACTOR * self.longest_s))
 
-    def look(self, states: Sequence[RankState], now_s: float) -> list[RankState]:
-        """Returns the hung ranks: of those past their deadline, the ones that the others wait for."""
+    def look(self, states: Sequence[RankState], now_s: float, resumed_s: float = 0.0) -> list[RankState]:
+        """Returns the hung ranks: of those past their deadline, the ones that the others wait for. ``resumed_s``: when this process last
+        continued after a pause, in which its ranks were probably paused too (``PauseClock``); deadlines start anew then."""
+        if self._began_s is None:
+            self._began_s = now_s
         for state in states:
             before = self._before.get(state.rank)
-            if before is not None and before.beat_s != state.beat_s and before.pid == state.pid and {before.phase, state.phase} <= self.IN_STEP:
+            is_next = before is not None and before.beat_s != state.beat_s and before.pid == state.pid
+            # A gap with a pause in it says nothing about the run.
+            if is_next and before is not None and before.beat_s >= resumed_s and {before.phase, state.phase} <= self.IN_STEP:
                 self.longest_s = max(self.longest_s, state.beat_s - before.beat_s)
             self._before[state.rank] = state
         begun = [state.step for state in states if state.phase in self.IN_STEP]
         if begun:
             self._first_step = min(begun) if self._first_step is None else self._first_step
             self._steps = max(self._steps, min(begun) - self._first_step)
-        # No deadline runs until every rank has started.
-        if any(state.beat_s == 0 for state in states):
-            return []
-        late = [state for state in states if now_s - state.beat_s > self.deadline_s(state.phase)]
+        # No other deadline runs until every rank has begun.
+        if waited_for := [state for state in states if state.beat_s == 0]:
+            return waited_for if now_s - max(self._began_s, resumed_s) > max(START_S, self.first_s) else []
+        late = [state for state in states if now_s - max(state.beat_s, resumed_s) > self.deadline_s(state.phase)]
         if not late:
             return []
         idle = [state for state in states if not state.collective and state in late]

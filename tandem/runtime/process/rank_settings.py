@@ -19,7 +19,7 @@ class RankSettings:
         device: ``cpu``, or ``cuda``, where rank r uses GPU r.
         faults, roles: a plan of faults, and the roles that this process has in it.
         log: the name of its log file.
-        hang_timeout_s: seconds after which a collective that has not ended counts as hung.
+        hang_timeout_s: seconds after which a collective between GPUs that has not ended counts as hung. Of others the supervisor decides.
     """
 
     target: str

@@ -15,11 +15,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn, wait
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
@@ -91,12 +91,12 @@ class Worker:
             UserError, RunError, CallError: as the method raised it.
             RemoteError: the method raised anything else.
         """
-        ends = time.monotonic() + deadline_s
+        deadline = Deadline(deadline_s)
         with self._lock:
             if self._broken:
                 raise WorkerDied(self.name, name, self._broken)
             try:
-                return self._call(name, meta or {}, blobs, ends, on_progress)
+                return self._call(name, meta or {}, blobs, deadline, on_progress)
             except TimeoutError:
                 self._broken = f"{self.name} was stuck in '{name}': no result within {deadline_s:g} s; it was killed ({self._kill_stuck()})"
                 raise RpcTimeout(self.name, name, self._broken) from None
@@ -106,13 +106,13 @@ class Worker:
                 if self._stopped:
                     self._close()
 
-    def _call(self, name: str, meta: Meta, blobs: Blobs | None, ends: float, on_progress: Progress | None) -> Frame:
+    def _call(self, name: str, meta: Meta, blobs: Blobs | None, deadline: Deadline, on_progress: Progress | None) -> Frame:
         self._calls += 1
         with self._whole_frames():
-            self._channel.send(meta, blobs, kind="call", method=name, call=self._calls, ends=ends)
+            self._channel.send(meta, blobs, kind="call", method=name, call=self._calls, deadline=deadline)
         while True:
             with self._whole_frames():
-                frame = self._channel.receive(ends)
+                frame = self._channel.receive(deadline)
             if frame.call != self._calls:
                 continue  # The answer to a call that was interrupted on this side.
             if is_result(frame, self.name, name, on_progress):

@@ -19,6 +19,7 @@ from typing import Any
 
 from tandem.layout.mesh import MeshShape
 from tandem.runtime.machine.heap import kept_heap_environment
+from tandem.runtime.process.deadline import PROCESS_CLOCK
 from tandem.runtime.process.hang_watchdog import HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.process.processes import ProcessMemory, Threads, describe_exit, kill, memory_of_tree
@@ -53,7 +54,8 @@ class GroupSettings:
         directory: the run's directory.
         folder: an empty folder for rendezvous, heartbeats and stacks.
         threads: threads of each rank.
-        hang_timeout_s, heartbeat_timeout_s: the longest and the shortest deadline of ``HangWatchdog``.
+        hang_timeout_s, heartbeat_timeout_s: the longest and the shortest deadline of ``HangWatchdog``; ranks that communicate over gloo have no
+            other one.
         log: the name of rank r's log file.
         roles: the roles of rank r in a plan of faults.
     """
@@ -146,7 +148,7 @@ class WorkerGroup:
             if is_done:
                 return calls[0].result()
             states = self._board.states()
-            stuck = self._watch.look(states, time.monotonic())
+            stuck = self._watch.look(states, PROCESS_CLOCK.look(), PROCESS_CLOCK.resumed_s)
             if stuck:
                 self._fail_stuck(name, stuck, states)
             # Ranks finish together: after the first, wait for the others without polling, which would delay the step.

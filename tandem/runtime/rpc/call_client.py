@@ -1,10 +1,10 @@
 """What the clients of a sidecar's calls share, whatever carries the frames: ``rpc_client`` (TCP) and ``http_client`` (HTTP)."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import Blobs, Meta, PeerDied, Progress, RpcTimeout, is_result
 from tandem.runtime.rpc.channel import BrokenFrame
 from tandem.types.errors import RunError
@@ -44,35 +44,34 @@ class CallClient(ABC):
             UserError, RunError, WorkerDied: as the method raised it.
             RemoteError: the method raised anything else.
         """
-        ends = time.monotonic() + deadline_s
+        deadline = Deadline(deadline_s)
 
-        def result(receive: Callable[[float], Frame]) -> Frame:
+        def result(receive: Callable[[Deadline], Frame]) -> Frame:
             while True:
                 # Each frame has its own time limit from its start, so that a frame that trickles in does not extend it.
-                frame = receive(min(time.monotonic() + self.heartbeat_timeout_s, ends))
+                frame = receive(Deadline(self.heartbeat_timeout_s, deadline))
                 if is_result(frame, self.peer, name, on_progress):
                     return frame
                 if frame.kind == "refused":
                     raise self.refused(name, str(frame.meta.get("message")))
-                if time.monotonic() >= ends:
+                if deadline.passed:
                     raise TimeoutError
 
         try:
-            return self._exchange(name, meta or {}, blobs, ends, min(self.heartbeat_timeout_s, deadline_s), result)
+            return self._exchange(name, meta or {}, blobs, deadline, min(self.heartbeat_timeout_s, deadline_s), result)
         except TimeoutError:
-            limit = f"no result within {deadline_s:g} s"
-            if time.monotonic() < ends:
-                limit = f"no sign of life for {self.heartbeat_timeout_s:g} s"
+            limit = f"no result within {deadline_s:g} s" if deadline.passed else f"no sign of life for {self.heartbeat_timeout_s:g} s"
             raise RpcTimeout(self.peer, name, f"{self.peer} is stuck in '{name}': {limit}") from None
         except (OSError, EOFError, BrokenFrame) as error:
             raise self.died(name, error) from None
 
     @abstractmethod
     def _exchange(
-        self, name: str, meta: Meta, blobs: Blobs | None, ends: float, connect_s: float, result: Callable[[Callable[[float], Frame]], Frame]
-    ) -> Frame:
-        """Connects within ``connect_s``, sends the call by ``ends`` and returns ``result(receive)``, where ``receive`` returns the next
-        frame of the answer by a time or raises ``TimeoutError``."""
+        self, name: str, meta: Meta, blobs: Blobs | None, deadline: Deadline, connect_s: float,
+        result: Callable[[Callable[[Deadline], Frame]], Frame],
+    ) -> Frame:  # fmt: skip
+        """Connects within ``connect_s``, sends the call by ``deadline`` and returns ``result(receive)``, where ``receive`` returns the
+        next frame of the answer by a deadline or raises ``TimeoutError``."""
 
     def refused(self, name: str, text: str) -> RunError:
         return RunError(f"{self.peer} refused the call '{name}': {text}")

@@ -3,14 +3,13 @@
 Needs the standard library alone. Blobs are sent from the memory they are in and received into one buffer, without further copies.
 """
 
-import math
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.types.wire import MAX_FRAME_BYTES, PREFIX, Buffer, Frame, decode_body, encode_parts, frame_sizes
 
 if TYPE_CHECKING:
@@ -31,20 +30,20 @@ class FrameReader:
     """Reads frames from a stream of bytes.
 
     Args:
-        read_into: ``(view, ends)``: writes at least one byte of the stream into ``view`` and returns how many, 0 at the end of the stream.
-            Raises ``TimeoutError`` past ``ends``, a time on ``time.monotonic``'s clock (``None``: never).
+        read_into: ``(view, deadline)``: writes at least one byte of the stream into ``view`` and returns how many, 0 at the end of the stream.
+            Raises ``TimeoutError`` past ``deadline`` (``None``: never).
     """
 
-    def __init__(self, read_into: Callable[[memoryview, float | None], int]) -> None:
+    def __init__(self, read_into: Callable[[memoryview, Deadline | None], int]) -> None:
         self._read_into = read_into
         self._buffer = bytearray(_SMALL_BYTES)
         self._start = self._end = 0
 
-    def receive(self, ends: float | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
+    def receive(self, deadline: Deadline | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
         """Returns the next frame, of at most ``limit_bytes``. Raises ``EOFError`` where the stream ends between two frames, ``BrokenFrame``,
         and what ``read_into`` raises."""
         while self._end - self._start < PREFIX.size:
-            if not self._fill(ends):
+            if not self._fill(deadline):
                 if self._end > self._start:
                     raise BrokenFrame(f"the connection ended in the middle of a frame's prefix, after {self._end - self._start} bytes")
                 raise EOFError
@@ -54,24 +53,24 @@ class FrameReader:
         except ValueError as error:
             raise BrokenFrame(str(error)) from None
         self._start += PREFIX.size
-        body = self._take(header_bytes + payload_bytes, ends)
+        body = self._take(header_bytes + payload_bytes, deadline)
         try:
             return decode_body(body, header_bytes)
         except ValueError as error:
             raise BrokenFrame(str(error)) from None
 
-    def _fill(self, ends: float | None) -> int:
+    def _fill(self, deadline: Deadline | None) -> int:
         """Reads at least one byte into the buffer; returns the number of bytes."""
         held = self._end - self._start
         if self._start:
             self._buffer[:held] = self._buffer[self._start : self._end]
             self._start, self._end = 0, held
         with memoryview(self._buffer) as view:
-            received = self._read_into(view[held:], ends)
+            received = self._read_into(view[held:], deadline)
         self._end += received
         return received
 
-    def _take(self, count: int, ends: float | None) -> bytearray:
+    def _take(self, count: int, deadline: Deadline | None) -> bytearray:
         """Returns the next ``count`` bytes, from the buffer first."""
         held = min(count, self._end - self._start)
         body = self._buffer[self._start : self._start + held]
@@ -83,7 +82,7 @@ class FrameReader:
             body = grown
             with memoryview(body) as view:
                 while held < len(view):
-                    received = self._read_into(view[held:], ends)
+                    received = self._read_into(view[held:], deadline)
                     if not received:
                         raise BrokenFrame(f"the connection ended in the middle of a frame, after {held} of {count} bytes")
                     held += received
@@ -112,12 +111,12 @@ class Channel:
 
     def send(
         self, meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, *, kind: str, method: str = "", call: int = 0,
-        ends: float | None = None,
+        deadline: Deadline | None = None,
     ) -> None:  # fmt: skip
         """Sends one frame. Returns when all of it is in the system's buffers.
 
         Args:
-            ends: the deadline on ``time.monotonic``'s clock; ``None`` waits without end.
+            deadline: ``None`` waits without end.
 
         Raises:
             ValueError: ``meta`` is not JSON; nothing was sent.
@@ -128,13 +127,13 @@ class Channel:
         if len(parts) > 1 and sum(map(len, parts)) <= _SMALL_BYTES:
             parts = [b"".join(parts)]
         with self._sending:
-            self._send(parts, ends)
+            self._send(parts, deadline)
 
-    def receive(self, ends: float | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
+    def receive(self, deadline: Deadline | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
         """Returns the next frame.
 
         Args:
-            ends: the deadline on ``time.monotonic``'s clock; ``None`` waits without end.
+            deadline: ``None`` waits without end.
             limit_bytes: the largest frame that is accepted.
 
         Raises:
@@ -143,7 +142,7 @@ class Channel:
             BrokenFrame: the peer sent something else, or the connection ended in the middle of a frame.
             OSError: the connection was reset.
         """
-        return self._reader.receive(ends, limit_bytes)
+        return self._reader.receive(deadline, limit_bytes)
 
     def shutdown(self) -> None:
         """Shuts the connection down in both directions, which also ends another thread's wait in ``send`` or ``receive``."""
@@ -156,14 +155,14 @@ class Channel:
         """Closes the socket. Must not be called while another thread uses the channel; see ``shutdown``."""
         self._socket.close()
 
-    def _send(self, parts: list[Buffer], ends: float | None) -> None:
+    def _send(self, parts: list[Buffer], deadline: Deadline | None) -> None:
         at = 0
         while at < len(parts):
             try:
-                flags = 0 if ends is None and self._watch is None else socket.MSG_DONTWAIT
+                flags = 0 if deadline is None and self._watch is None else socket.MSG_DONTWAIT
                 sent = self._socket.sendmsg(parts[at : at + _MAX_BUFFERS], [], flags)
             except BlockingIOError:
-                self._wait(self._writable, ends)
+                self._wait(self._writable, deadline)
                 continue
             while at < len(parts) and sent >= len(parts[at]):
                 sent -= len(parts[at])
@@ -171,22 +170,20 @@ class Channel:
             if sent:
                 parts[at] = memoryview(parts[at])[sent:]
 
-    def _receive_into(self, view: memoryview, ends: float | None) -> int:
-        if ends is not None or self._watch is not None:
+    def _receive_into(self, view: memoryview, deadline: Deadline | None) -> int:
+        if deadline is not None or self._watch is not None:
             try:
-                self._wait(self._readable, ends)
+                self._wait(self._readable, deadline)
             except EOFError:
                 return 0
         return self._socket.recv_into(view)
 
-    def _wait(self, poll: "select.poll", ends: float | None) -> None:
+    def _wait(self, poll: "select.poll", deadline: Deadline | None) -> None:
         """Waits until the socket is ready or has failed. Raises ``TimeoutError``, and ``EOFError`` where the peer's process has ended."""
-        left_ms = None if ends is None or math.isinf(ends) else (ends - time.monotonic()) * 1000
-        if left_ms is not None and left_ms <= 0:
-            raise TimeoutError
-        ready = poll.poll(left_ms)
-        if not ready:
-            raise TimeoutError
+        ready: list[tuple[int, int]] = []
+        while not ready:
+            nap_s = None if deadline is None else deadline.nap_s()
+            ready = poll.poll(None if nap_s is None else nap_s * 1000)
         if all(descriptor == self._watch for descriptor, _ in ready):
             raise EOFError
 

@@ -1,10 +1,12 @@
 """Calls to a sidecar on another machine, from the controller's side: frames as the bodies of HTTP. Standard library alone."""
 
 import http.client
+import select
 import socket
-import time
 from collections.abc import Callable
+from typing import Any
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.call_client import CallClient
 from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.runtime.rpc.channel import FrameReader
@@ -17,14 +19,16 @@ class HttpClient(CallClient):
     __slots__ = ()
 
     def _exchange(
-        self, name: str, meta: Meta, blobs: Blobs | None, ends: float, connect_s: float, result: Callable[[Callable[[float], Frame]], Frame]
-    ) -> Frame:
+        self, name: str, meta: Meta, blobs: Blobs | None, deadline: Deadline, connect_s: float,
+        result: Callable[[Callable[[Deadline], Frame]], Frame],
+    ) -> Frame:  # fmt: skip
         connection = http.client.HTTPConnection(self.host, self.port, timeout=connect_s)
         try:
+            connection.connect()
+            # The response takes the socket over and closes the connection's own reference to it.
+            connection.sock = stream = _Stream(connection.sock, Deadline(connect_s, deadline))
             headers = {"Authorization": f"Bearer {self.credential}", "Content-Type": "application/octet-stream", "Connection": "close"}
             connection.request("POST", f"/call/{name}", encode(meta, blobs, "call", name), headers)
-            # The response takes the socket over and closes the connection's own reference to it.
-            stream: socket.socket = connection.sock
             response = connection.getresponse()
             if response.status != 200:
                 raise self.refused(name, f"{response.status} {response.read(1000).decode('utf-8', 'replace').strip()}")
@@ -35,12 +39,28 @@ class HttpClient(CallClient):
             connection.close()
 
 
-def _reading(response: http.client.HTTPResponse, stream: socket.socket) -> Callable[[memoryview, float | None], int]:
-    def read_into(view: memoryview, ends: float | None) -> int:
-        left = None if ends is None else ends - time.monotonic()
-        if left is not None and left <= 0:
-            raise TimeoutError
-        stream.settimeout(left)
+class _Stream(socket.socket):
+    """A connected socket whose reads end at ``deadline``, which may be set anew. Takes ``connection`` over."""
+
+    def __init__(self, connection: socket.socket, deadline: Deadline | None) -> None:
+        timeout_s = connection.gettimeout()
+        super().__init__(connection.family, connection.type, connection.proto, fileno=connection.detach())
+        self.settimeout(timeout_s)
+        self.deadline = deadline
+        self._readable = select.poll()
+        self._readable.register(self, select.POLLIN)
+
+    def recv_into(self, *arguments: Any, **keywords: Any) -> int:
+        while self.deadline is not None:
+            nap_s = self.deadline.nap_s()
+            if self._readable.poll(None if nap_s is None else nap_s * 1000):
+                break
+        return super().recv_into(*arguments, **keywords)
+
+
+def _reading(response: http.client.HTTPResponse, stream: _Stream) -> Callable[[memoryview, Deadline | None], int]:
+    def read_into(view: memoryview, deadline: Deadline | None) -> int:
+        stream.deadline = deadline
         part = response.read1(len(view))
         view[: len(part)] = part
         return len(part)

@@ -10,8 +10,8 @@ import logging
 import selectors
 import socket
 import threading
-import time
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.call_server import CallServer, run_call
 from tandem.runtime.rpc.calls import Blobs, Meta, Method
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
@@ -68,16 +68,16 @@ class RpcServer(CallServer):
             self._connections.release()
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
-        ends = time.monotonic() + self.request_s
+        deadline = Deadline(self.request_s)
         try:
-            hello = channel.receive(ends, _HELLO_BYTES)
+            hello = channel.receive(deadline, _HELLO_BYTES)
             if not self._is_admitted(hello):
                 return self._refuse(channel, connection, "wrong credential")
             method = self.methods.get(hello.method)
             if method is None:
                 return self._refuse(channel, connection, f"{self.name} has no call '{hello.method}'")
-            channel.send({}, kind="welcome", ends=ends)
-            call = channel.receive(ends, self.max_body_bytes)
+            channel.send({}, kind="welcome", deadline=deadline)
+            call = channel.receive(deadline, self.max_body_bytes)
         except BrokenFrame as error:
             return self._refuse(channel, connection, str(error))
         return self._answer(channel, hello.method, method, call)
@@ -94,7 +94,7 @@ class RpcServer(CallServer):
             if disconnected.is_set():
                 return
             try:
-                channel.send(meta, blobs, kind=kind, ends=time.monotonic() + self.request_s)
+                channel.send(meta, blobs, kind=kind, deadline=Deadline(self.request_s))
             except (OSError, EOFError):
                 disconnected.set()
                 logger.warning("%s: the caller of '%s' closed the connection before its answer", self.name, name)
@@ -110,7 +110,7 @@ class RpcServer(CallServer):
             done.set()
 
     def _refuse(self, channel: Channel, connection: socket.socket, text: str) -> None:
-        channel.send({"message": text}, kind="refused", ends=time.monotonic() + 1.0)
+        channel.send({"message": text}, kind="refused", deadline=Deadline(1.0))
         # Closing a socket with unread input resets the connection, and the caller would not see the answer.
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(1.0)

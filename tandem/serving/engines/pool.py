@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import kill
 from tandem.serving.engines.instance import Instance, InstanceDied
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
@@ -20,6 +21,9 @@ MAX_ATTEMPTS = 3
 """Engines that a request may outlive: one that kills every engine must end."""
 
 MAX_BACKOFF_S = 30.0
+
+LOAD_ATTEMPTS = 4
+"""Processes of one engine that may die while they load the model at the server's start."""
 
 
 class Pool:
@@ -43,7 +47,7 @@ class Pool:
 
     async def start(self) -> None:
         """Load the model in every engine. Raises ``UserError`` where that cannot be done."""
-        loads = [asyncio.create_task(self._load(slot)) for slot in self.slots]
+        loads = [asyncio.create_task(self._load_first(slot)) for slot in self.slots]
         try:
             instances = await asyncio.gather(*loads)
         except BaseException:
@@ -75,6 +79,20 @@ class Pool:
     @property
     def streams(self) -> list[Stream]:
         return [stream for slot in self.slots for stream in slot.streams.values()] + list(self._unassigned.values())
+
+    async def _load_first(self, slot: Slot) -> Instance:
+        """Loads the first engine of ``slot``. One that dies meanwhile is started again. Raises ``InstanceDied`` after ``LOAD_ATTEMPTS``."""
+        backoff, attempt = Backoff(), 1
+        while True:
+            try:
+                return await self._load(slot)
+            except InstanceDied as death:
+                if attempt == LOAD_ATTEMPTS:
+                    raise
+                self._say(f"{death} while it loaded the model; it is started again (attempt {attempt + 1} of {LOAD_ATTEMPTS})")
+                self.metrics.restarted(slot.index)
+            await asyncio.sleep(backoff.wait_s(0))
+            attempt += 1
 
     async def _load(self, slot: Slot) -> Instance:
         """An engine for ``slot`` in the state that the others are in."""

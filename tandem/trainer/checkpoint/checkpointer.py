@@ -15,6 +15,7 @@ from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.huggingface.safetensors_file import DTYPE_NAMES
 from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
+from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.trainer.checkpoint.find import prune
 from tandem.trainer.checkpoint.format.rank_file import DTYPES
@@ -22,13 +23,16 @@ from tandem.trainer.checkpoint.format.shard import Key, Piece, Shard, divide, pi
 from tandem.trainer.checkpoint.staging import Staging
 from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
 
-BEAT_S = 1.0
+BEAT_S = LOOK_S
+SLOW_DISK_S = 3600.0
+"""A write that takes longer is no slow disk: its rank counts as hung."""
 
 
 def wait_for(future: Future[Any], beat: Callable[[], None] | None) -> None:
-    """Waits until ``future`` is done and calls ``beat`` every second."""
+    """Waits until ``future`` is done and calls ``beat`` every ``BEAT_S``, for ``SLOW_DISK_S`` at most, so that a writer that hangs is found."""
+    slow = Deadline(SLOW_DISK_S)
     while not wait([future], timeout=BEAT_S).done:
-        if beat is not None:
+        if beat is not None and not slow.passed:
             beat()
 
 
@@ -89,7 +93,7 @@ class Checkpointer:
         return done.result()
 
     def wait(self, beat: Callable[[], None] | None = None) -> None:
-        """Waits until no write is in progress and calls ``beat`` every second. Raises ``RunError`` if the write failed; the result is left
+        """Waits until no write is in progress and calls ``beat`` meanwhile. Raises ``RunError`` if the write failed; the result is left
         for ``take_committed``."""
         if self._under_way is not None:
             wait_for(self._under_way, beat)

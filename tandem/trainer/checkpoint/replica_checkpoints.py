@@ -104,7 +104,7 @@ class ReplicaCheckpoints:
         return self._writer.take_committed()
 
     def wait(self, beat: Callable[[], None] | None = None) -> None:
-        """Waits until no write is in progress and calls ``beat`` every second. Raises ``RunError`` if the write failed."""
+        """Waits until no write is in progress and calls ``beat`` meanwhile. Raises ``RunError`` if the write failed."""
         self._writer.wait(beat)
 
     def close(self) -> None:
