@@ -7,22 +7,12 @@ MOST_GIB = 2**30
 MOST_SECONDS = 10**8
 """About three years. The clocks of sockets, polls and process groups cannot count to every number that a recipe can hold."""
 
-MOST_AT_ONCE = 2**24
-"""Prompts or examples that one process holds in a list; each takes about a kilobyte."""
-
 
 def check_at_least_one(section: str, values: object, *names: str) -> None:
     """Raises ``UserError`` for the first of the fields ``names`` of ``values``, which is ``section`` of a recipe, that is below 1."""
     for name in names:
         if getattr(values, name) < 1:
             raise UserError(f"'{section}.{name}' is {getattr(values, name)}; it must be at least 1")
-
-
-def check_count(section: str, values: object, *names: str) -> None:
-    """Raises ``UserError`` for the first of the fields ``names`` of ``values`` that is below 1, or more than a process can hold in a list."""
-    for name in names:
-        if not 1 <= getattr(values, name) <= MOST_AT_ONCE:
-            raise UserError(f"'{section}.{name}' is {getattr(values, name)}; it must be at least 1, and at most {MOST_AT_ONCE}")
 
 
 def check_seconds(section: str, values: object, *names: str) -> None:

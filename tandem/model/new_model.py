@@ -31,25 +31,25 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         inner = config.moe_intermediate_size or config.intermediate_size
         experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names)
     biases = family.biases(ConfigReader({}, "model.create"))
-    shapes = ModelShapes(
-        architecture=family.model_type,
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rope_theta=config.rope_theta,
-        attention_bias=biases.attention,
-        output_bias=biases.output,
-        mlp_bias=biases.mlp,
-        qk_norm=family.qk_norm,
-        experts=experts,
-    )
     try:
+        shapes = ModelShapes(
+            architecture=family.model_type,
+            vocab_size=vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            max_position_embeddings=config.max_position_embeddings,
+            tie_word_embeddings=config.tie_word_embeddings,
+            rope_theta=config.rope_theta,
+            attention_bias=biases.attention,
+            output_bias=biases.output,
+            mlp_bias=biases.mlp,
+            qk_norm=family.qk_norm,
+            experts=experts,
+        )
         config_json(shapes)
     except ValueError as error:
         raise UserError(f"section 'model.create': {error}") from None

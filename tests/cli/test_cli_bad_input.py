@@ -1,6 +1,7 @@
 """Invalid input of every kind: one line, before any work, with nothing overwritten."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -103,12 +104,8 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--machine.call_deadline_s=1e12", "at most 100000000"),
         ("--rollout.engine.rank_timeout_s=1e12", "at most 100000000"),
         ("--rollout.engine.swap_space=1e308", "at most 1073741824"),
-        ("--rollout.prompts_per_step=1000000000000", "at most 16777216"),
-        ("--evaluation.prompts=1000000000000", "at most 16777216"),
-        ("--sft.batch_size=1000000000000", "at most 16777216"),
         ("--model.create.rope_theta=.inf", "must be a number, and finite"),
         ("--parallel.zero=true", "must be one of 0, 1, 2, 3"),
-        ("--rewards.workers=1000000000000", "from 1 to 1024"),
         ('--checkpoint.upload="a\\0b"', "null character"),
     ],
 )
@@ -130,9 +127,38 @@ def test_what_cannot_fit_into_memory_is_refused_by_the_plan_before_any_work(comm
     assert untouched(recipe)
 
 
-def test_samples_of_a_step_that_cannot_fit_into_memory_are_refused_before_any_work(command, recipe) -> None:
-    assert "lower rollout.prompts_per_step" in command("train", recipe, "--rollout.prompts_per_step=16777216").refusal(1)
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("--rollout.prompts_per_step=1000000000", "lower rollout.prompts_per_step"),
+        ("--evaluation.prompts=1000000000", "'evaluation.prompts' is 1000000000: with completions of up to rollout.max_tokens (8) tokens"),
+        ("--evaluation.final_prompts=1000000000", "'evaluation.final_prompts' is 1000000000"),
+        ("--sft.batch_size=1000000000", "'sft.batch_size' is 1000000000: its batches need"),
+        ("--rewards.workers=1000000", "'rewards.workers' is 1000000: as many processes need at least"),
+    ],
+)
+def test_counts_that_this_machine_cannot_hold_are_refused_before_any_work(command, recipe, override, says) -> None:
+    for options in ((), ("--dry-run",)):
+        message = command("train", recipe, override, *options).refusal(1)
+        assert says in message and "lower" in message
     assert untouched(recipe)
+
+
+def test_prompts_of_a_file_are_counted_as_many_as_it_has(command, recipe) -> None:
+    assert command("train", recipe, *jsonl(recipe, GOOD), "--evaluation.prompts=1000000000", "--dry-run").code == 0
+
+
+def test_reward_workers_beyond_the_files_that_the_process_may_open_are_refused(command, recipe, monkeypatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (100, 100))
+    says = "'rewards.workers' is 20, and this process may open 100 files, 2 for each worker; lower it to 18 or raise 'ulimit -n'"
+    assert command("train", recipe, "--rewards.workers=20", "--dry-run").refusal(1) == says
+
+
+def test_a_kv_cache_too_small_for_one_sequence_is_refused_before_any_work(command, recipe) -> None:
+    message = command("train", recipe, "--rollout.engine.kv_cache_tokens=240").refusal()
+    assert "too few for one sequence of 256 tokens, the context; raise it to 256 or more" in message
+    assert untouched(recipe)
+    assert command("train", recipe, "--rollout.engine.kv_cache_tokens=256", "--dry-run").code == 0
 
 
 @pytest.mark.parametrize(

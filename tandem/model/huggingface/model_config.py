@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ModelShapes, RopeScaling, check_tensor_count
 from tandem.model.family import family_named, family_of_config
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.types import UserError
@@ -61,6 +61,10 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     read.only("hidden_act", "silu")
     read.only("partial_rotary_factor", 1.0)
     heads, hidden, layers = (read.integer(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    try:
+        check_tensor_count(layers, 0)
+    except ValueError as error:
+        raise UserError(f"'{where}': {error}") from None
     # Null means the value derived from the heads, a missing key the family's default.
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
