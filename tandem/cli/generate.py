@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tandem.cli.engine_options import add_engine_options, engine_args
+from tandem.runtime.machine.available_memory import total_bytes
 from tandem.types import UserError
+from tandem.types.input_file import read_input
 
 if TYPE_CHECKING:
     from tandem.engine.llm import LLM
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from tandem.engine.processing.outputs import RequestOutput
     from tandem.engine.sample.sampling_params import SamplingParams
 
+BYTES_PER_BYTE = 8
+"""Memory for each byte of a file of prompts, at least: its text, its lines and its prompts, with up to 4 bytes a character."""
 LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora_rank")
 """What the command's other options decide."""
 
@@ -147,7 +151,7 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _parse(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
     kinds = {"prompt": str, "prompt_token_ids": list, "messages": list}
     if not isinstance(entry, dict) or sum(isinstance(entry.get(name), kind) for name, kind in kinds.items()) != 1:
@@ -190,6 +194,8 @@ def _writer(options: argparse.Namespace) -> Iterator[TextIO]:
         yield sys.stdout
         return
     final = Path(options.output)
+    if not final.name or final.is_dir():
+        raise UserError(f"--output is '{options.output}', which is not the name of a file; name the file to write")
     fresh = final.with_name(f".{final.name}.tmp")
     with fresh.open("w", encoding="utf-8") as out:
         try:
@@ -217,7 +223,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_input(path, total_bytes() // BYTES_PER_BYTE, "split it: all of it is held").decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"'{path}' does not exist; name a file") from None
     except (OSError, UnicodeDecodeError) as error:

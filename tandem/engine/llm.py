@@ -18,7 +18,7 @@ from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.settings import resolve
+from tandem.engine.settings import check_completions, resolve
 from tandem.kernels.mixed import Precision
 from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
@@ -165,6 +165,7 @@ class LLM:
             if own.is_streamed:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
+        check_completions(sum(own.n for own in params))
         adapters = lora_requests_of(lora_request, len(asked), self.engine.settings.max_loras)
         names = []
         try:

@@ -6,7 +6,7 @@ import torch
 
 from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
-from tandem.estimate.count_bytes import lora_bytes, row_bytes
+from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
@@ -115,3 +115,13 @@ def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int,
                 f"engine {name} is {getattr(args, name)}, which needs {needed / 2**30:,.1f} GiB of memory, and this machine has {total / 2**30:,.1f} GiB; "
                 f"lower {name}{also}"
             )
+
+
+def check_completions(count: int) -> None:
+    """Raises ``UserError`` if this machine cannot hold ``count`` completions, however short."""
+    needed, total = count * SAMPLE_BYTES, total_bytes()
+    if needed > total:
+        raise UserError(
+            f"{count:,} completions are asked for, which need at least {needed / 2**30:,.1f} GiB of memory, and this machine has {total / 2**30:,.1f} GiB; "
+            "lower sampling n, or give fewer prompts at once"
+        )

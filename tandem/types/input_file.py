@@ -7,6 +7,10 @@ from typing import BinaryIO
 
 from tandem.types.errors import UserError
 
+MOST_JSON_BYTES = 2**26
+"""Of a JSON file beside a model. The largest known, the index of a mixture of hundreds of experts, has some 20 MB."""
+MOST_TOKENIZER_BYTES = 2**28
+"""Of a ``tokenizer.json``. The largest known have some 35 MB."""
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
 
 

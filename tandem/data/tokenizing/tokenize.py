@@ -83,7 +83,7 @@ def read_dataset(storage: Storage) -> TokenizedDataset:
         return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards)
     except FileNotFoundError:
         raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that command finish") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{DATASET} in '{storage.url}' is damaged ({error}); remove it and start 'tandem tokenize' again") from None
 
 
@@ -207,7 +207,7 @@ def _is_whole(destination: Storage, number: int, sizes: Mapping[str, int]) -> bo
     """Returns whether the files in the record of a unit exist with the recorded sizes; a lost shard is made again."""
     try:
         shard = Shard.from_json(json.loads(read(destination, _record(number))))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
     return sizes.get(f"{shard.name}.tar") == shard.size and sizes.get(f"{shard.name}.lengths") == shard.documents * LENGTH_BYTES
 

@@ -95,7 +95,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
         object.__setattr__(self, "logit_bias", bias or None)
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        # More than any vocabulary has is as many as it has.
+        object.__setattr__(self, "top_k", min(max(self.top_k, 0), 2**31 - 1))
         if self.is_greedy:
             object.__setattr__(self, "temperature", 0.0)
 

@@ -35,16 +35,20 @@ def check_rl_counts(recipe: Recipe, planned: PodMemory, context: int, task_size:
 
 
 def check_evaluation(evaluation: EvaluationConfig, rollout: RolloutConfig, available: int, task_size: int | None) -> None:
-    """Raises ``RunError`` if the prompts and samples of an evaluation are more than ``available`` bytes. A task of a file has no more prompts than it
-    holds."""
+    """Raises ``RunError`` if the prompts and samples of an evaluation are more than ``available`` bytes."""
     for name in ("prompts", "final_prompts"):
-        count = getattr(evaluation, name)
-        needed = sampled_bytes(count if task_size is None else min(count, task_size), 1, rollout.max_tokens)
-        if needed > available:
-            raise RunError(
-                f"'evaluation.{name}' is {count}: with completions of up to rollout.max_tokens ({rollout.max_tokens}) tokens they need "
-                f"{needed / 2**30:,.2f} GiB and {available / 2**30:,.2f} GiB are available; lower one of them"
-            )
+        check_prompts(f"'evaluation.{name}'", getattr(evaluation, name), rollout, available, task_size)
+
+
+def check_prompts(what: str, count: int, rollout: RolloutConfig, available: int, task_size: int | None) -> None:
+    """Raises ``RunError`` if ``count`` prompts, named ``what``, and a completion of each are more than ``available`` bytes. A task of a file has no more
+    prompts than it holds."""
+    needed = sampled_bytes(count if task_size is None else min(count, task_size), 1, rollout.max_tokens)
+    if needed > available:
+        raise RunError(
+            f"{what} is {count}: with completions of up to rollout.max_tokens ({rollout.max_tokens}) tokens they need {needed / 2**30:,.2f} GiB and "
+            f"{available / 2**30:,.2f} GiB are available; lower one of them"
+        )
 
 
 def check_reward_workers(rewards: RewardsConfig, available: int, beside: int) -> None:
