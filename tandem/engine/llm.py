@@ -155,7 +155,9 @@ class LLM:
         Raises:
             UserError: An argument is invalid, before anything is computed.
         """
-        asked = prompts_of(prompts, self.engine.tokenizer)
+        given = [sampling_params] if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params
+        is_cut = any(own is not None and own.truncate_prompt_tokens is not None for own in given)
+        asked = prompts_of(prompts, self.engine.tokenizer, None if is_cut else self.engine.settings.max_model_len)
         params = params_of(sampling_params, len(asked))
         check_count("request_keys", request_keys, len(asked))
         check_count("priority", priority, len(asked))

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +16,7 @@ from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import config_json
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
@@ -71,9 +72,16 @@ def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
 @contextmanager
 def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
     """Yields a temporary folder with everything of the model except its weights, so that a run's inputs can be checked before any work."""
-    with TemporaryDirectory(prefix="tandem-") as name:
-        folder = Path(name)
-        write_tokenizer(config, folder)
-        shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
-        (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+    with ExitStack() as stack:
+        try:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-")))
+            write_tokenizer(config, folder)
+            shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
+            (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+        except OSError as error:
+            # Without any folder that can be written, Python's message lists those that it tried.
+            where = f"'{tempfile.tempdir}': " if tempfile.tempdir else ""
+            raise RunError(
+                f"temporary files cannot be written: {where}{error.strerror or error}; make room, or set TMPDIR to a folder that can be written"
+            ) from None
         yield folder

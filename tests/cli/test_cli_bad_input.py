@@ -9,7 +9,9 @@ import pytest
 from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
+from tandem.jobs import start_rl
 from tandem.model.create_model import create_model
+from tandem.types import RunError
 from tandem.weight_transfer import shared_memory
 
 NO_MODEL = "--sft=null", "--model.create=null"
@@ -313,6 +315,23 @@ def test_shared_memory_that_cannot_hold_the_weights_is_refused_before_any_work(c
     monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
     assert "of shared memory for its weights and /dev/shm has 0.0 MiB free" in command("train", recipe).refusal(1)
     assert untouched(recipe)
+
+
+@pytest.mark.parametrize(("override", "says"), [((), "of shared memory for its weights"), (("--machine.memory_gib=0.001",), "GiB at its worst moment")])
+def test_a_machine_too_small_for_the_pod_is_found_before_an_interrupted_stage_of_fine_tuning_goes_on(
+    command, recipe, monkeypatch, override: tuple[str, ...], says: str
+) -> None:
+    directory = recipe.parent / "runs" / "mine"
+
+    def interrupted(*_: object) -> Path:
+        raise RunError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start_rl, "_start_model", interrupted)
+        assert command("train", recipe, "--run.name=mine", "--inline").refusal(1) == "interrupted"
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
+    assert says in command("resume", directory, "--inline", *override).refusal(1)
+    assert not (directory / "sft").exists()
 
 
 def test_the_real_command_refuses_as_the_function_does(recipe) -> None:

@@ -7,6 +7,7 @@ divides the same data in the same way.
 
 import gzip
 import json
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -96,6 +97,21 @@ def divide(files: Sequence[StoredFile], form: DocumentFormat, unit_bytes: int) -
                 units.append(tuple(open_parts))
                 open_parts, room = [], unit_bytes
     return [*units, tuple(open_parts)] if open_parts else units
+
+
+def check_whole(storage: Storage, files: Sequence[StoredFile], form: DocumentFormat) -> None:
+    """Raises ``UserError`` for a large file with a hole, which reads as bytes 0 and is not text: a sparse file may have more bytes than its disk."""
+    for name, size in files:
+        path = storage.local(name)
+        if path is None or size <= SKIPPED_AT_ONCE or not _is_read(name, form):
+            continue
+        with path.open("rb") as file:
+            try:
+                hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+            except OSError:  # A file system without holes.
+                continue
+        if hole < size:
+            raise UserError(f"'{path}' has a hole at byte {hole:,} of {size:,}: it is a sparse file, not text; restore it, or leave it out with --exclude")
 
 
 def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
-from tandem.data.tokenizing.documents import LINES, Part, divide
+from tandem.data.tokenizing.documents import LINES, Part, check_whole, divide
 from tandem.data.tokenizing.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.data.tokenizing.tokenize_worker import Unit, UnitProgress
 from tandem.data.webdataset import TARS
@@ -95,7 +95,9 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     if settings.append_end and not tokenizer.eos_token_ids:
         raise UserError(f"the tokenizer in '{settings.tokenizer}' has no end-of-sequence token; set eos_token or do not append one")
     source = open_storage(settings.source)
-    units = divide(source.files(), settings.form, settings.unit_bytes)
+    files = source.files()
+    check_whole(source, files, settings.form)
+    units = divide(files, settings.form, settings.unit_bytes)
     if not units:
         kinds = ", ".join((*LINES, *TARS, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' contains no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")

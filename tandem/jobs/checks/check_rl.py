@@ -76,11 +76,9 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         check_engine_on_model(recipe.rollout.engine, shapes)
-        check_kv_cache(recipe.rollout.engine, context)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        planned = plan_of(recipe, shapes, context)
-        check_free(2 * segment_bytes(shapes, recipe.trainer.dtype))
+        planned = _check_pod(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         check_rl_counts(recipe, planned.host, context, source.task.size)
         if recipe.sft is not None:
@@ -98,6 +96,21 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
     return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings))
+
+
+def check_pod(recipe: Recipe) -> None:
+    """Raises ``UserError`` or ``RunError`` where the pod of ``recipe`` cannot start on this machine as it is now, for a run that is resumed: before its
+    stage of fine-tuning goes on."""
+    with folder_to_check(recipe.model) as folder:
+        _check_pod(recipe, read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
+
+
+def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
+    """Returns the memory plan. Raises as ``check_pod``: for a KV cache that is too small, memory, and shared memory for the two weight buffers."""
+    check_kv_cache(recipe.rollout.engine, context)
+    planned = plan_of(recipe, shapes, context)
+    check_free(2 * segment_bytes(shapes, recipe.trainer.dtype))
+    return planned
 
 
 def _check_folder(folder: Path) -> None:
