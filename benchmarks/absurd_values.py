@@ -1,13 +1,13 @@
 """What the command makes of absurd values and files: every key of every recipe, every option that takes a value, and every file that is read.
 
-    python benchmarks/absurd_values.py [--changes 20] [--only recipes options files]
+    python benchmarks/absurd_values.py [--every N] [--only recipes options special lines changes]
 
-Each case is the command in a process of its own. It must end within 10 s, with less than 1 GiB of resident memory, by exit status 0, 1 or 2, and
-with at most one line on standard error: `tandem: ...`. What ends otherwise is a defect: a traceback, a hang, an abort (a signal), memory, several lines.
+Each case is the command in a process of its own. It must end within 10 s of computing, with less than 1 GiB of resident memory, by exit status 0, 1 or
+2, and with at most one line on standard error: `tandem: ...`. What ends otherwise is a defect: a traceback, a hang, an abort (a signal), memory, several lines.
 
 Recipes: `tandem train RECIPE --dry-run` with one key of a recipe of reinforcement learning, or of a section that pretraining and fine-tuning check
-otherwise, at each of some 28 numbers (0, -1, 1, 2^31, 2^63, 1e18, 1e308, nan, inf, 400 and 5,000 digits, other types) or 20 texts (empty, 100,000 characters, NUL, lone surrogates,
-bytes that are not UTF-8, devices, line breaks, escape sequences). Where another key must be set for it to be read, it is.
+otherwise, at each of some 28 numbers (0, -1, 1, 2^31, 2^63, 1e18, 1e308, nan, inf, 400 and 5,000 digits, other types) or 20 texts (empty, 100,000
+characters, NUL, lone surrogates, bytes that are not UTF-8, devices, line breaks, escape sequences). Where another key must be set for it to be read, it is.
 
 Options: each option of each command at the same values. Files: each file that a command reads, replaced by a FIFO, a device, a sparse file of 1 TiB, a
 YAML bomb, 100,000 nested brackets, numbers of 5,000 digits and others, with a line of 1 GiB where lines are read, and changed at random (bits flipped, bytes
@@ -17,32 +17,48 @@ It is the machinery of `tests/cli/test_cli_absurd_values.py` and `test_cli_absur
 """
 
 import importlib
+import itertools
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from machine import ROOT, machine, write_report
 from options import parser as shared_parser
 
-sys.path.insert(0, str(ROOT / "tests" / "cli"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cli"))
 
 # isort: split
 from absurd import Case, Outcome, make_folder, option_cases, recipe_cases, run_forked
-from absurd_files import SPECIAL, Place, command_lines, damaged_cases, one_line_of_a_gibibyte, place_files, run_case, special_cases
+from absurd_files import (
+    SPECIAL,
+    command_lines,
+    damaged_cases,
+    make_files,
+    one_line_of_a_gibibyte,
+    places_in,
+    run_case,
+    special_cases,
+)
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 
-LOADED = (
-    "tandem.jobs.start", "tandem.cli.display", "tandem.engine.llm", "tandem.evaluation.tasks", "tandem.evaluation.perplexity", "tandem.pod.prompts",
+LOADED = ("tandem.jobs.start", "tandem.cli.display")
+LOADED_WITH_TORCH = (
+    "tandem.engine.llm", "tandem.evaluation.tasks", "tandem.evaluation.perplexity", "tandem.pod.prompts",
     "tandem.data.tokenizing.tokenize", "tandem.data.tokenizing.train_tokenizer", "tandem.model.quantization.quantize", "tandem.jobs.convert",
 )  # fmt: skip
-"""What the commands import, loaded once before their processes are forked."""
+"""What the commands import, loaded once before their processes are forked. A process with torch is forked ten times as slowly."""
 OF_DATA = ("algorithm", "data", "demonstrations", "evaluation", "model.path", "model.max", "parallel", "checkpoint")
 """Sections that training on data checks otherwise than reinforcement learning; the others are those of its recipe."""
+CHANGES = 20
+"""Random changes of each file."""
+VALID = {("serve --port", port) for port in ("0", "1", "1_0")}
 GOOD, DEFECTS = ("accepted", "refused", "failed"), ("traceback", "hang", "abort", "memory", "lines", "status")
 
 
@@ -55,7 +71,7 @@ class Done(NamedTuple):
     outcome: Outcome
 
 
-def recipes(folder: Path, scratch: Path) -> Iterator[Done]:
+def recipes(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
     tokens = folder / "tokens"
     done = run_forked(("tokenize", str(folder / "data"), str(tokens), "--tokenizer", str(folder / "model"), "--workers", "1"))
     assert done.code == 0, done
@@ -63,37 +79,43 @@ def recipes(folder: Path, scratch: Path) -> Iterator[Done]:
     (folder / "pretrain.yaml").write_text(held + "sequence_length: 32, global_batch_size: 2}, run: {max_steps: 1}, machine: {threads: 1}}")
     sft = "{algorithm: {name: sft}, model: {path: %s}, task: {name: sort}, data: {sequence_length: 64, global_batch_size: 2}, run: {max_steps: 1}}"
     (folder / "sft.yaml").write_text(sft % (folder / "model"))
-    yield from run_all("recipes of reinforcement learning", recipe_cases(Recipe, folder / "recipe.yaml"), scratch)
+    yield from run_all("recipes of reinforcement learning", recipe_cases(Recipe, folder / "recipe.yaml"), scratch, every)
     for part, name, of in (("recipes of pretraining", "pretrain", ("run", *OF_DATA)), ("recipes of fine-tuning on a task", "sft", ("task", *OF_DATA))):
         cases = recipe_cases(PretrainRecipe, folder / f"{name}.yaml")
-        yield from run_all(part, (case for case in cases if case.name.startswith(of)), scratch)
+        yield from run_all(part, (case for case in cases if case.name.startswith(of)), scratch, every)
 
 
-def options(folder: Path, scratch: Path) -> Iterator[Done]:
-    yield from run_all("options of commands", option_cases(command_lines(str(folder / "model"), str(folder / "data"))), scratch)
+def options(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
+    cases = option_cases(command_lines(str(folder / "model"), str(folder / "data")))
+    # A port that is valid serves until it is ended.
+    yield from run_all("options of commands", (case for case in cases if (case.name, case.value) not in VALID), scratch, every)
 
 
-def run_all(part: str, cases: Iterable[Case], scratch: Path) -> Iterator[Done]:
+def run_all(part: str, cases: Iterable[Case], scratch: Path, every: int) -> Iterator[Done]:
     # Four folders deep, so that "../../.." stays inside.
     work = scratch / "a" / "b" / "c" / "work"
-    for case in cases:
+    for case in itertools.islice(cases, 0, None, every):
         yield Done(part, case.name, case.value, run_forked(case.arguments, cwd=make_folder(work)))
 
 
-def files(folder: Path, scratch: Path, changes: int) -> Iterator[Done]:
-    places = place_files(folder / "fresh")
-    for case in special_cases(folder / "fresh", scratch, places):
+def special(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
+    for case in special_cases(folder, scratch, places_in(folder), every):
         yield Done("special files", case.place.name, case.kind, case.outcome)
-    for place in (place for place in places if has_lines(place)):
-        outcome = run_case(folder / "fresh", scratch, place, one_line_of_a_gibibyte, limit_s=20)
-        # The file itself is a gibibyte, which a command may hold once or twice before it refuses it.
+
+
+def long_lines(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
+    for place in (place for place in places_in(folder) if place.path.endswith((".jsonl", ".yaml"))):
+        outcome = run_case(folder, scratch, place, one_line_of_a_gibibyte, limit_s=20)
+        # The line itself is a gibibyte, which a command may hold a few times before it refuses it.
         yield Done("a line of 1 GiB", place.name, "", outcome._replace(peak_bytes=max(0, outcome.peak_bytes - 4 * 2**30)))
-    for case in damaged_cases(folder / "fresh", scratch, places, changes):
+
+
+def changes(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
+    for case in damaged_cases(folder, scratch, places_in(folder), -(-CHANGES // every)):
         yield Done("random changes of files", case.place.name, case.kind, case.outcome)
 
 
-def has_lines(place: Place) -> bool:
-    return place.path.endswith((".jsonl", ".yaml"))
+PARTS = {"recipes": recipes, "options": options, "special": special, "lines": long_lines, "changes": changes}
 
 
 def table(done: list[Done]) -> str:
@@ -111,7 +133,9 @@ def table(done: list[Done]) -> str:
     return "\n".join(rows)
 
 
-def report(done: list[Done]) -> str:
+def report(done: list[Done], every: int) -> str:
+    from machine import machine
+
     defects = [
         f"- {one.part}, {one.name}, {one.value[:60]!a}: {one.outcome.kind}; {one.outcome.err[-200:]!a}"
         for one in done if one.outcome.kind in DEFECTS
@@ -119,36 +143,43 @@ def report(done: list[Done]) -> str:
     about = (__doc__ or "").split("\n\n", 2)
     return "\n\n".join(
         [
-            "# Absurd values and files", about[0], machine(), table(done), *about[2:3],
+            "# Absurd values and files", about[0], machine(), *([f"One in {every} of the cases was run."] if every > 1 else []), table(done), *about[2:3],
             f"Kinds of special files: {', '.join(SPECIAL)}.", *(["Defects:\n\n" + "\n".join(defects)] if defects else []),
         ]
     )  # fmt: skip
 
 
-def main() -> int:
-    parser = shared_parser(__doc__ or "")
-    parser.add_argument("--changes", type=int, default=20, help="random changes of each file")
-    parser.add_argument("--only", nargs="+", choices=("recipes", "options", "files"), default=("recipes", "options", "files"))
-    given = parser.parse_args()
-    for name in LOADED:
-        importlib.import_module(name)
+def run_part(name: str, files: Path, every: int) -> list[Done]:
+    """Returns the cases of part ``name``, in a copy of the folder ``files``; with ``every`` N, one in N of them."""
+    for module in (*LOADED, *(LOADED_WITH_TORCH if name != "recipes" else ())):
+        importlib.import_module(module)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     done: list[Done] = []
     with TemporaryDirectory(prefix="absurd-") as temporary:
         folder, scratch = Path(temporary) / "files", Path(temporary) / "scratch"
-        for new in (folder, folder / "fresh", scratch):
-            new.mkdir()
-        place_files(folder)
-        parts = {
-            "recipes": lambda: recipes(folder, scratch),
-            "options": lambda: options(folder, scratch),
-            "files": lambda: files(folder, scratch, given.changes),
-        }
-        for name in given.only:
-            for one in parts[name]():
-                done.append(one)
-                if one.outcome.kind in DEFECTS:
-                    print(f"{one.part}, {one.name}, {one.value[:60]!a}: {one.outcome.kind} {one.outcome.err[-300:]!a}", flush=True)
-    print(write_report("absurd-values", report(done), given.out))
+        shutil.copytree(files, folder)
+        scratch.mkdir()
+        for one in PARTS[name](folder, scratch, every):
+            done.append(one)
+            if one.outcome.kind in DEFECTS:
+                print(f"{one.part}, {one.name}, {one.value[:60]!a}: {one.outcome.kind} {one.outcome.err[-300:]!a}", flush=True)
+    return done
+
+
+def main() -> int:
+    parser = shared_parser(__doc__ or "")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one in N of the cases, with values that differ from key to key (default: 1, all)")
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    given = parser.parse_args()
+    with TemporaryDirectory(prefix="absurd-") as temporary, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        # It needs torch, which this process and that of the recipes do without.
+        pool.submit(make_files, Path(temporary)).result()
+        parts = [pool.submit(run_part, name, Path(temporary), given.every) for name in given.only]
+        done = [one for part in parts for one in part.result()]
+    from machine import write_report
+
+    print(write_report("absurd-values", report(done, given.every), given.out))
     return int(any(one.outcome.kind in DEFECTS for one in done))
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from tandem.types import UserError
 
@@ -33,10 +34,24 @@ _ESCAPES = {"\n": " "}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line, and whose whole numbers have 63 bits, as those of a recipe."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, _whole_number)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message}; see '{self.prog} --help'")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number below 2^63")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:

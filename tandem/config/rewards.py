@@ -119,7 +119,7 @@ class RewardsConfig:
     model_fault_value: float = 0.0
     """Score of a completion in which the answer matcher finds nothing to compare."""
     workers: int = 1
-    """Number of worker processes."""
+    """Number of worker processes, each of at least 15 MiB and two open files."""
     deadline_s: float = 120.0
     """Maximum seconds to score one batch."""
     sample_deadline_s: float = 10.0

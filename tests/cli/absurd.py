@@ -25,7 +25,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 
 LIMIT_S = 10.0
-"""A command that runs longer hangs."""
+"""A command that computes longer, or that waits three times as long (the machine may have other work), hangs."""
 MOST_BYTES = 2**30
 """A command that refuses a value may not be larger than this. Measured: 0.2 GiB after its imports."""
 
@@ -99,9 +99,10 @@ def make_folder(folder: Path) -> Path:
 
 
 def run_forked(arguments: Sequence[str], *, cwd: Path | None = None, limit_s: float = LIMIT_S, stdin: int | None = None) -> Outcome:
-    """Runs the command in a fork of this process, which has imported it, and ends it with its children after ``limit_s``."""
+    """Runs the command in a fork of this process, which has imported it, and ends it with its children after ``limit_s`` of computing, or three times as
+    long."""
     with TemporaryFile() as out, TemporaryFile() as err:
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + 3 * limit_s
         child = os.fork()
         if child == 0:
             code = 70
@@ -126,6 +127,7 @@ def run_forked(arguments: Sequence[str], *, cwd: Path | None = None, limit_s: fl
                         stream.flush()
                 os._exit(code)
         status, used, is_late = _wait(child, until)
+        is_late = is_late or used.ru_utime + used.ru_stime > limit_s
         err.seek(0)
         text = err.read(2**20).decode("utf-8", "replace")
     return Outcome(os.waitstatus_to_exitcode(status), text, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, is_late)

@@ -107,6 +107,8 @@ class SamplingParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise UserError(f"sampling {name} is {value!r}; it must be a whole number of at least {low}")
+            if value >= 2**63:
+                raise UserError(f"sampling {name} is a whole number of {value.bit_length()} bits; it must be below 2^63")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise UserError(f"sampling seed is {self.seed!r}; it must be a whole number or None")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
