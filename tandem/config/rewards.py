@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.limits import check_at_least_one, check_float32, check_seconds
 from tandem.types.errors import UserError
 
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
@@ -152,6 +152,4 @@ class RewardsConfig:
             raise UserError(f"'rewards.sample_deadline_s' is {self.sample_deadline_s}, more than rewards.deadline_s ({self.deadline_s})")
         if not 0 <= self.max_fault_share <= 1:
             raise UserError(f"'rewards.max_fault_share' is {self.max_fault_share}; it must be from 0 to 1")
-        for name in ("model_fault_value", "accuracy_threshold"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise UserError(f"'rewards.{name}' is {getattr(self, name)}; it must be finite")
+        check_float32("rewards", self, "model_fault_value", "accuracy_threshold")

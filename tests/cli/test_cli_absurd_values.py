@@ -13,6 +13,34 @@ from tandem.types import UserError
 EXTREMES = ("-1", "1e18", "1e308", "nan", "9" * 5000, "9" * 400, '"a\\0b"', '"\\ud800"', "{1: 2}", "[[]]")
 
 
+WHOLE = 2**63 - 1
+LARGEST = {
+    "run.seed": WHOLE, "sft.seed": WHOLE, "evaluation.examples": WHOLE, "evaluation.consecutive": WHOLE, "evaluation.every_steps": WHOLE,
+    "checkpoint.every_minutes": 1e308, "checkpoint.every_steps": WHOLE, "rollout.top_k": WHOLE, "rollout.engine.max_num_batched_tokens": WHOLE,
+    "run.max_restarts": WHOLE, "trainer.micro_batch_tokens": WHOLE, "trainer.warmup_steps": WHOLE, "trainer.max_skipped_steps": WHOLE,
+    "algorithm.old_logprobs": "recompute", "algorithm.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.length_constant": 2**31 - 1,
+    **dict.fromkeys(("algorithm.tis_cap", "algorithm.clip_ratio_high", "algorithm.advantage_epsilon", "algorithm.kl_coef"), 3.4e38),
+    **dict.fromkeys(("trainer.max_grad_norm", "rewards.model_fault_value"), 3.4e38),
+    **dict.fromkeys(("machine.call_deadline_s", "rewards.deadline_s", "rewards.sample_deadline_s", "rewards.start_deadline_s"), 2_000_000),
+    **dict.fromkeys(("parallel.collective_timeout_s", "parallel.heartbeat_timeout_s", "rollout.engine.rank_timeout_s"), 2_000_000),
+}  # fmt: skip
+"""The largest values that are accepted."""
+
+
+@pytest.mark.parametrize("key", [key for key, value in LARGEST.items() if value in (2**31 - 1, 3.4e38, 2_000_000)])
+def test_a_value_above_the_largest_that_works_is_refused(command, recipe: Path, key: str) -> None:
+    above = {2**31 - 1: 2**31, 3.4e38: 3.5e38, 2_000_000: 2_000_001}[LARGEST[key]]
+    readable = ("algorithm.tis_cap", "algorithm.old_logprobs", "algorithm.loss_agg_mode", "rewards.deadline_s")
+    needed = [f"--{name}={LARGEST[name]}" for name in readable if name != key]
+    assert key.rpartition(".")[2] in command("train", recipe, *needed, f"--{key}={above}", "--dry-run").refusal()
+
+
+@pytest.mark.full
+def test_a_run_with_the_largest_values_of_every_key_ends_well(recipe: Path) -> None:
+    done = real("train", recipe, *(f"--{key}={value}" for key, value in LARGEST.items()))
+    assert done.code == 0, done.err
+
+
 def test_every_key_at_its_extremes_is_built_or_refused_by_the_configuration(recipe: Path) -> None:
     """The checks of the machine, which need more time, are in the full proof below."""
     data, kinds = read_yaml(recipe), {"built": 0, "refused": 0}
