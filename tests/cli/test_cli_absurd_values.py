@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from absurd import Outcome, recipe_cases, run_forked
-from helpers_cli import real
+from helpers_cli import ROOT, real
 
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import Recipe
@@ -136,3 +136,11 @@ def test_a_runner_that_calls_a_traceback_a_hang_and_an_abort_by_their_names() ->
         (Outcome(70, said, 0.1, 0), "status"),
     ]:  # fmt: skip
         assert outcome.kind == kind
+
+
+def test_the_committed_table_has_every_part_and_no_defect() -> None:
+    text = sorted((ROOT / "benchmarks" / "results").glob("absurd-values-*.md"))[-1].read_text(encoding="utf-8")
+    rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
+    parts = {row[0]: row for row in rows}
+    assert len(parts) == 8 and all(row[6] == "0" for row in parts.values())
+    assert int(parts["recipes of reinforcement learning"][1]) >= len({case.name for case in recipe_cases(Recipe, Path("recipe.yaml"))})
