@@ -1,5 +1,6 @@
 """Absurd values of every recipe key and command-line option: one line, at once, and nothing is started."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -143,4 +144,6 @@ def test_the_committed_table_has_every_part_and_no_defect() -> None:
     rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
     parts = {row[0]: row for row in rows}
     assert len(parts) == 8 and all(row[6] == "0" for row in parts.values())
-    assert int(parts["recipes of reinforcement learning"][1]) >= len({case.name for case in recipe_cases(Recipe, Path("recipe.yaml"))})
+    # A key that is refused whatever its value has one case, which a table of one in N cases may leave out.
+    cases = Counter(case.name for case in recipe_cases(Recipe, Path("recipe.yaml")))
+    assert int(parts["recipes of reinforcement learning"][1]) >= sum(count > 1 for count in cases.values())
