@@ -56,13 +56,14 @@ class Case(NamedTuple):
 
 class Outcome(NamedTuple):
     """``code``: the exit status, negative for a signal. ``err``: standard error. ``cpu_s``: of the command and its children, which other load does not
-    change. ``peak_bytes``: resident. ``is_late``: it was ended after its limit."""
+    change. ``peak_bytes``: resident, and ``most_bytes`` what it may be. ``is_late``: it was ended after its limit."""
 
     code: int
     err: str
     cpu_s: float
     peak_bytes: int
     is_late: bool = False
+    most_bytes: int = MOST_BYTES
 
     @property
     def kind(self) -> str:
@@ -73,7 +74,7 @@ class Outcome(NamedTuple):
             return "abort"
         if "Traceback" in self.err or "Error:" in self.err.partition(" ")[0]:
             return "traceback"
-        if self.peak_bytes > MOST_BYTES:
+        if self.peak_bytes > self.most_bytes:
             return "memory"
         if self.code == 0:
             return "accepted" if "Error" not in self.err else "traceback"
