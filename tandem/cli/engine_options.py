@@ -52,7 +52,7 @@ def _default(value: object) -> str:
 def _object(given: str) -> dict[str, Any]:
     try:
         value = json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--speculative-config is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"--speculative-config is {given}; it must be a JSON object")

@@ -51,16 +51,19 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--data is for --task perplexity; the data of a task is set in its recipe")
     from tandem.engine.llm import LLM
     from tandem.evaluation.tasks import evaluate
+    from tandem.jobs.checks.check_counts import check_prompts
     from tandem.pod.prompts import prompt_source
     from tandem.rl.rewards.pool import RewardPool
     from tandem.rl.rollout.dispatch import evaluation_settings, request_key
     from tandem.rl.rollout.groups import samples_of, sampling_params
+    from tandem.runtime.machine.available_memory import available_bytes
 
     if options.prompts < 1:
         raise UserError(f"--prompts is {options.prompts}; it must be at least 1")
     recipe = _recipe(options)
     settings = evaluation_settings(recipe.rollout, options.seed, greedy=options.greedy, purpose="evaluate")
     with closing(prompt_source(recipe, Path(options.model))) as source, RewardPool(recipe.rewards) as rewards:
+        check_prompts("--prompts", options.prompts, recipe.rollout, available_bytes(recipe.machine.memory_gib), source.task.size)
         prompts = source.fresh(options.prompts)
         llm = LLM(options.model, kernels=recipe.machine.kernels, verify=options.verify)
 

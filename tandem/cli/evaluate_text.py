@@ -35,17 +35,18 @@ def _perplexity(options: argparse.Namespace) -> int:
 def read_texts(path: Path, text_key: str) -> list[str]:
     """Returns the documents of ``path``: JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and WebDataset shards hold several,
     any other file is one."""
-    from tandem.data.tokenizing.documents import LINES, DocumentFormat, Part, documents
+    from tandem.data.tokenizing.documents import LINES, DocumentFormat, Part, check_whole, documents
     from tandem.data.webdataset import TARS
-    from tandem.storage.files import open_storage
+    from tandem.storage.files import StoredFile, open_storage
 
     if not path.is_file():
         raise UserError(f"'{path}' is not a file; --data names a text file, or JSON lines with one document each")
     holds_several = path.name.removesuffix(".gz").endswith(LINES) or path.name.endswith(TARS)
     form = DocumentFormat(text_key=text_key, suffixes=(".txt",) if holds_several or not path.suffix else (path.suffix,))
     form.check()
-    part = Part(path.name, 0, path.stat().st_size)
-    return [document.text for document in documents(open_storage(str(path.parent)), part, form) if document.text]
+    storage, size = open_storage(str(path.parent)), path.stat().st_size
+    check_whole(storage, [StoredFile(path.name, size)], form)
+    return [document.text for document in documents(storage, Part(path.name, 0, size), form) if document.text]
 
 
 def _lm_eval(options: argparse.Namespace) -> int:

@@ -26,7 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tandem.cli.engine_options import add_engine_options, engine_args
+from tandem.runtime.machine.available_memory import total_bytes
+from tandem.text.surrogates import has_lone_surrogate
 from tandem.types import UserError
+from tandem.types.input_file import read_input
 
 if TYPE_CHECKING:
     from tandem.engine.llm import LLM
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from tandem.engine.processing.outputs import RequestOutput
     from tandem.engine.sample.sampling_params import SamplingParams
 
+BYTES_PER_BYTE = 8
+"""Memory for each byte of a file of prompts, at least: its text, its lines and its prompts, with up to 4 bytes a character."""
 LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora_rank")
 """What the command's other options decide."""
 
@@ -147,16 +152,19 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _parse(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
     kinds = {"prompt": str, "prompt_token_ids": list, "messages": list}
     if not isinstance(entry, dict) or sum(isinstance(entry.get(name), kind) for name, kind in kinds.items()) != 1:
         raise UserError(f"{where}: a line is an object with one of prompt (a text), prompt_token_ids and messages (lists)")
-    tokens = entry.get("prompt_token_ids", [])
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+    if "prompt_token_ids" in entry and not (
+        isinstance(tokens := entry["prompt_token_ids"], list) and all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+    ):
         raise UserError(f"{where}: prompt_token_ids has an invalid token id; give whole numbers")
-    if not all(isinstance(message, dict) for message in entry.get("messages", [])):
+    if "messages" in entry and not (isinstance(said := entry["messages"], list) and all(isinstance(message, dict) for message in said)):
         raise UserError(f"{where}: every message must be an object with role and content")
+    if has_lone_surrogate(line, entry):
+        raise UserError(f"{where}: a text contains half of a surrogate pair, which is not a character; correct the text")
     return entry
 
 
@@ -185,11 +193,17 @@ def _lines(entry: dict[str, Any], output: "RequestOutput", options: argparse.Nam
 
 @contextlib.contextmanager
 def _writer(options: argparse.Namespace) -> Iterator[TextIO]:
-    """Yields the stream for completions. A file receives all of them or is left as it was."""
+    """Yields the stream for completions. A file receives all of them or is left as it was; a device or FIFO is written as it is."""
     if options.output is None:
         yield sys.stdout
         return
     final = Path(options.output)
+    if not final.name or final.is_dir():
+        raise UserError(f"--output is '{options.output}', which is not the name of a file; name the file to write")
+    if final.exists() and not final.is_file():
+        with final.open("w", encoding="utf-8") as out:
+            yield out
+        return
     fresh = final.with_name(f".{final.name}.tmp")
     with fresh.open("w", encoding="utf-8") as out:
         try:
@@ -217,7 +231,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_input(path, total_bytes() // BYTES_PER_BYTE, "split it: all of it is held").decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"'{path}' does not exist; name a file") from None
     except (OSError, UnicodeDecodeError) as error:

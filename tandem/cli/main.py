@@ -3,10 +3,12 @@
 import argparse
 import difflib
 import importlib
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from tandem.types import UserError
 
@@ -27,11 +29,30 @@ COMMANDS = {
 }
 
 
+LONGEST_LINE = 1500
+"""Characters of an error message; longer ones repeat a value that is absurd."""
+_ESCAPES = {"\n": " "}
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line, and whose whole numbers have 63 bits, as those of a recipe."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, _whole_number)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message}; see '{self.prog} --help'")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number below 2^63")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
+        _check_text(given)
         if not given:
             raise UserError(f"no command; give one of {', '.join(COMMANDS)}, or see 'tandem --help'")
         _check_command(given[0])
@@ -81,11 +103,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # A full disk or a read-only folder is no bug, so it gets one line and no traceback.
         where = f"'{error.filename}': " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", 1)
+    except MemoryError:
+        return _fail("out of memory; give the command smaller values or more memory", 1)
 
 
 def _fail(message: str, exit_code: int) -> int:
-    print("tandem: " + " ".join(message.split("\n")), file=sys.stderr)
+    line = "".join(c if c.isprintable() else _ESCAPES.get(c, repr(c)[1:-1]) for c in message.strip())
+    if len(line) > LONGEST_LINE:
+        # The beginning names the thing, the end the fix.
+        line = f"{line[: 2 * LONGEST_LINE // 3]} ... {line[-LONGEST_LINE // 3 :]}"
+    print(f"tandem: {line}", file=sys.stderr)
     return exit_code
+
+
+def _check_text(given: Sequence[str]) -> None:
+    """Raises ``UserError`` for an argument with bytes that are not UTF-8: runs, journals and registries save names as UTF-8."""
+    for number, argument in enumerate(given, start=1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raw = os.fsencode(argument[error.start]) if "\udc80" <= argument[error.start] <= "\udcff" else b"?"
+            raise UserError(
+                f"argument {number} is {argument!r}, whose byte 0x{raw.hex()} is not UTF-8; write it, or rename the file, in UTF-8"
+            ) from None
 
 
 def _check_command(given: str) -> None:

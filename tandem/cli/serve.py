@@ -19,7 +19,10 @@ from pathlib import Path
 
 from tandem.cli.engine_options import add_engine_options, engine_args
 from tandem.types import UserError
+from tandem.types.input_file import read_input
 
+MOST_KEY_BYTES = 2**16
+"""Of a file with a key in its first line. An HTTP header is no longer."""
 LEFT_OUT = ("tokenizer", "skip_tokenizer_init", "load_format")
 """Options that a server does not have: it uses the tokenizer and the weights of the model."""
 
@@ -96,6 +99,6 @@ def _key(given: str) -> str:
     if not given.startswith("@"):
         return given
     try:
-        return Path(given[1:]).read_text(encoding="utf-8").split("\n")[0].strip()
+        return read_input(given[1:], MOST_KEY_BYTES, "a key is one line").decode("utf-8").split("\n")[0].strip()
     except (OSError, UnicodeError) as error:
         raise UserError(f"the key file '{given[1:]}' cannot be read: {error}") from None

@@ -20,12 +20,14 @@ examples:
 """
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
 
 from tandem.types import UserError
+
+MOST_SHARD_MIB = 2**20
+"""A shard is one file, verified as a whole whenever it is opened."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     from tandem.data.tokenizing.train_tokenizer import train_tokenizer
     from tandem.storage.files import open_storage
 
-    if not 0 < options.shard_mib < math.inf:
-        raise UserError(f"--shard-mib is {options.shard_mib}; it must be above 0, and finite")
+    if not 0 < options.shard_mib <= MOST_SHARD_MIB:
+        raise UserError(f"--shard-mib is {options.shard_mib}; it must be above 0, at most {MOST_SHARD_MIB}")
     suffixes = tuple(options.suffix or (() if options.examples else (".txt", ".md")))
     form = DocumentFormat(
         options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key

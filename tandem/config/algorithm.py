@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -83,9 +83,11 @@ class AlgorithmConfig:
                 f"'algorithm.tis_cap' is {self.tis_cap}; "
                 "it must be at least 1, or empty"
             )
+        check_float32("algorithm", self, "advantage_epsilon", "clip_ratio_high", "dual_clip", "kl_coef", "tis_cap")
         check_at_least_one("algorithm", self, "minibatches", "epochs")
-        if self.length_constant < 0:
-            raise UserError(f"'algorithm.length_constant' is {self.length_constant}; it must be 0 (automatic) or more")
+        if not 0 <= self.length_constant < 2**31:
+            # It is multiplied by the number of sequences, in 63 bits.
+            raise UserError(f"'algorithm.length_constant' is {self.length_constant}; it must be 0 (automatic) or a number of tokens below 2^31")
         self._refuse_unread()
 
     def _refuse_unread(self) -> None:

@@ -180,6 +180,11 @@ class EngineArgs:
             )
         if self.speculative_config is not None:
             self.speculative_config.check()
+            if self.speculative_config.num_speculative_tokens >= self.max_num_batched_tokens:
+                raise UserError(
+                    f"speculative_config num_speculative_tokens is {self.speculative_config.num_speculative_tokens}; a step verifies them with the token "
+                    f"before them, so it must be below max_num_batched_tokens ({self.max_num_batched_tokens})"
+                )
         self._check_async_scheduling()
         if self.attention != "auto" and (self.device == "cpu" or self.dtype not in ("bfloat16", "float16")):
             raise UserError(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.config.limits import check_at_least_one, check_count
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 
@@ -24,8 +24,7 @@ class EvaluationConfig:
     """Number of completions that each evaluation keeps for the report."""
 
     def check(self) -> None:
-        check_at_least_one("evaluation", self, "every_steps", "consecutive")
-        check_count("evaluation", self, "prompts", "final_prompts")
+        check_at_least_one("evaluation", self, "every_steps", "consecutive", "prompts", "final_prompts")
         if not 0 < self.target_accuracy <= 1:
             raise UserError(f"'evaluation.target_accuracy' is {self.target_accuracy}; it must be above 0 and at most 1")
         if self.examples < 0:

@@ -4,11 +4,19 @@ from tandem.types.errors import UserError
 
 MOST_GIB = 2**30
 """Above every machine's memory, and small enough to be counted in bytes."""
-MOST_SECONDS = 10**8
-"""About three years. The clocks of sockets, polls and process groups cannot count to every number that a recipe can hold."""
+MOST_SECONDS = 2_000_000
+"""23 days. The system's polls count milliseconds with 31 bits, 24.8 days, to which processes add times to end each other."""
 
-MOST_AT_ONCE = 2**24
-"""Prompts or examples that one process holds in a list; each takes about a kilobyte."""
+MOST_FLOAT32 = 3.4e38
+"""Kernels compute in float32; torch raises for a larger number instead of rounding it to infinity."""
+
+
+def check_float32(section: str, values: object, *names: str) -> None:
+    """Raises ``UserError`` for the first of the fields ``names`` of ``values`` that is more than float32 can hold; an empty one is not checked."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and abs(value) > MOST_FLOAT32:
+            raise UserError(f"'{section}.{name}' is {value:g}; it must be at most {MOST_FLOAT32:g}, the range of float32")
 
 
 def check_at_least_one(section: str, values: object, *names: str) -> None:
@@ -16,13 +24,6 @@ def check_at_least_one(section: str, values: object, *names: str) -> None:
     for name in names:
         if getattr(values, name) < 1:
             raise UserError(f"'{section}.{name}' is {getattr(values, name)}; it must be at least 1")
-
-
-def check_count(section: str, values: object, *names: str) -> None:
-    """Raises ``UserError`` for the first of the fields ``names`` of ``values`` that is below 1, or more than a process can hold in a list."""
-    for name in names:
-        if not 1 <= getattr(values, name) <= MOST_AT_ONCE:
-            raise UserError(f"'{section}.{name}' is {getattr(values, name)}; it must be at least 1, and at most {MOST_AT_ONCE}")
 
 
 def check_seconds(section: str, values: object, *names: str) -> None:

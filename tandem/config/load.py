@@ -14,49 +14,32 @@ from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
+from tandem.config.yaml_text import parse_yaml
 from tandem.types.errors import UserError
+from tandem.types.input_file import read_input
 
 Section = TypeVar("Section")
 
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader for which a repeated key is an error, not a silent overwrite."""
-
-
-def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if key in seen:
-            raise UserError(f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key '{key}' is given twice; keep one")
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+MOST_RECIPE_BYTES = 2**18
+"""A hundred times the longest recipe; parsing as much takes about a second."""
+LONGEST_SHOWN = 200
+"""Characters of a value in a message."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Returns the mapping in the YAML file ``path``. Raises ``UserError`` with file and line if it is not a valid mapping."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_input(path, MOST_RECIPE_BYTES, "a recipe is a short YAML file, for example recipes/sort.yaml").decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"recipe '{path}' does not exist; name a YAML file, for example recipes/sort.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe '{path}' cannot be read: {error}") from None
     try:
-        loader = _UniqueKeyLoader(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {getattr(error, 'reason', error)}") from None
-    loader.name = str(path)
-    try:
-        data = loader.get_single_data()
+        data = parse_yaml(text, str(path))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
-    finally:
-        loader.dispose()
+        raise UserError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a recipe is a mapping of sections, this is {_describe(data)}")
     return data
@@ -70,7 +53,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         if not equals or not name:
             raise UserError(f"override '{override}' is not of the form --key.sub=value")
         try:
-            value = yaml.safe_load(text) if text else ""
+            value = parse_yaml(text, f"override '{name}'") if text else ""
         except yaml.YAMLError:
             value = text
         target = result
@@ -149,16 +132,16 @@ def _remove(data: dict[str, Any], dotted: str) -> None:
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return value
+        return _convert_any(value, where)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:
         # True is equal to 1 in Python, and no choice of numbers.
         if not any(value == choice and type(value) is type(choice) for choice in arguments):
-            near = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1, cutoff=0.5)
+            near = difflib.get_close_matches(_describe(value)[:100], [str(a) for a in arguments], n=1, cutoff=0.5)
             hint_text = f"did you mean '{near[0]}'?" if near else ""
             choices = ", ".join(str(a) for a in arguments)
-            raise UserError(f"'{where}' is {value!r}; it must be one of {choices}. {hint_text}".rstrip())
+            raise UserError(f"'{where}' is {_describe(value)}; it must be one of {choices}. {hint_text}".rstrip())
         return value
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
@@ -171,7 +154,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"'{where}' is {_describe(value)}; it must be a mapping")
-        return {str(k): _convert(arguments[1], v, _join(where, str(k))) for k, v in value.items()}
+        return _convert_keys(value, arguments[1], where)
     if dataclasses.is_dataclass(hint):
         if isinstance(value, hint):  # type: ignore[arg-type]
             return value
@@ -193,31 +176,62 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     raise errors[0]
 
 
+def _convert_keys(value: Mapping[Any, Any], hint: Any, where: str) -> dict[str, Any]:
+    for key in value:
+        if not isinstance(key, str | int | float):
+            raise UserError(f"'{where}' has the key {_describe(key)}; a key must be a text or a number")
+    return {_text(str(k), where): _convert(hint, v, _join(where, str(k))) for k, v in value.items()}
+
+
+def _convert_any(value: Any, where: str) -> Any:
+    """Returns ``value``, which a recipe passes on to a function, if it can be saved with the run."""
+    if isinstance(value, Mapping):
+        return _convert_keys(value, Any, where)
+    if isinstance(value, list | tuple):
+        return [_convert_any(each, f"{where}[{i}]") for i, each in enumerate(value)]
+    if value is None or isinstance(value, bool | float):
+        return value
+    for kind in (int, str):
+        if isinstance(value, kind):
+            return _convert_plain(kind, value, where)
+    raise UserError(f"'{where}' is {_describe(value)}; it must be a text, a number, a list or a mapping (a date needs quotation marks)")
+
+
 def _convert_plain(hint: Any, value: Any, where: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
-            raise UserError(f"'{where}' is {value}; it must be a whole number below 2^63")
+            raise UserError(f"'{where}' is {_describe(value)}; it must be a whole number below 2^63")
         return value
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:  # YAML 1.1 reads 1e-3 as a string
             number = float(value)
         except ValueError:
             number = math.nan
+        except OverflowError:
+            number = math.inf
         if math.isnan(number):
-            raise UserError(f"'{where}' is {value!r}; it must be a number")
+            raise UserError(f"'{where}' is {_describe(value)}; it must be a number")
         if math.isinf(number):
-            raise UserError(f"'{where}' is {value!r}; it must be a number, and finite")
+            raise UserError(f"'{where}' is {_describe(value)}; it must be a number, and finite")
         return number
     if hint is str and isinstance(value, str):
-        if "\0" in value:
-            raise UserError(f"'{where}' is {value!r}, which has a null character; take it out")
-        return value
+        return _text(value, where)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        return _describe(value)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     raise UserError(f"'{where}' is {_describe(value)}; it must be {names.get(hint, hint)}")
+
+
+def _text(value: str, where: str) -> str:
+    if "\0" in value:
+        raise UserError(f"'{where}' is {_describe(value)}, which has a null character; take it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"'{where}' is {_describe(value)}, whose character {error.start + 1} is half of a surrogate pair; take it out") from None
+    return value
 
 
 def _join(where: str, key: str) -> str:
@@ -231,7 +245,10 @@ def _describe(value: Any) -> str:
         return "a list"
     if isinstance(value, dict):
         return "a mapping"
-    return repr(value)
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"a number of about {value.bit_length() * math.log10(2):.0f} digits"
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
 
 
 def _deep_copy(value: Any) -> Any:

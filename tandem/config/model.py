@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -66,6 +66,7 @@ class NewModelConfig:
             raise UserError(f"'model.create.num_hidden_layers' is {self.num_hidden_layers}; it must be at most {MOST_LAYERS}")
         if not 0 < self.initializer_range < 10:
             raise UserError(f"'model.create.initializer_range' is {self.initializer_range}; it must be above 0 and below 10")
+        check_float32("model.create", self, "rope_theta")
         if not self.rope_theta > 0:
             raise UserError(f"'model.create.rope_theta' is {self.rope_theta:g}; it must be above 0")
         if self.head_dim % 2:

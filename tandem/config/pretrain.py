@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
-from tandem.config.limits import check_at_least_one, check_count
+from tandem.config.limits import check_at_least_one
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
@@ -70,8 +70,7 @@ class HeldOutConfig:
     """Number of held-out sequences, or examples, to evaluate."""
 
     def check(self) -> None:
-        check_at_least_one("evaluation", self, "every_steps")
-        check_count("evaluation", self, "sequences")
+        check_at_least_one("evaluation", self, "every_steps", "sequences")
 
 
 @dataclass(frozen=True, slots=True)

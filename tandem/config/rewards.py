@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.config.limits import check_seconds
+from tandem.config.limits import check_at_least_one, check_float32, check_seconds
 from tandem.types.errors import UserError
 
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
-MOST_WORKERS = 1024
-"""More processes than a machine has cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class RewardsConfig:
     model_fault_value: float = 0.0
     """Score of a completion in which the answer matcher finds nothing to compare."""
     workers: int = 1
-    """Number of worker processes."""
+    """Number of worker processes, each of at least 15 MiB and two open files."""
     deadline_s: float = 120.0
     """Maximum seconds to score one batch."""
     sample_deadline_s: float = 10.0
@@ -148,13 +146,10 @@ class RewardsConfig:
                 raise UserError(f"two reward functions are named '{label}'; give each a 'name' of its own")
         if self.accuracy_function not in labels:
             raise UserError(f"'rewards.accuracy' is '{self.accuracy}', which is not one of the reward functions: {', '.join(labels)}")
-        if not 1 <= self.workers <= MOST_WORKERS:
-            raise UserError(f"'rewards.workers' is {self.workers}; it must be from 1 to {MOST_WORKERS}")
+        check_at_least_one("rewards", self, "workers")
         check_seconds("rewards", self, "deadline_s", "sample_deadline_s", "start_deadline_s")
         if self.sample_deadline_s > self.deadline_s:
             raise UserError(f"'rewards.sample_deadline_s' is {self.sample_deadline_s}, more than rewards.deadline_s ({self.deadline_s})")
         if not 0 <= self.max_fault_share <= 1:
             raise UserError(f"'rewards.max_fault_share' is {self.max_fault_share}; it must be from 0 to 1")
-        for name in ("model_fault_value", "accuracy_threshold"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise UserError(f"'rewards.{name}' is {getattr(self, name)}; it must be finite")
+        check_float32("rewards", self, "model_fault_value", "accuracy_threshold")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.engine import EngineArgs
-from tandem.config.limits import check_at_least_one, check_count
+from tandem.config.limits import check_at_least_one
 from tandem.types.errors import UserError
 
 
@@ -55,8 +55,7 @@ class RolloutConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        check_count("rollout", self, "prompts_per_step")
-        check_at_least_one("rollout", self, "max_tokens")
+        check_at_least_one("rollout", self, "prompts_per_step", "max_tokens")
         if not 0 < self.temperature <= 100:
             raise UserError(f"'rollout.temperature' is {self.temperature}; training needs samples, so it must be above 0 (and at most 100)")
         if not 0 < self.top_p <= 1:

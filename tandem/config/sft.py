@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.limits import check_at_least_one, check_count
+from tandem.config.limits import check_at_least_one, check_float32
 from tandem.types.errors import UserError
 
 
@@ -49,10 +49,10 @@ class SFTConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        check_at_least_one("sft", self, "steps")
-        check_count("sft", self, "batch_size")
+        check_at_least_one("sft", self, "steps", "batch_size")
         if not 0 < self.learning_rate < float("inf"):
             raise UserError(f"'sft.learning_rate' is {self.learning_rate}; it must be above 0 and finite")
+        check_float32("sft", self, "learning_rate")
         if not 0 <= self.warmup_steps < self.steps:
             raise UserError(f"'sft.warmup_steps' is {self.warmup_steps}; it must be at least 0 and below sft.steps ({self.steps})")
         if not 0 < self.max_accuracy <= 1:

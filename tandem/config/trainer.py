@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -100,6 +100,7 @@ class TrainerConfig:
         for name in ("weight_decay", "max_grad_norm", "router_balance_loss", "router_bias_rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 (off) or more, and finite")
+        check_float32("trainer", self, "learning_rate", "epsilon", "weight_decay", "max_grad_norm", "router_balance_loss", "router_bias_rate")
         for name in ("warmup_steps", "decay_steps", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)}; it must be 0 or more")

@@ -7,6 +7,7 @@ from tandem.config.task import TaskConfig
 from tandem.data.order import prompt_indices
 from tandem.data.split import Split
 from tandem.data.tasks import Task, TaskItem, make_task
+from tandem.text.long_text import exceeds
 from tandem.types import Prompt, UserError
 
 Encode = Callable[[str], Sequence[int]]
@@ -88,6 +89,11 @@ class PromptSource:
         """Returns demonstration ``index``, determined by the run's seed and ``seed``."""
         shown = self.task.demonstration(index, self.seed * 1_000_003 + seed, corrupted_share)
         prompt = self.prompt(f"demonstration-{index}", shown.item)
+        if exceeds(self._encode, shown.completion, self.context_tokens):
+            raise UserError(
+                f"{shown.item.where}: the answer has {len(shown.completion):,} characters, far more than the context of {self.context_tokens} tokens; "
+                "shorten it or raise model.max_length"
+            )
         completion = (*self._encode_completion(prompt, shown.completion), end_of_sequence)
         if len(prompt.token_ids) + len(completion) > self.context_tokens:
             raise UserError(
@@ -98,11 +104,12 @@ class PromptSource:
 
     def prompt(self, id: str, item: TaskItem) -> Prompt:
         """Returns ``item`` rendered and tokenized. Raises ``UserError`` with its location if it is empty or too long."""
-        text = self._render(item.text)
+        text, longest = self._render(item.text), self.context_tokens - self.max_new_tokens
+        if exceeds(self._encode, text, longest):
+            raise UserError(f"{item.where}: the prompt has {len(text):,} characters, far more than {longest} tokens; shorten it or raise model.max_length")
         token_ids = tuple(self._encode(text))
         if not token_ids:
             raise UserError(f"{item.where}: the prompt has no tokens; give it text that the tokenizer knows")
-        longest = self.context_tokens - self.max_new_tokens
         if len(token_ids) > longest:
             raise UserError(
                 f"{item.where}: the prompt has {len(token_ids)} tokens, more than {longest} (a context of {self.context_tokens} less "

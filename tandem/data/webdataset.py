@@ -33,11 +33,11 @@ class _Header(tarfile.TarInfo):
             raise
 
 
-def samples(file: BinaryIO, kinds: Collection[str]) -> Iterator[Sample]:
+def samples(file: BinaryIO, kinds: Collection[str], most_bytes: int) -> Iterator[Sample]:
     """Returns the samples of the uncompressed tar ``file`` that have a member of ``kinds``, in order, with those members only.
 
-    Holds one sample in memory and does not read members of other kinds. Raises ``tarfile.TarError`` or ``ValueError`` for a damaged
-    archive; the sample that it interrupts is not returned.
+    Holds one sample in memory, of each member at most ``most_bytes`` + 1 bytes, and does not read members of other kinds. Raises
+    ``tarfile.TarError`` or ``ValueError`` for a damaged archive; the sample that it interrupts is not returned.
     """
     current = ""
     sample: Sample = {}
@@ -59,6 +59,6 @@ def samples(file: BinaryIO, kinds: Collection[str]) -> Iterator[Sample]:
                 raise ValueError(f"the member '{member.name}' occurs twice")
             content = archive.extractfile(member)
             assert content is not None
-            sample[kind] = (member.name, content.read())
+            sample[kind] = (member.name, content.read(min(member.size, most_bytes + 1)))
     if sample:
         yield sample

@@ -18,7 +18,7 @@ from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.settings import resolve
+from tandem.engine.settings import check_completions, resolve
 from tandem.kernels.mixed import Precision
 from tandem.model.huggingface.model_folder import read_shapes
 from tandem.model.weight_store import HeldModel, WeightStore, is_remote
@@ -158,7 +158,9 @@ class LLM:
         Raises:
             UserError: An argument is invalid, before anything is computed.
         """
-        asked = prompts_of(prompts, self.engine.tokenizer)
+        given = [sampling_params] if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params
+        is_cut = any(own is not None and own.truncate_prompt_tokens is not None for own in given)
+        asked = prompts_of(prompts, self.engine.tokenizer, None if is_cut else self.engine.settings.max_model_len)
         params = params_of(sampling_params, len(asked))
         check_count("request_keys", request_keys, len(asked))
         check_count("priority", priority, len(asked))
@@ -168,6 +170,7 @@ class LLM:
             if own.is_streamed:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
+        check_completions(sum(own.n for own in params))
         adapters = lora_requests_of(lora_request, len(asked), self.engine.settings.max_loras)
         names = []
         try:

@@ -5,14 +5,18 @@ from typing import Any
 
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.text.long_text import exceeds
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 PromptInput = str | Mapping[str, Any]
 
 
-def prompts_of(prompts: PromptInput | Sequence[PromptInput], tokenizer: Tokenizer | None) -> list[tuple[str | None, list[int], str]]:
-    """Returns (text, token ids, salt) of every prompt. Raises ``UserError`` for a prompt in another form."""
+def prompts_of(
+    prompts: PromptInput | Sequence[PromptInput], tokenizer: Tokenizer | None, max_tokens: int | None = None
+) -> list[tuple[str | None, list[int], str]]:
+    """Returns (text, token ids, salt) of every prompt. ``max_tokens``: a text of far more is refused before all of it is encoded. Raises
+    ``UserError`` for such a text, and for a prompt in another form."""
     listed: Sequence[PromptInput] = [prompts] if isinstance(prompts, str | Mapping) else prompts
     asked: list[tuple[str | None, list[int], str]] = []
     for prompt in listed:
@@ -27,6 +31,8 @@ def prompts_of(prompts: PromptInput | Sequence[PromptInput], tokenizer: Tokenize
         if tokens is None:
             if tokenizer is None:
                 raise UserError("prompt is a text and this engine has no tokenizer; give {'prompt_token_ids': [...]}")
+            if max_tokens is not None and exceeds(tokenizer.encode, str(text), max_tokens):
+                raise UserError(f"the prompt has {len(str(text)):,} characters, far more than max_model_len ({max_tokens}) tokens; shorten it")
             tokens = tokenizer.encode(str(text), add_special_tokens=True)
         asked.append((text, [int(token) for token in tokens], salt))
     return asked

@@ -6,9 +6,11 @@ import torch
 
 from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
+from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
+from tandem.runtime.machine.available_memory import total_bytes
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -83,6 +85,7 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> Engine
         enforce_eager=args.enforce_eager,
     )
     settings.check(shapes.max_position_embeddings)
+    check_engine_fits(args, shapes, length, settings.num_blocks * block_bytes if args.device == "cpu" else 0)
     return settings
 
 
@@ -93,3 +96,32 @@ def _cache_blocks(args: EngineArgs, max_model_len: int, block_bytes: int) -> int
         return blocks_for(args.kv_cache_tokens)
     one = blocks_for(max_model_len)
     return max(one, min(one * args.max_num_seqs, DEFAULT_CACHE_BYTES // block_bytes))
+
+
+def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int, cache_bytes: int) -> None:
+    """Raises ``UserError`` for an option whose memory this machine does not have, before any of it is allocated. ``cache_bytes``: of the KV cache in
+    host memory."""
+    total = total_bytes()
+    needs = {
+        "max_num_seqs": args.max_num_seqs * row_bytes(max_model_len),
+        "kv_cache_tokens": cache_bytes,
+        "swap_space": int(args.swap_space * 2**30),
+        "max_loras": lora_bytes(shapes, args) if args.enable_lora else 0,
+    }
+    for name, needed in needs.items():
+        if needed > total:
+            also = {"max_num_seqs": " or max_model_len", "max_loras": " or max_lora_rank", "kv_cache_tokens": " or max_model_len"}.get(name, "")
+            raise UserError(
+                f"engine {name} is {getattr(args, name)}, which needs {needed / 2**30:,.1f} GiB of memory, and this machine has {total / 2**30:,.1f} GiB; "
+                f"lower {name}{also}"
+            )
+
+
+def check_completions(count: int) -> None:
+    """Raises ``UserError`` if this machine cannot hold ``count`` completions, however short."""
+    needed, total = count * SAMPLE_BYTES, total_bytes()
+    if needed > total:
+        raise UserError(
+            f"{count:,} completions are asked for, which need at least {needed / 2**30:,.1f} GiB of memory, and this machine has {total / 2**30:,.1f} GiB; "
+            "lower sampling n, or give fewer prompts at once"
+        )

@@ -91,7 +91,8 @@ class RLRun(Run):
         """Returns whether the last ``consecutive`` sampled evaluations up to ``step`` all reached the target."""
         settings = self.recipe.evaluation
         last = step - step % settings.every_steps
-        recent = [self.journal.evaluation(last - k * settings.every_steps, "sampled") for k in range(settings.consecutive)]
+        # Lazily: ``consecutive`` may be more than there are evaluations.
+        recent = (self.journal.evaluation(last - k * settings.every_steps, "sampled") for k in range(settings.consecutive))
         return all(each is not None and each["accuracy"] >= settings.target_accuracy for each in recent)
 
     def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:

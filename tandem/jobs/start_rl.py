@@ -8,6 +8,7 @@ from time import sleep
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
+from tandem.jobs.checks.check_rl import check_pod
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
@@ -54,6 +55,8 @@ def execute_rl(
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
+        if resumed and not rl_start_folder(recipe, directory).exists():
+            check_pod(recipe)
         start = _start_model(recipe, directory, trainer, journal, callback, inline, faults)
         # The stage before had logs of its own.
         setup("controller", directory / "logs")

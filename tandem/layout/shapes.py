@@ -91,6 +91,7 @@ class ModelShapes:
     experts: ExpertShapes | None = None
 
     def __post_init__(self) -> None:
+        check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
         ):
@@ -141,6 +142,20 @@ class ModelShapes:
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.key_value_size
+
+
+MOST_TENSORS = 2**20
+"""A safetensors file names its tensors in a header of at most 100 MB, with about 100 bytes for each."""
+
+
+def check_tensor_count(num_hidden_layers: int, num_experts: int) -> None:
+    """Raises ``ValueError`` for more tensors than a model's file can name, before anything is made for each layer or expert."""
+    tensors = num_hidden_layers * (6 + 3 * max(num_experts, 1))
+    if tensors > MOST_TENSORS:
+        experts = f" with {num_experts} experts each" if num_experts else ""
+        raise ValueError(
+            f"model num_hidden_layers is {num_hidden_layers}{experts}: {tensors:,} tensors, more than the {MOST_TENSORS:,} that a file of weights can name"
+        )
 
 
 class Parameter(NamedTuple):

@@ -8,6 +8,7 @@ opened, written or created. The network is built from the resulting ``ModelShape
 import difflib
 import importlib
 import pkgutil
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,13 +112,13 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     ``UserError`` for a family that is not supported; ``where`` names the file."""
     known, model_type = all_families(), config.get("model_type")
     if model_type is None:
-        classes = config.get("architectures") or []
+        classes = config.get("architectures")
         for family in known.values():
-            if family.class_name in classes:
+            if isinstance(classes, list) and family.class_name in classes:
                 return family
     elif isinstance(model_type, str) and model_type in known:
         return known[model_type]
-    raise UserError(f"'{where}' has model_type {model_type!r}; supported are {', '.join(known)}")
+    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}")
 
 
 def family_to_create(name: str) -> Family:

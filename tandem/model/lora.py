@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import re
+import reprlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,9 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, shard_slices
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file
+from tandem.runtime.machine.available_memory import total_bytes
 from tandem.types import UserError
+from tandem.types.input_file import read_input
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight")
@@ -49,7 +53,7 @@ def digest_of(folder: str | Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):
         try:
-            content = (Path(folder) / name).read_bytes()
+            content = read_input(Path(folder) / name, total_bytes() // 2, "the adapter has to fit in memory")
         except OSError:
             raise UserError(f"adapter '{folder}' has no readable {name}; it must be a folder saved by PEFT") from None
         digest.update(len(content).to_bytes(8, "little") + content)
@@ -59,8 +63,8 @@ def digest_of(folder: str | Path) -> str:
 def rank_of(folder: str | Path) -> int:
     """Returns the rank in an adapter's configuration. Raises ``UserError`` if there is none."""
     rank = read_json(Path(folder) / CONFIG).get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise UserError(f"adapter '{folder}' has r {rank!r}; it must be a whole number of at least 1")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < 2**31:
+        raise UserError(f"adapter '{folder}' has r {reprlib.repr(rank)}; it must be a whole number from 1 to 2^31 - 1")
     return rank
 
 
@@ -70,13 +74,13 @@ def load_adapter(folder: str | Path, shapes: ModelShapes, max_rank: int) -> Adap
     digest = digest_of(folder)
     rank, config = rank_of(folder), read_json(Path(folder) / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"adapter '{folder}' has peft_type {config.get('peft_type')!r}; only 'LORA' is supported")
+        raise UserError(f"adapter '{folder}' has peft_type {reprlib.repr(config.get('peft_type'))}; only 'LORA' is supported")
     for key, plain in _PLAIN.items():
         if config.get(key) and config[key] != plain:
-            raise UserError(f"adapter '{folder}' has {key} {config[key]!r}; only {json.dumps(plain)} is supported")
+            raise UserError(f"adapter '{folder}' has {key} {reprlib.repr(config[key])}; only {json.dumps(plain)} is supported")
     alpha = config.get("lora_alpha")
-    if not isinstance(alpha, int | float):
-        raise UserError(f"adapter '{folder}' has lora_alpha {alpha!r}; it must be a number")
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+        raise UserError(f"adapter '{folder}' has lora_alpha {reprlib.repr(alpha)}; it must be a finite number")
     if rank > max_rank:
         raise UserError(f"adapter '{folder}' has rank {rank}; this engine allows at most {max_rank}; raise max_lora_rank")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tandem.config.model import NewModelConfig
@@ -15,7 +16,7 @@ from tandem.model.huggingface.model_config import config_json
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 
 def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
@@ -31,25 +32,25 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         inner = config.moe_intermediate_size or config.intermediate_size
         experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names)
     biases = family.biases(ConfigReader({}, "model.create"))
-    shapes = ModelShapes(
-        architecture=family.model_type,
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rope_theta=config.rope_theta,
-        attention_bias=biases.attention,
-        output_bias=biases.output,
-        mlp_bias=biases.mlp,
-        qk_norm=family.qk_norm,
-        experts=experts,
-    )
     try:
+        shapes = ModelShapes(
+            architecture=family.model_type,
+            vocab_size=vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            max_position_embeddings=config.max_position_embeddings,
+            tie_word_embeddings=config.tie_word_embeddings,
+            rope_theta=config.rope_theta,
+            attention_bias=biases.attention,
+            output_bias=biases.output,
+            mlp_bias=biases.mlp,
+            qk_norm=family.qk_norm,
+            experts=experts,
+        )
         config_json(shapes)
     except ValueError as error:
         raise UserError(f"section 'model.create': {error}") from None
@@ -71,8 +72,16 @@ def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
 @contextmanager
 def folder_without_weights(config: NewModelConfig) -> Iterator[Path]:
     """Yields a temporary folder with everything of the model except its weights, so that a run's inputs can be checked before any work."""
-    with temporary_folder() as folder:
-        write_tokenizer(config, folder)
-        shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
-        (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder())
+            write_tokenizer(config, folder)
+            shapes = shapes_of(config, Tokenizer.from_folder(folder).vocab_size)
+            (folder / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+        except OSError as error:
+            # Without any folder that can be written, Python's message lists those that it tried.
+            where = f"'{tempfile.tempdir}': " if tempfile.tempdir else ""
+            raise RunError(
+                f"temporary files cannot be written: {where}{error.strerror or error}; make room, or set TMPDIR to a folder that can be written"
+            ) from None
         yield folder

@@ -5,13 +5,14 @@ rename, an object store by the end of its upload.
 """
 
 import fcntl
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.backend import connect, is_local, local_path
@@ -178,8 +179,9 @@ class RemoteStorage:
 
     def open(self, name: str) -> BinaryIO:
         with _service(self.url):
-            file: BinaryIO = self.backend.open(f"{self.root}/{name}", "rb")
-        return file
+            file = self.backend.open(f"{self.root}/{name}", "rb")
+        # The files of most backends have no bounded ``readline``.
+        return cast(BinaryIO, file if isinstance(file, io.BufferedIOBase) else io.BufferedReader(file))
 
     def put(self, name: str, source: Path) -> None:
         self.copy(name, source)

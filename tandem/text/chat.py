@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.text.generation_marks import NO_MARKS, generation_extension
 from tandem.types import UserError
+from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -99,9 +100,11 @@ def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[st
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(read_input(path, MOST_JSON_BYTES, "save the tokenizer again"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"'{path}' contains a JSON {type(settings).__name__}; it must contain an object")
     return settings
 
 
@@ -110,10 +113,13 @@ def template_source(folder: Path, with_tools: bool = False) -> str:
     without one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return read_input(file, MOST_JSON_BYTES, "save the tokenizer again").decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"'{file}' cannot be read: {error}") from None
     template = _settings(folder).get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
         template = named.get("tool_use", named.get("default")) if with_tools else named.get("default")
     if not isinstance(template, str):
         raise UserError(

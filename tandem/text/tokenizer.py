@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from tandem.types import UserError
+from tandem.types.input_file import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, read_input
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,8 +43,9 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"'{folder}' has no tokenizer.json; save the tokenizer in its fast form first")
+        content = read_input(file, MOST_TOKENIZER_BYTES, "save the tokenizer again")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises the bare class.
             raise UserError(f"'{file}' is not a tokenizer: {error}") from None
         # Padding and cutting are the caller's business: a token id must never appear or vanish unasked.
@@ -86,8 +88,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_input(path, MOST_JSON_BYTES, "download the folder again"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"'{path}' holds a JSON {type(content).__name__}; it must hold an object")

@@ -1,6 +1,7 @@
 """Invalid input of every kind: one line, before any work, with nothing overwritten."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
+from tandem.jobs import start_rl
 from tandem.model.create_model import create_model
+from tandem.types import RunError
 from tandem.weight_transfer import shared_memory
 
 NO_MODEL = "--sft=null", "--model.create=null"
@@ -98,17 +101,13 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--rollout.engine.device=cuda", "machine.device"),
         ("--algorithm.name=ppo", "must be one of grpo, dr_grpo, rloo, pretrain, sft"),
         # Numbers that are numbers, and more than a clock or a count of bytes can hold.
-        ("--rewards.start_deadline_s=1e308", "at most 100000000"),
-        ("--parallel.collective_timeout_s=1000000000000", "at most 100000000"),
-        ("--machine.call_deadline_s=1e12", "at most 100000000"),
-        ("--rollout.engine.rank_timeout_s=1e12", "at most 100000000"),
+        ("--rewards.start_deadline_s=1e308", "at most 2000000"),
+        ("--parallel.collective_timeout_s=1000000000000", "at most 2000000"),
+        ("--machine.call_deadline_s=1e12", "at most 2000000"),
+        ("--rollout.engine.rank_timeout_s=1e12", "at most 2000000"),
         ("--rollout.engine.swap_space=1e308", "at most 1073741824"),
-        ("--rollout.prompts_per_step=1000000000000", "at most 16777216"),
-        ("--evaluation.prompts=1000000000000", "at most 16777216"),
-        ("--sft.batch_size=1000000000000", "at most 16777216"),
         ("--model.create.rope_theta=.inf", "must be a number, and finite"),
         ("--parallel.zero=true", "must be one of 0, 1, 2, 3"),
-        ("--rewards.workers=1000000000000", "from 1 to 1024"),
         ('--checkpoint.upload="a\\0b"', "null character"),
     ],
 )
@@ -130,9 +129,38 @@ def test_what_cannot_fit_into_memory_is_refused_by_the_plan_before_any_work(comm
     assert untouched(recipe)
 
 
-def test_samples_of_a_step_that_cannot_fit_into_memory_are_refused_before_any_work(command, recipe) -> None:
-    assert "lower rollout.prompts_per_step" in command("train", recipe, "--rollout.prompts_per_step=16777216").refusal(1)
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("--rollout.prompts_per_step=1000000000", "lower rollout.prompts_per_step"),
+        ("--evaluation.prompts=1000000000", "'evaluation.prompts' is 1000000000: with completions of up to rollout.max_tokens (8) tokens"),
+        ("--evaluation.final_prompts=1000000000", "'evaluation.final_prompts' is 1000000000"),
+        ("--sft.batch_size=1000000000", "'sft.batch_size' is 1000000000: its batches need"),
+        ("--rewards.workers=1000000", "'rewards.workers' is 1000000: as many processes need at least"),
+    ],
+)
+def test_counts_that_this_machine_cannot_hold_are_refused_before_any_work(command, recipe, override, says) -> None:
+    for options in ((), ("--dry-run",)):
+        message = command("train", recipe, override, *options).refusal(1)
+        assert says in message and "lower" in message
     assert untouched(recipe)
+
+
+def test_prompts_of_a_file_are_counted_as_many_as_it_has(command, recipe) -> None:
+    assert command("train", recipe, *jsonl(recipe, GOOD), "--evaluation.prompts=1000000000", "--dry-run").code == 0
+
+
+def test_reward_workers_beyond_the_files_that_the_process_may_open_are_refused(command, recipe, monkeypatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (100, 100))
+    says = "'rewards.workers' is 20, and this process may open 100 files, 2 for each worker; lower it to 18 or raise 'ulimit -n'"
+    assert command("train", recipe, "--rewards.workers=20", "--dry-run").refusal(1) == says
+
+
+def test_a_kv_cache_too_small_for_one_sequence_is_refused_before_any_work(command, recipe) -> None:
+    message = command("train", recipe, "--rollout.engine.kv_cache_tokens=240").refusal()
+    assert "too few for one sequence of 256 tokens, the context; raise it to 256 or more" in message
+    assert untouched(recipe)
+    assert command("train", recipe, "--rollout.engine.kv_cache_tokens=256", "--dry-run").code == 0
 
 
 @pytest.mark.parametrize(
@@ -287,6 +315,23 @@ def test_shared_memory_that_cannot_hold_the_weights_is_refused_before_any_work(c
     monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
     assert "of shared memory for its weights and /dev/shm has 0.0 MiB free" in command("train", recipe).refusal(1)
     assert untouched(recipe)
+
+
+@pytest.mark.parametrize(("override", "says"), [((), "of shared memory for its weights"), (("--machine.memory_gib=0.001",), "GiB at its worst moment")])
+def test_a_machine_too_small_for_the_pod_is_found_before_an_interrupted_stage_of_fine_tuning_goes_on(
+    command, recipe, monkeypatch, override: tuple[str, ...], says: str
+) -> None:
+    directory = recipe.parent / "runs" / "mine"
+
+    def interrupted(*_: object) -> Path:
+        raise RunError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start_rl, "_start_model", interrupted)
+        assert command("train", recipe, "--run.name=mine", "--inline").refusal(1) == "interrupted"
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
+    assert says in command("resume", directory, "--inline", *override).refusal(1)
+    assert not (directory / "sft").exists()
 
 
 def test_the_real_command_refuses_as_the_function_does(recipe) -> None:

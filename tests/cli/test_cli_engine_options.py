@@ -66,7 +66,7 @@ def test_every_field_is_an_option(command: str) -> None:
     ("words", "says"),
     [
         (("--batching", "none"), "invalid choice: 'none'"),
-        (("--max-num-seqs", "many"), "invalid int value: 'many'"),
+        (("--max-num-seqs", "many"), "'many' is not a whole number"),
         (("--max-num-seqs", "0"), "engine max_num_seqs is 0; it must be at least 1"),
         (("--speculative-config", "ngram"), "--speculative-config is not JSON"),
         (("--speculative-config", "[]"), "it must be a JSON object"),

@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,22 @@ def test_a_disk_too_small_for_the_run_is_refused_before_any_work(command, recipe
     done = command("train", recipe, f"--run.directory={small_disk / 'runs'}", "--model.create.hidden_size=128")
     assert "MiB are free; make room" in done.refusal(1)
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_full_folder_for_temporary_files_is_named_before_any_work(command, recipe, small_disk, monkeypatch) -> None:
+    (small_disk / "full").write_bytes(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 4096))
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    for options in ((), ("--dry-run",)):
+        message = command("train", recipe, *options).refusal(1)
+        assert message.startswith(f"temporary files cannot be written: '{small_disk}': No space left on device; make room, or set TMPDIR")
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_no_folder_for_temporary_files_at_all_is_refused_with_those_that_were_tried(command, recipe, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    message = command("train", recipe, "--dry-run").refusal(1)
+    assert "No usable temporary directory found in ['/proc/none']; make room, or set TMPDIR" in message
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,21 @@
 import hashlib
 import json
 import logging
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.config.task import TaskConfig
 from tandem.data.counter import counter_random
 from tandem.data.split import Split, split_position
 from tandem.data.tasks.base import Demonstration, TaskItem
+from tandem.runtime.machine.available_memory import total_bytes
+from tandem.text.surrogates import has_lone_surrogate
 from tandem.types import UserError
+from tandem.types.input_file import read_input
 
+BYTES_PER_BYTE = 4
+"""Memory for each byte of a file, at least: its content, its lines, its texts and its items."""
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 
 logger = logging.getLogger(__name__)
@@ -79,7 +84,7 @@ def jsonl_task(config: TaskConfig, seed: int) -> JsonlTask:
 def read_jsonl(path: str, prompt_key: str, answer_key: str) -> tuple[list[TaskItem], str]:
     """Returns every line of ``path`` as an item, and a digest of the file. Raises ``UserError`` with file and line."""
     try:
-        content = Path(path).read_bytes()
+        content = read_input(path, total_bytes() // BYTES_PER_BYTE, "split it, or use a machine with more memory: all of it is held")
     except FileNotFoundError:
         raise UserError(f"'{path}' does not exist; name the JSONL file in 'task.path' or 'task.eval_path'") from None
     except OSError as error:
@@ -102,13 +107,15 @@ def _read_line(line: bytes, where: str, prompt_key: str, answer_key: str) -> Tas
     if not text:
         raise UserError(f"{where}: the line is empty; remove it")
     try:
-        row = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        row = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: a line is a JSON object, this is {_kind(row)}")
+    if has_lone_surrogate(text, row):
+        raise UserError(f"{where}: a text contains half of a surrogate pair, which is not a character; correct the text")
     for key in filter(None, (prompt_key, answer_key)):
         if key not in row:
             raise UserError(f"{where}: key '{key}' is missing; the line has {', '.join(map(repr, row)) or 'no keys'}")
@@ -117,8 +124,6 @@ def _read_line(line: bytes, where: str, prompt_key: str, answer_key: str) -> Tas
         raise UserError(f"{where}: '{prompt_key}' is {_kind(prompt)}; it must be a text")
     if not prompt.strip():
         raise UserError(f"{where}: '{prompt_key}' is an empty text; give the prompt or remove the line")
-    if not _is_unicode(prompt):
-        raise UserError(f"{where}: '{prompt_key}' contains half of a surrogate pair, which is not a character; correct the text")
     answer = row[answer_key] if answer_key else None
     if answer_key and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise UserError(f"{where}: '{answer_key}' is {_kind(answer)}; it must be a text or a number")
@@ -144,20 +149,19 @@ def _divide(items: list[TaskItem], config: TaskConfig) -> dict[Split, tuple[Task
     return {split: tuple(items) for split, items in splits.items()}
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is given twice")
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise ValueError(f"key '{key}' is given twice")
+        row[key] = value
     return row
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:40]} is more than a number can be")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:

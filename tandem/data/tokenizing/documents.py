@@ -7,19 +7,25 @@ divides the same data in the same way.
 
 import gzip
 import json
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import BinaryIO, NamedTuple, cast
 
 from tandem.data.examples import BrokenExample, Example, read_example
 from tandem.data.webdataset import TARS, samples
+from tandem.runtime.machine.available_memory import total_bytes
 from tandem.storage.files import Storage, StoredFile
+from tandem.text.long_text import ENCODING_BYTES_PER_BYTE
+from tandem.text.surrogates import has_lone_surrogate
 from tandem.types import UserError
 
+SKIPPED_AT_ONCE = 2**20
 LINES = (".jsonl", ".ndjson")
 COMPRESSED = ".gz"
 JSON = ".json"
@@ -93,6 +99,21 @@ def divide(files: Sequence[StoredFile], form: DocumentFormat, unit_bytes: int) -
     return [*units, tuple(open_parts)] if open_parts else units
 
 
+def check_whole(storage: Storage, files: Sequence[StoredFile], form: DocumentFormat) -> None:
+    """Raises ``UserError`` for a large file with a hole, which reads as bytes 0 and is not text: a sparse file may have more bytes than its disk."""
+    for name, size in files:
+        path = storage.local(name)
+        if path is None or size <= SKIPPED_AT_ONCE or not _is_read(name, form):
+            continue
+        with path.open("rb") as file:
+            try:
+                hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+            except OSError:  # A file system without holes.
+                continue
+        if hole < size:
+            raise UserError(f"'{path}' has a hole at byte {hole:,} of {size:,}: it is a sparse file, not text; restore it, or leave it out with --exclude")
+
+
 def documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[Document]:
     """Returns the documents of ``part`` in order. Raises ``UserError`` for a broken one unless ``form.skip_broken`` is set."""
     for document in _documents(storage, part, form):
@@ -114,9 +135,10 @@ def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[D
             yield from _compressed(file, part, form)
         elif part.name.endswith(TARS):
             yield from _shard(file, part, form)
+        elif part.stop - part.start > most_bytes():
+            yield Document(None, part.stop - part.start, part.name, _too_large(part.stop - part.start))
         else:
-            content = file.read()
-            yield _document(content, part.name)
+            yield _document(file.read(), part.name)
 
 
 def _is_read(name: str, form: DocumentFormat) -> bool:
@@ -125,18 +147,48 @@ def _is_read(name: str, form: DocumentFormat) -> bool:
     return name.removesuffix(COMPRESSED).endswith(LINES) or name.endswith((*TARS, *form.suffixes))
 
 
+@cache
+def most_bytes() -> int:
+    """Returns the bytes of the largest document that this machine has the memory to tokenize."""
+    return total_bytes() // ENCODING_BYTES_PER_BYTE
+
+
+def _too_large(size: int) -> str:
+    return (
+        f"it has {size:,} bytes or more, and tokenizing takes at least {ENCODING_BYTES_PER_BYTE} bytes of memory for each: split it into documents of at "
+        f"most {most_bytes():,} bytes"
+    )
+
+
 def _lines(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
     at = part.start
     if at > 0:
         # A line that ends after the boundary belongs to the previous part, unless it begins exactly here.
         file.seek(at - 1)
-        at += len(file.readline()) - 1
+        at += _skip_line(file, part.stop - at + 1) - 1
     while at < part.stop:
-        line = file.readline()
+        line = file.readline(most_bytes() + 1)
         if not line:
             return
-        yield _document(line, f"{part.name}, the line at byte {at}", form)
-        at += len(line)
+        place, size = f"{part.name}, the line at byte {at}", len(line)
+        if size > most_bytes():
+            # The parts that the line reaches into have no other one that begins before its end.
+            size += 0 if line.endswith(b"\n") else _skip_line(file, max(part.stop - at - size, 0))
+            yield Document(None, size, place, _too_large(size))
+        else:
+            yield _document(line, place, form)
+        at += size
+
+
+def _skip_line(file: BinaryIO, most: int) -> int:
+    """Reads to the end of the line, or ``most`` bytes. Returns the bytes read."""
+    skipped = 0
+    while skipped < most:
+        chunk = file.readline(min(SKIPPED_AT_ONCE, most - skipped))
+        skipped += len(chunk)
+        if not chunk or chunk.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
@@ -144,9 +196,14 @@ def _compressed(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Do
     before = 0
     try:
         with gzip.open(file) as lines:
-            for number, line in enumerate(lines, start=1):
-                position = file.tell()
-                yield _document(line, f"{part.name}, line {number}", form)._replace(size=position - before)
+            number = 0
+            while line := lines.readline(most_bytes() + 1):
+                number += 1
+                place, position = f"{part.name}, line {number}", file.tell()
+                if len(line) > most_bytes():
+                    yield Document(None, part.stop - before, place, _too_large(len(line)))
+                    return
+                yield _document(line, place, form)._replace(size=position - before)
                 before = position
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         yield Document(None, part.stop - before, part.name, f"damaged: {error}")
@@ -159,7 +216,7 @@ def _shard(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Documen
     try:
         with ExitStack() as stack:
             archive = file if part.name.endswith(TARS[0]) else cast(BinaryIO, stack.enter_context(gzip.open(file)))
-            for sample in samples(archive, kinds):
+            for sample in samples(archive, kinds, most_bytes()):
                 kind = next(kind for kind in kinds if kind in sample)
                 name, content = sample[kind]
                 position = file.tell()
@@ -181,6 +238,8 @@ def _document(content: bytes, where: str, form: DocumentFormat | None = None) ->
     def broken(problem: str) -> Document:
         return Document(None, len(content), where, problem)
 
+    if len(content) > most_bytes():
+        return broken(_too_large(len(content)))
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -191,6 +250,8 @@ def _document(content: bytes, where: str, form: DocumentFormat | None = None) ->
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         return broken(f"not valid JSON: {error}")
+    if has_lone_surrogate(text, row):
+        return broken("it contains half of a surrogate pair, which is not a character")
     if form.examples:
         try:
             example = read_example(row, form.prompt_key, form.completion_key)

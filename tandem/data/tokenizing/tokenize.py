@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tandem.data.shards import LENGTH_BYTES, Shard, token_dtype
-from tandem.data.tokenizing.documents import LINES, Part, divide
+from tandem.data.tokenizing.documents import LINES, Part, check_whole, divide
 from tandem.data.tokenizing.tokenize_plan import PLAN, TokenizeSettings, check_plan, make_plan, tokenizer_fingerprint
 from tandem.data.tokenizing.tokenize_worker import Unit, UnitProgress
 from tandem.data.webdataset import TARS
@@ -93,7 +93,7 @@ def read_dataset(storage: Storage) -> TokenizedDataset:
         return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards)
     except FileNotFoundError:
         raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that command finish") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{DATASET} in '{storage.url}' is damaged ({error}); remove it and start 'tandem tokenize' again") from None
 
 
@@ -105,7 +105,9 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
     if settings.append_end and not tokenizer.eos_token_ids:
         raise UserError(f"the tokenizer in '{settings.tokenizer}' has no end-of-sequence token; set eos_token or do not append one")
     source = open_storage(settings.source)
-    units = divide(source.files(), settings.form, settings.unit_bytes)
+    files = source.files()
+    check_whole(source, files, settings.form)
+    units = divide(files, settings.form, settings.unit_bytes)
     if not units:
         kinds = ", ".join((*LINES, *TARS, *settings.form.suffixes))
         raise UserError(f"'{settings.source}' contains no document (a file that is not empty and ends in {kinds}); name the right folder or suffix")
@@ -217,7 +219,7 @@ def _is_whole(destination: Storage, number: int, sizes: Mapping[str, int]) -> bo
     """Returns whether the files in the record of a unit exist with the recorded sizes; a lost shard is made again."""
     try:
         shard = Shard.from_json(json.loads(read(destination, _record(number))))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
     return sizes.get(f"{shard.name}.tar") == shard.size and sizes.get(f"{shard.name}.lengths") == shard.documents * LENGTH_BYTES
 

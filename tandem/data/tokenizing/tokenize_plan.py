@@ -81,7 +81,12 @@ def check_plan(destination: Storage, plan: bytes, names: set[str]) -> None:
         if names:
             raise UserError(f"'{destination.url}' contains other files ({min(names)}); name an empty folder for the shards")
         return
-    begun, now = json.loads(read(destination, PLAN)), json.loads(plan)
+    try:
+        begun, now = json.loads(read(destination, PLAN)), json.loads(plan)
+    except (ValueError, RecursionError):
+        begun = None
+    if not isinstance(begun, dict):
+        raise UserError(f"{PLAN} in '{destination.url}' is damaged; remove the folder and start 'tandem tokenize' again, or name another one")
     different = [name for name in {**now, **begun} if begun.get(name) != now.get(name)]
     if different:
         raise UserError(

@@ -6,12 +6,17 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tandem.data.tokenizing.documents import DocumentFormat, divide, documents
+from tandem.data.tokenizing.documents import DocumentFormat, check_whole, divide, documents
+from tandem.runtime.machine.available_memory import total_bytes
 from tandem.storage.files import Storage
 from tandem.types import RunError, UserError
 
 END = "<|endoftext|>"
 BYTES = 256
+TOKEN_BYTES = 100
+"""Memory of a token while it is learned: its text in a list and in a hash table, and its merge."""
+GZIP_RATIO = 1032
+"""Bytes of text for each byte of a compressed file, at most (deflate)."""
 
 
 def train_tokenizer(
@@ -26,11 +31,20 @@ def train_tokenizer(
         raise UserError(f"the new vocabulary has {vocabulary} tokens; it needs at least {BYTES + 1}, one for each byte and the end of sequence")
     if (folder / "tokenizer.json").exists():
         raise UserError(f"'{folder}' has a tokenizer already; leave out --new-vocabulary to use it, or name another folder")
+    if vocabulary * TOKEN_BYTES > (total := total_bytes()):
+        raise UserError(
+            f"the new vocabulary has {vocabulary:,} tokens, which take {vocabulary * TOKEN_BYTES / 2**30:,.0f} GiB of memory while they are learned, and this "
+            f"machine has {total / 2**30:,.0f} GiB; lower it"
+        )
+    files = source.files()
+    check_whole(source, files, form)
+    # The library allocates all of a vocabulary at once. Every merge shortens the text by a byte or more.
+    most = BYTES + 1 + min(most_bytes, GZIP_RATIO * sum(file.size for file in files))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=progress
+        vocab_size=min(vocabulary, most), special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=progress
     )
     backend.train_from_iterator(_texts(source, form, most_bytes), trainer)
     try:

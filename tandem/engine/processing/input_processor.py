@@ -7,7 +7,7 @@ from tandem.engine.core.request import Request, Sequence, random_key
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.engine.settings import EngineSettings
+from tandem.engine.settings import EngineSettings, check_completions
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.engine.structured_output.manager import StructuredOutputManager
 from tandem.text.tokenizer import Tokenizer
@@ -88,6 +88,8 @@ class InputProcessor:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < vocab)
             raise UserError(f"the prompt holds token id {wrong}; the model's vocabulary has the ids 0 to {vocab - 1}")
         params.check_vocabulary(vocab)
+        if params.n > self._settings.max_num_seqs:
+            check_completions(params.n)
         if params.stop_texts and self._tokenizer is None:
             raise UserError("sampling stop needs a tokenizer and this engine has none; use stop_token_ids")
         end_tokens = self._end_tokens.union(params.stop_token_ids or ())

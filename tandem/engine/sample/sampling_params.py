@@ -95,7 +95,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
         object.__setattr__(self, "logit_bias", bias or None)
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        # More than any vocabulary has is as many as it has.
+        object.__setattr__(self, "top_k", min(max(self.top_k, 0), 2**31 - 1))
         if self.is_greedy:
             object.__setattr__(self, "temperature", 0.0)
 
@@ -106,6 +107,8 @@ class SamplingParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise UserError(f"sampling {name} is {value!r}; it must be a whole number of at least {low}")
+            if value >= 2**63:
+                raise UserError(f"sampling {name} is a whole number of {value.bit_length()} bits; it must be below 2^63")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise UserError(f"sampling seed is {self.seed!r}; it must be a whole number or None")
         if self.max_tokens == 0 and self.prompt_logprobs is None:

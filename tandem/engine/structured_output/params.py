@@ -61,11 +61,11 @@ def _schema_text(schema: Any) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"structured_outputs json is not valid JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise UserError(f"structured_outputs json is a {type(schema).__name__}; a JSON schema is an object")
     try:
         return json.dumps(schema)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"structured_outputs json is no JSON schema: {error}") from None

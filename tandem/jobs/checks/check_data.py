@@ -13,6 +13,7 @@ from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
 from tandem.estimate.peak_bytes import peak_bytes, process_bytes
 from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
+from tandem.jobs.checks.check_counts import check_held_out
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
     check_disks,
@@ -72,12 +73,16 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
-            largest = "data.global_batch_size" if 2 * batches > needed else "trainer.micro_batch_tokens"
+            ahead = "data.read_ahead" if recipe.data.read_ahead > recipe.data.sequence_length else "data.global_batch_size"
+            largest = ahead if 2 * batches > needed else "trainer.micro_batch_tokens"
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB{_for_ranks(parallel)} and {free / 2**30:.2f} GiB are available; lower {largest}, "
                 "set trainer.recompute to full, raise machine.memory_gib, set trainer.optimizer to adamw8bit or trainer.offload to nvme, then "
                 "trainer.offload_parameters and trainer.offload_activations to nvme too"
             )
+        if recipe.data.held_out:
+            held_out = datasets[-1][1].dataset.documents if recipe.learns_from_examples else recipe.evaluation.sequences
+            check_held_out(min(recipe.evaluation.sequences, held_out), recipe.data.sequence_length, parallel, free)
         disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=2 if recipe.model.create is not None else 1)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.config.engine import EngineArgs
@@ -12,6 +12,7 @@ from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
 from tandem.estimate.memory import sleeping_bytes
 from tandem.estimate.training_bytes import offloaded_bytes, run_bytes_on_disk
+from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
     check_disks,
@@ -34,6 +35,7 @@ from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
+from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.shared_memory import check_free
 
 logger = logging.getLogger(__name__)
@@ -76,14 +78,15 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
-        planned = plan_of(recipe, shapes, context)
-        check_free(planned.host.segments)
+        planned = _check_pod(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
+        check_rl_counts(recipe, planned.host, context, source.task.size)
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
     check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
-    with RewardPool(recipe.rewards):
+    # One worker shows whether the functions load.
+    with RewardPool(replace(recipe.rewards, workers=1)):
         logger.debug("every reward function loads")
     tokens = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
@@ -93,6 +96,21 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
     return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings))
+
+
+def check_pod(recipe: Recipe) -> None:
+    """Raises ``UserError`` or ``RunError`` where the pod of ``recipe`` cannot start on this machine as it is now, for a run that is resumed: before its
+    stage of fine-tuning goes on."""
+    with folder_to_check(recipe.model) as folder:
+        _check_pod(recipe, read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder))
+
+
+def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
+    """Returns the memory plan. Raises as ``check_pod``: for a KV cache that is too small, memory, and shared memory for the two weight buffers."""
+    check_kv_cache(recipe.rollout.engine, context)
+    planned = plan_of(recipe, shapes, context)
+    check_free(2 * segment_bytes(shapes, recipe.trainer.dtype))
+    return planned
 
 
 def _check_folder(folder: Path) -> None:

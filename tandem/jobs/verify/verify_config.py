@@ -6,8 +6,10 @@ from typing import Any
 
 import yaml
 
+from tandem.config.yaml_text import parse_yaml
 from tandem.jobs.verify.finding import Finding
 from tandem.runtime.records.journal import Journal
+from tandem.types import UserError
 
 KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
@@ -42,8 +44,8 @@ def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> 
     if text == saved:
         return []
     try:
-        before, now = dict(_leaves("", yaml.safe_load(saved))), dict(_leaves("", yaml.safe_load(text)))
-    except (yaml.YAMLError, RecursionError):
+        before, now = dict(_leaves("", parse_yaml(saved, path.name))), dict(_leaves("", parse_yaml(text, path.name)))
+    except (yaml.YAMLError, UserError):
         return [_damaged(path, "is not YAML any more")]
     findings = []
     for key in dict.fromkeys([*before, *now]):

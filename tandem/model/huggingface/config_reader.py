@@ -1,8 +1,13 @@
 """Typed values of a ``config.json``. Imports no torch."""
 
+import reprlib
+import sys
 from typing import Any
 
 from tandem.types import UserError
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 100
 
 
 class ConfigReader:
@@ -15,7 +20,7 @@ class ConfigReader:
 
     def fail(self, key: str, value: Any, fix: str) -> UserError:
         """Returns the error for a ``value`` that is not accepted."""
-        return UserError(f"'{self.where}' has {key} {value!r}; {fix}")
+        return UserError(f"'{self.where}' has {key} {_shown.repr(value)}; {fix}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.config.get(key)
@@ -26,17 +31,19 @@ class ConfigReader:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Returns a whole number of at least 1."""
+        """Returns a whole number of at least 1, of 63 bits."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.fail(key, value, "it must be a whole number of at least 1")
+        if value >= 2**63:
+            raise self.fail(key, value, "it must be a whole number below 2^63")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a number above 0."""
+        """Returns a number above 0, and finite."""
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.fail(key, value, "it must be a number above 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+            raise self.fail(key, value, "it must be a number above 0, and finite")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ModelShapes, RopeScaling, check_tensor_count
 from tandem.model.family import family_named, family_of_config
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.types import UserError
+from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
 TokenIds = int | Sequence[int] | None
 _ROPE_KEYS = {
@@ -39,10 +40,10 @@ _ROPE_KEYS = {
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in ``path``. Raises ``UserError`` if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_input(path, MOST_JSON_BYTES, "download the folder again"))
     except FileNotFoundError:
         raise UserError(f"'{path.parent}' has no {path.name}; it must be a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"'{path}' contains a JSON {type(content).__name__}; it must contain an object")
@@ -61,6 +62,10 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     read.only("hidden_act", "silu")
     read.only("partial_rotary_factor", 1.0)
     heads, hidden, layers = (read.integer(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    try:
+        check_tensor_count(layers, 0)
+    except ValueError as error:
+        raise UserError(f"'{where}': {error}") from None
     # Null means the value derived from the heads, a missing key the family's default.
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
@@ -132,11 +137,11 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
         "yarn",
         factor=rope.number("factor", max_position_embeddings / context),
         original_max_position_embeddings=context,
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
+        beta_fast=rope.number("beta_fast") if given.get("beta_fast") else 32.0,
+        beta_slow=rope.number("beta_slow") if given.get("beta_slow") else 1.0,
         attention_factor=None if given.get("attention_factor") is None else rope.number("attention_factor"),
-        mscale=float(given.get("mscale") or 0.0),
-        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        mscale=rope.number("mscale") if given.get("mscale") else 0.0,
+        mscale_all_dim=rope.number("mscale_all_dim") if given.get("mscale_all_dim") else 0.0,
         truncate=rope.boolean("truncate", True),
     )
 

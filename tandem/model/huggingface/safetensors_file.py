@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.types import UserError
+from tandem.types.input_file import open_input
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -73,6 +74,8 @@ def read_file(
     """Yields the tensors of ``path``, or those in ``names``, filtered by ``is_wanted``. Raises ``UserError`` for a file that is missing,
     broken or truncated, and for a missing name."""
     try:
+        # The library would wait for a FIFO.
+        open_input(path).close()
         with safe_open(path, framework="pt") as file:
             # An ordered set, because a mixture of experts has tens of thousands of tensors.
             held = dict.fromkeys(file.keys())

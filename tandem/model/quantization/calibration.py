@@ -11,8 +11,11 @@ from torch import Tensor
 
 from tandem.model.attention import attend
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.runtime.machine.available_memory import total_bytes
+from tandem.text.long_text import ENCODING_BYTES_PER_BYTE
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
+from tandem.types.input_file import read_input
 
 QKV, OUTPUT, GATE_UP, DOWN, END = range(5)
 """The inputs of a layer's four linear layers in the order of the forward pass, and the layer's output."""
@@ -32,13 +35,13 @@ def read_texts(path: str | Path) -> list[str]:
     """Returns the texts of a ``.jsonl`` file (the field ``text`` of each line), or any other file as one text. Raises ``UserError``."""
     path = Path(path)
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_input(path, total_bytes() // ENCODING_BYTES_PER_BYTE, "give less text: all of it is encoded at once").decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"calibration '{path}' cannot be read as text: {error}") from None
     if path.suffix != ".jsonl":
         texts = [content] if content.strip() else []
     else:
-        texts = [_text_of(line, number, path) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+        texts = [_text_of(line, number, path) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not texts:
         raise UserError(f"calibration '{path}' contains no text; give a file with text")
     return texts
@@ -47,7 +50,7 @@ def read_texts(path: str | Path) -> list[str]:
 def _text_of(line: str, number: int, path: Path) -> str:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise UserError(f"calibration '{path}' line {number} has no text; every line must be a JSON object with the field 'text'")

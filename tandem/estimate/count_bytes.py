@@ -1,0 +1,33 @@
+"""Bytes that grow with the counts of a recipe or an engine: prompts, samples, reward workers, sequences. Imports no torch."""
+
+from tandem.config.engine import EngineArgs
+from tandem.layout.shapes import ModelShapes
+
+PROMPT_BYTES, SAMPLE_BYTES, SAMPLED_TOKEN_BYTES = 640, 1400, 130
+"""Measured on task sort: a prompt of 6 tokens (56 tokens: 674), a sample with its score, and each of its tokens (id, two log-probabilities and the
+version of the weights)."""
+REWARD_WORKER_BYTES = 15 << 20
+"""Measured: memory of a reward worker with built-in functions that it shares with no other process. Functions of the user add to it."""
+REWARD_WORKER_FILES = 2
+"""Descriptors that the controller holds for a reward worker: its socket and its process."""
+ROW_BYTES = 120
+"""Of a row of the input batch without its buffers of drawn tokens and its block table: numbers, and the row in the list of free ones."""
+DRAWN_TOKEN_BYTES = 16
+"""Of a row and each position of the context: a token id and two log-probabilities."""
+
+
+def sampled_bytes(prompts: int, group_size: int, max_tokens: int) -> int:
+    """Returns the bytes of ``prompts`` with ``group_size`` completions each, all of ``max_tokens`` tokens."""
+    return prompts * (PROMPT_BYTES + group_size * (SAMPLE_BYTES + max_tokens * SAMPLED_TOKEN_BYTES))
+
+
+def row_bytes(max_model_len: int) -> int:
+    """Returns the bytes of a row of the engine's input batch, for a sequence of up to ``max_model_len`` tokens."""
+    return ROW_BYTES + DRAWN_TOKEN_BYTES * max_model_len + max_model_len // 4
+
+
+def lora_bytes(shapes: ModelShapes, args: EngineArgs) -> int:
+    """Returns the bytes of ``max_loras`` adapters of ``max_lora_rank`` on every matrix of a layer."""
+    hidden, inner = shapes.hidden_size, shapes.intermediate_size
+    sides = (hidden + shapes.qkv_size) + (shapes.query_size + hidden) + 3 * (hidden + inner)
+    return 4 * args.max_loras * (shapes.num_hidden_layers * args.max_lora_rank * sides + 64)
