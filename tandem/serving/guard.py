@@ -1,12 +1,14 @@
 """Middleware of every route: checks keys and the size and speed of bodies, and refuses requests while draining."""
 
-import asyncio
 import hmac
 import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.serving.bodies import read_body
 from tandem.serving.errors import ApiError, unauthorised, unavailable
+from tandem.serving.json_body import PARSED
+from tandem.serving.limits import BEFORE_LOAD_BYTES, body_too_large
 from tandem.serving.routes import adapters, control
 from tandem.serving.state import ServerState
 
@@ -24,27 +26,34 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        state, is_inference = self._state, scope["path"] not in PUBLIC and scope["path"] not in CONTROL
         try:
             self._check(scope)
-            body = await self._body(scope, receive)
+            limits = state.limits if state.is_started and scope["path"] not in PUBLIC else None
+            limit_bytes = BEFORE_LOAD_BYTES if limits is None else limits.max_body_bytes
+            too_large = body_too_large(BEFORE_LOAD_BYTES) if limits is None else limits.body_too_large()
+            with state.bodies.of(scope["client"][0] if scope.get("client") else "") as share:
+                body = await read_body(receive, share, limit_bytes, state.settings.request_s, too_large)
+                if body is None:  # The client left.
+                    return
+                await state.parser.parse(scope, body, limits if is_inference else None)
         except ApiError as error:
             await answer(error, send)
             return
-        if body is None:  # The client left.
-            return
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        size = len(body)
+        # A parsed body is not needed again, and would be held until the end of the answer; FastAPI asks for its JSON if there is any.
+        first: list[Message] = [{"type": "http.request", "body": b"{}" if PARSED in scope else body, "more_body": False}]
+        del body
 
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
-        if scope["path"] in PUBLIC or scope["path"] in CONTROL:
-            await self._app(scope, replay, send)
-            return
-        self._state.open_requests += 1
+        state.open_requests += is_inference
         try:
             await self._app(scope, replay, send)
         finally:
-            self._state.open_requests -= 1
+            state.open_requests -= is_inference
+            state.memory.after(size)
 
     def _check(self, scope: Scope) -> None:
         """Raise ``ApiError`` for a request that is not answered here."""
@@ -66,29 +75,6 @@ class Guard:
             raise unavailable("the model is being loaded", retry_after_s=5)
         if self._state.is_draining:
             raise unavailable("the server is shutting down", retry_after_s=10)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        settings = self._state.settings
-        limit, parts, size = settings.max_body_bytes, [], 0
-        try:
-            async with asyncio.timeout(settings.request_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    size += len(message.get("body", b""))
-                    if size <= limit:
-                        parts.append(message.get("body", b""))
-                    elif size > 8 * limit:
-                        break
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the request's body did not come within {settings.request_s:g} s") from None
-        if size > limit:
-            # Read to its end, within reason: a client that still writes would not see the answer.
-            raise ApiError(413, f"the request's body is larger than {limit} bytes", code="request_too_large")
-        return b"".join(parts)
 
 
 def _bearer(scope: Scope) -> bytes:

@@ -10,18 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
+from tandem.runtime.machine.heap import large_memory_given_back
+from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.serving.app import make_app
+from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
+from tandem.serving.errors import overloaded
+from tandem.serving.guard import answer
+from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.metrics import Metrics
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
+from tandem.serving.text_encoder import TextEncoder
 from tandem.text.tokenizer import Tokenizer
 
 _BACKLOG = 2048
+_OTHER_FILES = 64
+"""Open files that are not connections of clients."""
 
 
 def run_server(settings: ServerSettings) -> int:
@@ -33,8 +43,9 @@ def run_server(settings: ServerSettings) -> int:
     _raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
-    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names))
-    with listener:
+    bodies = UnfinishedBodies(BEFORE_LOAD_BYTES * 64, BEFORE_LOAD_BYTES * 16)
+    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies)
+    with listener, large_memory_given_back():
         return asyncio.run(_serve(state, listener))
 
 
@@ -48,7 +59,9 @@ class _Server(uvicorn.Server):
 
 async def _serve(state: ServerState, listener: socket.socket) -> int:
     settings = state.settings
-    protocol = type("Protocol", (PatientProtocol,), {"request_s": settings.request_s, "stall_s": settings.stall_s})
+    connections = ClientConnections(_max_files() - _OTHER_FILES, settings.connections_per_client)
+    deadlines = {"request_s": settings.request_s, "stall_s": settings.stall_s}
+    protocol = type("Protocol", (PatientProtocol,), {**deadlines, "connections_of_clients": connections, "refusal": staticmethod(_too_many_connections)})
     config = uvicorn.Config(
         make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=_BACKLOG,
         timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
@@ -127,6 +140,15 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 16, hard))
+
+
+def _max_files() -> int:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft, 2 * _OTHER_FILES)
+
+
+async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    await answer(overloaded("your address has too many open connections; close some, or raise --max-connections-per-client"), send)
 
 
 def _say(text: str) -> None:
