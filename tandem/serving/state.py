@@ -72,14 +72,16 @@ class ServerState:
 
     @property
     def why_not_ready(self) -> str | None:
-        """One word or two for a balancer's log, ``None`` while requests are welcome."""
+        """A few words for a balancer's log, ``None`` while requests are welcome."""
         if not self.is_started:
             return "loading"
         if self.is_draining:
             return "draining"
         if self.pool.is_sleeping:
             return "asleep"
-        return None if self.pool.has_engine else "no engine"
+        if self.pool.has_engine:
+            return None
+        return "no engine" if self.pool.why_hung is None else "no engine answers"
 
     def check_model(self, name: str | None) -> LoRARequest | None:
         """The adapter of that name, ``None`` for the model itself. Raises ``ApiError`` for a model that is not served here."""
