@@ -9,7 +9,7 @@ from tandem.serving.errors import invalid
 
 MAX_COMPLETIONS = 1024
 MAX_LOGPROBS = 20
-MAX_SHORT_TEXT = 4096
+MAX_SHORT_TEXT = 512
 """Characters of a stop string, a forbidden word and a cache salt, which stay in memory while a request waits."""
 _INT64 = 2**63
 
